@@ -12,7 +12,7 @@ PARTITION = 2
 LIMIT = 1000
 
 
-def spill(disk: SimDisk, target: Path) -> Path:
+def write_to_directory(disk: SimDisk, target: Path) -> Path:
     """Write all files of an in-memory disk to a directory; return it."""
     for path, content in disk.files().items():
         copy = target / path.relative_to(ROOT)
@@ -22,7 +22,7 @@ def spill(disk: SimDisk, target: Path) -> Path:
     return target
 
 
-def some_world(segment_bytes_max=900) -> World:
+def sample_log(segment_bytes_max=900) -> World:
     """Return a log of four segments and seven batches, not closed; the marker is at its end."""
     world = World(Random(4), segment_bytes_max=segment_bytes_max, bytes_max=60)
     world.control.set_flags(PARTITION, 5)
@@ -35,11 +35,11 @@ def some_world(segment_bytes_max=900) -> World:
     return world
 
 
-def some_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
+def sample_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
     """Return the same log, closed, in a directory."""
-    world = some_world(segment_bytes_max)
+    world = sample_log(segment_bytes_max)
     world.close()
-    return spill(world.disk, target), world
+    return write_to_directory(world.disk, target), world
 
 
 def verified(path: Path, **options) -> Verified:

@@ -11,7 +11,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import REMOVALS_MAX
 
 MARKS = {0: 41, 3: -1}
-FOR_LONG = 1 << 34
+KEEP_MS = 1 << 34
 
 
 async def created(world: World, root: str) -> Any:
@@ -82,12 +82,12 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str)
 
 async def the_retention_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
     one = await created(world, root)
-    for name, keep_ms in (("begun", FOR_LONG), ("done", FOR_LONG), ("over", 0)):
+    for name, keep_ms in (("begun", KEEP_MS), ("done", KEEP_MS), ("over", 0)):
         await one.writes.begin(name, MARKS, keep_ms)
     assert await one.writes.forget_expired() == ["over"]
     await one.writes.begin("used", MARKS, 0)
     await one.writes.finish("done", {"rows": 1}, 0)
-    await one.writes.finish("used", {"rows": 1}, FOR_LONG)
+    await one.writes.finish("used", {"rows": 1}, KEEP_MS)
     assert await one.writes.forget_expired() == ["done"]
 
 

@@ -28,7 +28,7 @@ from waltz_spark.option_table import (
     OPTIONS,
     TASK_TRANSACTIONS_MAX,
     TRIGGER_TRANSACTIONS_MAX,
-    OptionUse,
+    Purpose,
 )
 
 # Keys that Spark itself adds to the options of a source or a sink.
@@ -168,14 +168,14 @@ def check_names(options: Mapping[str, str]) -> None:
         raise BadConfig(f"format 'waltz' has no option {key!r}. Hint: {suggestion}")
 
 
-def parse_read(options: Mapping[str, str], use: OptionUse = OptionUse.READ) -> ReadOptions:
+def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadOptions:
     """Return the typed options of a read: of a batch, a stream, or either.
 
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
     parser = _OptionParser(options, use)
-    first = "latest" if use is OptionUse.STREAM else "earliest"
+    first = "latest" if use is Purpose.STREAM else "earliest"
     starting_ms = parser.timestamp_ms("startingTimestamp")
     if starting_ms is not None and parser.text("startingHighWaterMarks") is not None:
         raise BadConfig(
@@ -225,7 +225,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
-    parser = _OptionParser(options, OptionUse.WRITE)
+    parser = _OptionParser(options, Purpose.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
     recompute = parser.recompute()
     is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
@@ -264,10 +264,10 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
 
 
 _ALLOWED = {
-    OptionUse.READ: {OptionUse.READ, OptionUse.BATCH, OptionUse.STREAM, OptionUse.BOTH},
-    OptionUse.BATCH: {OptionUse.READ, OptionUse.BATCH, OptionUse.BOTH},
-    OptionUse.STREAM: {OptionUse.READ, OptionUse.STREAM, OptionUse.BOTH},
-    OptionUse.WRITE: {OptionUse.WRITE, OptionUse.BOTH},
+    Purpose.READ: {Purpose.READ, Purpose.BATCH, Purpose.STREAM, Purpose.BOTH},
+    Purpose.BATCH: {Purpose.READ, Purpose.BATCH, Purpose.BOTH},
+    Purpose.STREAM: {Purpose.READ, Purpose.STREAM, Purpose.BOTH},
+    Purpose.WRITE: {Purpose.WRITE, Purpose.BOTH},
 }
 
 
@@ -278,7 +278,7 @@ def _split(text: str) -> list[str]:
 class _OptionParser:
     """The options from Spark, looked up by the table's names."""
 
-    def __init__(self, options: Mapping[str, str], use: OptionUse) -> None:
+    def __init__(self, options: Mapping[str, str], use: Purpose) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
         for key in self._values:
             option = BY_KEY.get(key)

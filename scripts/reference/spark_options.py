@@ -1,13 +1,13 @@
 """The options of `format("waltz")`, from `waltz_spark/option_table.py`."""
 
 from scripts.reference.markdown import cell, code, table
-from waltz_spark.option_table import OPTIONS, OptionUse
+from waltz_spark.option_table import OPTIONS, Purpose
 
 # The kinds of reads that an option is for, as columns.
 READS = {
-    OptionUse.READ: ("yes", "yes"),
-    OptionUse.BATCH: ("yes", "no"),
-    OptionUse.STREAM: ("no", "yes"),
+    Purpose.READ: ("yes", "yes"),
+    Purpose.BATCH: ("yes", "no"),
+    Purpose.STREAM: ("no", "yes"),
 }
 
 
@@ -19,12 +19,12 @@ def tables() -> dict[str, str]:
         if each.use in READS
     ]
     return {
-        "both": _table(OptionUse.BOTH),
+        "both": _table(Purpose.BOTH),
         "reading": table(("option", "batch", "stream", "default", "meaning"), reading),
-        "writing": _table(OptionUse.WRITE),
+        "writing": _table(Purpose.WRITE),
     }
 
 
-def _table(use: OptionUse) -> str:
+def _table(use: Purpose) -> str:
     rows = [(code(each.name), each.default, cell(each.text)) for each in OPTIONS if each.use is use]
     return table(("option", "default", "meaning"), rows)

@@ -34,7 +34,7 @@ ARCHIVE = {
 SHOWN_MAX = 10
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line and flush it."""
     print(text, flush=True)  # noqa: T201 - the person at the terminal
 
@@ -70,8 +70,8 @@ def main() -> int:
         schedule = draw(seed, arguments.round_s, archives=arguments.archive)
         where = arguments.directory / str(schedule.seed)
         shutil.rmtree(where, ignore_errors=True)
-        say(f"seed {schedule.seed}: {schedule.world}")
-        outcome = play(schedule, where, say, apart=not arguments.processes_only)
+        print_line(f"seed {schedule.seed}: {schedule.world}")
+        outcome = play(schedule, where, print_line, apart=not arguments.processes_only)
         outcomes.append(outcome)
         _report(outcome, _again(outcome, arguments), where)
         if not outcome.wrong and not arguments.keep:
@@ -80,9 +80,9 @@ def main() -> int:
         arguments.report.write_text(report(outcomes, arguments), encoding="utf-8")
     wrong = [each.schedule.seed for each in outcomes if each.wrong]
     verdict = f"seeds with something wrong: {wrong}" if wrong else "nothing wrong"
-    say(f"chaos: {len(outcomes)} rounds, {verdict}; {arguments.report}")
+    print_line(f"chaos: {len(outcomes)} rounds, {verdict}; {arguments.report}")
     if missed := _missed(outcomes):
-        say(f"chaos: in all rounds together there were no {', '.join(missed)}")
+        print_line(f"chaos: in all rounds together there were no {', '.join(missed)}")
     return 1 if wrong or missed else 0
 
 
@@ -106,9 +106,9 @@ def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
 
 def _report(outcome: Outcome, again: str, where: Path) -> None:
     for what, count in outcome.skipped.items():
-        say(f"  left out: {count} x {what}")
+        print_line(f"  left out: {count} x {what}")
     counts = outcome.counts
-    say(
+    print_line(
         f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, rejected "
         f"{counts['rejected']:,} ({counts['rejected by a new session']} by a new session), "
         f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
@@ -117,14 +117,14 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
     )
     if outcome.schedule.world.stores:
         found = "; ".join(f"{what} {counts[what]:,}" for what in sorted(counts) if what in ARCHIVE)
-        say(f"  {found}")
+        print_line(f"  {found}")
     for wrong in outcome.wrong[:SHOWN_MAX]:
-        say(f"  WRONG: {wrong}")
+        print_line(f"  WRONG: {wrong}")
     if outcome.wrong:
-        say(f"  {len(outcome.wrong)} wrong; logs in {where}")
-        say(f"  again: {again}")
+        print_line(f"  {len(outcome.wrong)} wrong; logs in {where}")
+        print_line(f"  again: {again}")
     else:
-        say("  OK")
+        print_line("  OK")
 
 
 def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:

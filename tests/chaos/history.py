@@ -43,7 +43,7 @@ class Sent(NamedTuple):
     locks: list[int]
 
 
-class Asked(NamedTuple):
+class MarkRequest(NamedTuple):
     """A request for the high-water mark, and its answer."""
 
     partition: int
@@ -57,7 +57,7 @@ class Life:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.sent: dict[str, Sent] = {}
-        self.asked: list[Asked] = []
+        self.asked: list[MarkRequest] = []
         self.has_ended = False
         self._lines = directory / f"{name}.jsonl"
         self._feed = directory / f"{name}.feed"
@@ -77,7 +77,7 @@ class Life:
 
     def _take(self, kind: str, *words: Any) -> None:
         if kind == "mark":
-            self.asked.append(Asked(*words))
+            self.asked.append(MarkRequest(*words))
         elif kind == "sent":
             key, partition, digest, sent_s, mark, locks = words
             recorded = four_writers.RecordedOutcome(key, partition, digest, sent_s)

@@ -33,7 +33,7 @@ QUEUE_S_MAX = 2.0
 ADDRESSES = slice(12, 20)  # of an IPv4 header: source and target
 
 
-class Lag(NamedTuple):
+class LinkSettings(NamedTuple):
     """The delay, loss and rate of a slow link."""
 
     delay_ms: float = 0.0
@@ -48,10 +48,10 @@ class Lag(NamedTuple):
         return ", ".join(parts)
 
 
-class Line:
+class SlowLink:
     """One slow link: computes when each packet leaves it."""
 
-    def __init__(self, lag: Lag, chance: random.Random) -> None:
+    def __init__(self, lag: LinkSettings, chance: random.Random) -> None:
         self.lag = lag
         self._chance = chance
         self._free_s = 0.0  # when all that was sent is on the wire
@@ -70,10 +70,10 @@ class Line:
         return self._last_s
 
 
-def carry(device: int, orders: int) -> None:
+def delay_packets(device: int, orders: int) -> None:
     """Delay packets until the orders end."""
     chance = random.Random(0)
-    lines: dict[bytes, Line] = {}
+    lines: dict[bytes, SlowLink] = {}
     waiting: list[tuple[float, int, bytes]] = []
     numbers = itertools.count()
     while True:
@@ -95,14 +95,14 @@ def carry(device: int, orders: int) -> None:
             os.write(device, heapq.heappop(waiting)[2])
 
 
-def _read(order: str, had: dict[bytes, Line], chance: random.Random) -> dict[bytes, Line]:
+def _read(order: str, had: dict[bytes, SlowLink], chance: random.Random) -> dict[bytes, SlowLink]:
     """Return the links of an order; a link that is unchanged keeps its queue."""
     lines = {}
     for source, target, *numbers in json.loads(order):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
-        lag = Lag(*numbers)
+        lag = LinkSettings(*numbers)
         line = had.get(key)
-        lines[key] = line if line is not None and line.lag == lag else Line(lag, chance)
+        lines[key] = line if line is not None and line.lag == lag else SlowLink(lag, chance)
     return lines
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    carry(device, sys.stdin.fileno())
+    delay_packets(device, sys.stdin.fileno())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tests.chaos.lag import DEVICE, Lag
+from tests.chaos.lag import DEVICE, LinkSettings
 from tests.patience import HANG_S
 from tests.spark.places import Place, die_with_parent, namespace
 
@@ -66,7 +66,7 @@ class Network:
         self._router: Machine | None = None
         self._lag: subprocess.Popen[str] | None = None
         self._cuts: Counter[Link] = Counter()
-        self._slow: dict[Link, Lag] = {}
+        self._slow: dict[Link, LinkSettings] = {}
         self.machines: dict[str, Machine] = {}
         self.why_not = ""  # why nothing can be cut here, empty where it can
 
@@ -120,7 +120,7 @@ class Network:
         finally:
             self.heal(cut)
 
-    def slow(self, links: Iterable[Link], lag: Lag) -> None:
+    def slow(self, links: Iterable[Link], lag: LinkSettings) -> None:
         """Delay the packets of links, and drop some, as `lag` states."""
         self._set_slow({**self._slow, **dict.fromkeys(links, lag)})
 
@@ -148,7 +148,7 @@ class Network:
                 lines.append(f"rule {verb} {rule}")
         self._send_to_router(lines)
 
-    def _set_slow(self, slow: dict[Link, Lag]) -> None:
+    def _set_slow(self, slow: dict[Link, LinkSettings]) -> None:
         assert self._lag is not None, "no link can be made slow here"
         assert self._lag.stdin is not None
         # First the link that carries, then the rule that uses it; the other way round at the end.
@@ -167,7 +167,7 @@ class Network:
         )
         self._slow = slow
 
-    def _send_to_lag(self, slow: dict[Link, Lag]) -> None:
+    def _send_to_lag(self, slow: dict[Link, LinkSettings]) -> None:
         assert self._lag is not None
         assert self._lag.stdin is not None
         links = [

@@ -76,7 +76,7 @@ def _save(found: FakeBucket, directory: Path) -> int:
     return len(keys)
 
 
-def front(host: str) -> None:
+def forward_connections(host: str) -> None:
     """Forward connections until this process is killed."""
     with Gate(lambda: BUCKET_PORT, host=host, port=PORT):
         _answer("store ready")
@@ -89,4 +89,4 @@ def _answer(line: str) -> None:
 
 
 if __name__ == "__main__":
-    {"bucket": bucket, "front": front}[sys.argv[1]](sys.argv[2])
+    {"bucket": bucket, "front": forward_connections}[sys.argv[1]](sys.argv[2])

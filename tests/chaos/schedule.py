@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from tests.chaos.cluster import SESSION_MS, World
-from tests.chaos.lag import Lag
+from tests.chaos.lag import LinkSettings
 from tests.chaos.network import Link, both_ways
 
 FIRST_S = 2.0
 CALM_BETWEEN_S = 1.8  # on average
 SESSION_S = SESSION_MS / 1000
 KINDS_MIN = 4
-NOT_SLOW: Final = Lag()
+NOT_SLOW: Final = LinkSettings()
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fault:
     kind: str
     targets: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
-    lag: Lag = NOT_SLOW
+    lag: LinkSettings = NOT_SLOW
     summary: str = ""
 
     def __str__(self) -> str:
@@ -161,12 +161,12 @@ def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
     one = chance.choice([*world.members, *world.names("client")])
     lag = chance.choice(
         (
-            Lag(20, 20),
-            Lag(100, 100),
-            Lag(400, 300),
-            Lag(5, 5, 0.02),
-            Lag(20, 20, 0.1),
-            Lag(1, 0, 0.0, 128 * 1024),
+            LinkSettings(20, 20),
+            LinkSettings(100, 100),
+            LinkSettings(400, 300),
+            LinkSettings(5, 5, 0.02),
+            LinkSettings(20, 20, 0.1),
+            LinkSettings(1, 0, 0.0, 128 * 1024),
         )
     )
     links = tuple(both_ways([one], [*world.members, *world.names("client")]))

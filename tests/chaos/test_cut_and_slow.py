@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.cluster import QUORUM_TIMEOUT_MS, SESSION_MS
 from tests.chaos.conftest import CLIENT, WORLD, NetworkScenario
-from tests.chaos.lag import Lag
+from tests.chaos.lag import LinkSettings
 from tests.chaos.network import both_ways
 from tests.patience import slowness
 
@@ -58,7 +58,7 @@ def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScen
 
 def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
     """Row 35: two of three replicas are a quorum."""
-    lag = Lag(800)
+    lag = LinkSettings(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
     scenario.network.slow(links, lag)
     slow_s = time.monotonic()

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from tests.chaos.lag import QUEUE_S_MAX, Lag, Line
+from tests.chaos.lag import QUEUE_S_MAX, LinkSettings, SlowLink
 from tests.chaos.schedule import KINDS, draw
 
 
@@ -43,7 +43,7 @@ def test_every_second_seed_archives_and_kills_each_process_of_the_archive():
 
 
 def test_packets_of_a_slow_link_stay_in_order():
-    line = Line(Lag(10, 50), random.Random(1))
+    line = SlowLink(LinkSettings(10, 50), random.Random(1))
     leaves = [line.leaves_s(1000, number / 1000) for number in range(100)]
     assert leaves == sorted(leaves)
     assert leaves[0] is not None
@@ -51,7 +51,7 @@ def test_packets_of_a_slow_link_stay_in_order():
 
 
 def test_a_link_with_a_rate_has_a_bounded_queue():
-    line = Line(Lag(bytes_per_s=1000), random.Random(1))
+    line = SlowLink(LinkSettings(bytes_per_s=1000), random.Random(1))
     leaves = [line.leaves_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]
     taken = [each for each in leaves if each is not None]
@@ -60,6 +60,6 @@ def test_a_link_with_a_rate_has_a_bounded_queue():
 
 
 def test_a_share_of_the_packets_is_lost():
-    line = Line(Lag(loss=0.3), random.Random(1))
+    line = SlowLink(LinkSettings(loss=0.3), random.Random(1))
     lost = sum(line.leaves_s(1, float(number)) is None for number in range(1000))
     assert 200 < lost < 400

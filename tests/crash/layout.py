@@ -22,7 +22,7 @@ RECORD = struct.Struct(">q16siiI")
 CHECKPOINT = 1000
 
 
-class Wrong(Exception):
+class StartFailed(Exception):
     """The error with which a 0.13 storage fails to start."""
 
 
@@ -42,12 +42,12 @@ class Control(NamedTuple):
 def read_control(data):
     version, _, key, count = CONTROL.unpack_from(data)
     if version != 0 or len(data) != HEADER_BYTES + 76 * count or any(data[32:128]):
-        raise Wrong("control file")
+        raise StartFailed("control file")
     partitions = []
     for number in range(count):
         at = HEADER_BYTES + 76 * number
         if struct.unpack_from(">i", data, at) != (number,):
-            raise Wrong(f"partition {number} of the control file")
+            raise StartFailed(f"partition {number} of the control file")
         partitions.append(_newer(data, at + 4))
     return Control(key, tuple(partitions))
 
@@ -60,7 +60,7 @@ def _newer(data, at):
             good.append(Structure(*fields))
     sequences = [one.sequence for one in good]
     if not good or len(set(sequences)) != len(sequences):
-        raise Wrong("both structures of a partition")
+        raise StartFailed("both structures of a partition")
     return max(good, key=lambda one: one.sequence)
 
 
@@ -114,9 +114,9 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
     """Return the records that a 0.13 storage finds in a segment after a crash."""
     for name, each in (("seg", data), ("idx", index)):
         if len(each) < HEADER_BYTES:
-            raise Wrong(f"{name} of {first} is cut")
+            raise StartFailed(f"{name} of {first} is cut")
         if SEGMENT.unpack_from(each)[2:] != (key, partition, first) or each[:4] != bytes(4):
-            raise Wrong(f"header of {name} of {first}")
+            raise StartFailed(f"header of {name} of {first}")
     starts = [int.from_bytes(index[at : at + 8], "big") for at in range(128, len(index) - 7, 8)]
     highest = first + len(starts) - 1
     start = highest
@@ -131,7 +131,7 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
         records = [data[a:b] for a, b in pairwise(bounds)]
         at = bounds[-1]
         if whole_record(data, at, start) is None:
-            raise Wrong(f"segment {first} is corrupted at {start}")
+            raise StartFailed(f"segment {first} is corrupted at {start}")
     while (one := whole_record(data, at, first + len(records))) is not None:
         records.append(one)
         at += len(one)
@@ -151,10 +151,10 @@ def read_directory(files, root):
         records = []
         for path in names:
             if int(path.stem) != len(records) or len(path.stem) != 19:
-                raise Wrong(f"segment {path.stem} behind {len(records)} records")
+                raise StartFailed(f"segment {path.stem} behind {len(records)} records")
             index = files.get(path.with_suffix(".idx"))
             if index is None:
-                raise Wrong(f"no index for {path.stem}")
+                raise StartFailed(f"no index for {path.stem}")
             records += read_segment(
                 files[path],
                 index,

@@ -28,7 +28,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(log_recovery, "ADOPTED_BATCH_IDS", BATCH_IDS)
 
 
-def as_0_13_leaves_it(disk, records, *, session, mark):
+def write_files_of_0_13(disk, records, *, session, mark):
     """Write the files of a partition in several segments, as a 0.13 storage does."""
     structures = [layout.Structure(-1, -1, -1, 1, 0)] * 4
     structures[PARTITION] = layout.Structure(session, mark, mark, 5, 4)
@@ -52,7 +52,7 @@ class World:
     def __post_init__(self):
         self.records = [layout.record(one, self.rng.randbytes(50)) for one in range(35)]
         self.disk.make_directory(ROOT)
-        as_0_13_leaves_it(self.disk, self.records, session=1, mark=29)
+        write_files_of_0_13(self.disk, self.records, session=1, mark=29)
         self.open()
 
     def open(self):

@@ -127,11 +127,11 @@ def started_again(directory, recorder, changes, recorded, session):
     return again, owner.recorded
 
 
-class Lost(AssertionError):
+class StateLost(AssertionError):
     """A crash has left a state that must not exist."""
 
 
-class Crashes:
+class CrashChecks:
     """Checks the files that crashes leave."""
 
     def __init__(self, complete):
@@ -153,9 +153,9 @@ class Crashes:
         found = names_in(contents)
         for name, data in found.items():
             if not name.endswith(TEMPORARY) and data != self.complete[name]:
-                raise Lost(f"{where}: {name} is not complete")
+                raise StateLost(f"{where}: {name} is not complete")
         if missing := self.listed(recorded) - found.keys():
-            raise Lost(f"{where}: {sorted(missing)} are not there")
+            raise StateLost(f"{where}: {sorted(missing)} are not there")
 
     def lose_power(self, changes, begin=0, *, keeps=None):
         """Lose power after each change from a position on."""
@@ -186,7 +186,7 @@ def recorder(tmp_path_factory):
 
 
 def test_power_is_lost_at_every_change(recorder, record_property):
-    crashes = Crashes(recorder.complete)
+    crashes = CrashChecks(recorder.complete)
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
     assert crashes.counts["states"] > STATES_MIN
@@ -218,7 +218,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
         kills += 1
         before = recorder.changes[: position + 1]
         again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
-        crashes = Crashes(again.complete)
+        crashes = CrashChecks(again.complete)
         crashes.lose_power(again.changes, position + 1, keeps=(Keep(), Everything()))
         assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
         if kills % EVERY_VERIFIED == 0:
@@ -230,8 +230,8 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
 def is_noticed(recorder, changes):
     """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
-        Crashes(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
-    except Lost:
+        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
+    except StateLost:
         return True
     return False
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.crash.test_storage_crash import check_after_error, first_error
-from tests.offline_storage import PARTITION, flip, found, segments, some_world, spill
+from tests.offline_storage import PARTITION, flip, found, sample_log, segments, write_to_directory
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from tests.storage_model import SURVIVALS, random_world, run_until_power_loss
 from waltz_core.errors import DiskFailed
@@ -26,7 +26,7 @@ def test_a_closed_log_has_no_findings(tmp_path, seed):
     world = random_world(seed)
     run_until_power_loss(world, 30, None)
     world.close()
-    assert found(spill(world.disk, tmp_path)) == ([], [NOT_ASSIGNED])
+    assert found(write_to_directory(world.disk, tmp_path)) == ([], [NOT_ASSIGNED])
 
 
 @pytest.mark.parametrize("survival", SURVIVALS)
@@ -36,13 +36,13 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     for number in range(3):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
         world.disk.power_loss(survival, world.rng)
-        wrong, notes = found(spill(world.disk, tmp_path / str(number)))
+        wrong, notes = found(write_to_directory(world.disk, tmp_path / str(number)))
         assert wrong == []
         assert notes
         world.open()
         world.check_after_crash()
     world.close()
-    wrong, notes = found(spill(world.disk, tmp_path / "closed"))
+    wrong, notes = found(write_to_directory(world.disk, tmp_path / "closed"))
     assert wrong == []
     # The original's structure is written behind our slot, so that a crash may leave it behind.
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
@@ -65,9 +65,9 @@ def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, f
             return
         check_after_error(world)
         world.go_on()
-        assert found(spill(world.disk, tmp_path / f"{number} running"))[0] == []
+        assert found(write_to_directory(world.disk, tmp_path / f"{number} running"))[0] == []
         world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
-        wrong, _ = found(spill(world.disk, tmp_path / str(number)))
+        wrong, _ = found(write_to_directory(world.disk, tmp_path / str(number)))
         world.open()
         if world.log.suspect:
             return
@@ -80,7 +80,7 @@ def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
     world = random_world(seed)
     run_until_power_loss(world, 20, None)
     world.close()
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     rng = Random(seed)
     suffix = rng.choice((".seg", ".seg", ".seg", ".chn", ".idx"))
     path = rng.choice(segments(directory, suffix))
@@ -99,7 +99,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
     world = random_world(seed)
     run_until_power_loss(world, 10, None)
     world.close()
-    directory = spill(world.disk, tmp_path_factory.mktemp("storage"))
+    directory = write_to_directory(world.disk, tmp_path_factory.mktemp("storage"))
     name = data.draw(
         st.sampled_from(("waltz-x.id", "waltz-storage.ctl", f"{PARTITION}/waltz-x.ctl"))
     )
@@ -189,7 +189,7 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
     lost = True
     while lost:
         step += 1
-        world = some_world()
+        world = sample_log()
         world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
@@ -197,7 +197,7 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
         except PowerLoss:
             lost = True
         world.disk.power_loss(survival, world.rng)
-        wrong, notes = found(spill(world.disk, tmp_path / str(step)))
+        wrong, notes = found(write_to_directory(world.disk, tmp_path / str(step)))
         assert wrong == [], step
         cuts += "2/waltz-x.ctl: truncation after 39 was begun; the next start finishes it" in notes
     assert step > 15

@@ -17,7 +17,7 @@ from waltz_core.local.ports import is_free
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandOutput:
     """The output of a command."""
 
     code: int
@@ -31,15 +31,15 @@ def begin(cluster: LocalCluster, verb: str, *words: str) -> subprocess.Popen[str
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def end(started: subprocess.Popen[str]) -> Ran:
+def end(started: subprocess.Popen[str]) -> CommandOutput:
     """Wait for a command."""
     out, error = started.communicate(timeout=HANG_S)
-    return Ran(started.returncode, json.loads(out) if out.strip() else None, error)
+    return CommandOutput(started.returncode, json.loads(out) if out.strip() else None, error)
 
 
-def _run(cluster: LocalCluster, verb: str, *words: str) -> Ran:
+def _run(cluster: LocalCluster, verb: str, *words: str) -> CommandOutput:
     done = run_command("cluster", verb, *words, "--connect", cluster.connect, "--json")
-    return Ran(
+    return CommandOutput(
         done.returncode, json.loads(done.stdout) if done.stdout.strip() else None, done.stderr
     )
 

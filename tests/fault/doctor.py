@@ -30,28 +30,28 @@ NOWHERE = Path("/nonexistent")
 
 
 @contextlib.contextmanager
-def sick_cluster(
+def faulty_cluster(
     where: Path, settings: dict[str, dict[str, object]] | None = None
-) -> Iterator["Patient"]:
+) -> Iterator["DiagnosedCluster"]:
     """Run three ZooKeeper servers, three storages and a spare one, two servers."""
-    patient = Patient(where, settings)
+    diagnosed = DiagnosedCluster(where, settings)
     made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
-    patient.started.append(made)
+    diagnosed.started.append(made)
     try:
         made.up()
         spare = new_storage(made)
         run_checked(made, "add-storage", spare, *admin_port(made, spare))
-        yield patient
+        yield diagnosed
     finally:
-        for daemon in patient.daemons:
+        for daemon in diagnosed.daemons:
             daemon.kill()
             daemon.wait()
-        patient.cluster()  # as it is now: the last commands may have started processes
-        for each in reversed(patient.started):
+        diagnosed.cluster()  # as it is now: the last commands may have started processes
+        for each in reversed(diagnosed.started):
             each.down()
 
 
-class Patient:
+class DiagnosedCluster:
     """The cluster of a file's tests, and the rows that clients have committed."""
 
     def __init__(

@@ -64,7 +64,7 @@ class Sums(SqlCallbacks):
             .values(total=total + transaction.header)
         )
         if self.is_to_stay:
-            say("inside")
+            print_word("inside")
             threading.Event().wait()
 
 
@@ -82,11 +82,11 @@ class SumsTogether(Sums):
         added = sum(each.header for each in transactions)
         connection.execute(SUMS.update().where(its).values(total=total + added))
         if self.is_to_stay and len(transactions) > 1:
-            say("inside")
+            print_word("inside")
             threading.Event().wait()
 
 
-def say(word: str) -> None:
+def print_word(word: str) -> None:
     """Print a word for the process that has started this one."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
@@ -109,7 +109,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, stay)
     with WaltzClient(options.connect) as client:
         client.subscribe(callbacks)
-        say("ready")
+        print_word("ready")
         sys.stdin.read()
 
 

@@ -180,7 +180,9 @@ def test_a_port_in_use_is_reported(scenario: Scenario, name: str):
 
 
 @pytest.fixture
-def roomy(scenario: Scenario, small_disks: SmallDisks) -> Iterator[tuple[Scenario, list[Disk]]]:
+def with_free_space(
+    scenario: Scenario, small_disks: SmallDisks
+) -> Iterator[tuple[Scenario, list[Disk]]]:
     """Give the cluster and its disks; all the room is given back afterwards."""
     if small_disks.why_not:
         pytest.skip(small_disks.why_not)
@@ -191,8 +193,8 @@ def roomy(scenario: Scenario, small_disks: SmallDisks) -> Iterator[tuple[Scenari
             disk.free()
 
 
-def test_appends_continue_with_one_full_disk(roomy: tuple[Scenario, list[Disk]]):
-    scenario, disks = roomy
+def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, list[Disk]]):
+    scenario, disks = with_free_space
     with scenario.load() as load:
         load.await_commits()
         disks[1].fill()
@@ -206,8 +208,10 @@ def test_appends_continue_with_one_full_disk(roomy: tuple[Scenario, list[Disk]])
     scenario.check_agrees()
 
 
-def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Scenario, list[Disk]]):
-    scenario, disks = roomy
+def test_three_full_disks_reject_appends_and_serve_reads(
+    with_free_space: tuple[Scenario, list[Disk]],
+):
+    scenario, disks = with_free_space
     with scenario.load() as load:
         load.await_commits()
     for disk in disks:
@@ -228,8 +232,10 @@ def test_three_full_disks_reject_appends_and_serve_reads(roomy: tuple[Scenario, 
     scenario.check_agrees()
 
 
-def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Scenario, list[Disk]]):
-    scenario, disks = roomy
+def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
+    with_free_space: tuple[Scenario, list[Disk]],
+):
+    scenario, disks = with_free_space
     reserve = disks[2].where / "waltz-x.reserve"
     wait_until("a reserve", lambda: reserve.exists() and reserve.stat().st_size > 0)
     size = reserve.stat().st_size

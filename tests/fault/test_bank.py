@@ -161,7 +161,7 @@ def first(database: str) -> int:
 
 
 @pytest.fixture
-def typed(scenario: Scenario, database: str) -> Run:
+def bank_commands(scenario: Scenario, database: str) -> Run:
     def run(*words: str, lines: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, str(ROOT / "examples" / "bank.py"), *words]
         return subprocess.run(
@@ -185,7 +185,9 @@ def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
     engine.dispose()
 
 
-def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(typed: Run, first: int) -> None:
+def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
+    bank_commands: Run, first: int
+) -> None:
     one, two = first, first + 1
     lines = (
         *(f"open {one}", f"open {two}", f"deposit {one} 100", f"transfer {one} {two} 12.50"),
@@ -193,7 +195,7 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(typed: Run, firs
         *(f"deactivate {one}", f"withdraw {one} 87.50", f"deactivate {one}", f"deposit {one} 1"),
         *("accounts", f"history {two}", "help", "quit"),
     )
-    done = typed(lines=lines)
+    done = bank_commands(lines=lines)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
         f"no: account {one} holds 87.50, which is less than 87.51",
@@ -208,21 +210,21 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(typed: Run, firs
         assert line in printed
     assert any(line.endswith(f"12.50 from {one}") for line in printed)
     for _ in range(2):  # given again it is done once
-        done = typed("deposit", str(two), "1", "--id", f"gift-{two}")
+        done = bank_commands("deposit", str(two), "1", "--id", f"gift-{two}")
         assert (done.returncode, done.stdout) == (0, f"account {two} holds 13.50\n")
-    done = typed("withdraw", str(two), "1,000")
+    done = bank_commands("withdraw", str(two), "1,000")
     assert (done.returncode, done.stdout) == (1, "")
 
 
-class Dead(Exception):
+class BankKilled(Exception):
     """A desk has died."""
 
 
-class DyingBank(bank_desk.Bank):
+class BankThatDies(bank_desk.Bank):
     """A desk that dies in the middle of a transfer."""
 
     def _settle(self, key: str) -> None:
-        raise Dead(key)
+        raise BankKilled(key)
 
 
 def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
@@ -241,8 +243,8 @@ def test_the_next_bank_settles_transfers_in_transit(
         bank.open(account)
     bank.deposit(one, 500)
     engine = engine_of(database)
-    dying = DyingBank(scenario.cluster.connect, engine)
-    with pytest.raises(Dead):
+    dying = BankThatDies(scenario.cluster.connect, engine)
+    with pytest.raises(BankKilled):
         dying.transfer(one, two, 200)
     dying.close()
     engine.dispose()

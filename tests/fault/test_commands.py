@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield found
 
 
-class Ran(NamedTuple):
+class CommandOutput(NamedTuple):
     """The output of a command."""
 
     code: int
@@ -53,7 +53,7 @@ class Ran(NamedTuple):
     error: str
 
 
-def ran(cluster: LocalCluster, *words: str) -> Ran:
+def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
     """Give a command in this process: most of the time of a new one is its start."""
     out, error = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -61,19 +61,19 @@ def ran(cluster: LocalCluster, *words: str) -> Ran:
         patch.setattr(sys, "argv", ["waltz-core", *words])  # as the record has it
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             code = main()
-    return Ran(code, out.getvalue(), error.getvalue())
+    return CommandOutput(code, out.getvalue(), error.getvalue())
 
 
 def done(cluster: LocalCluster, *words: str) -> Any:
     """Run a command with `--json` that must succeed; return its output."""
-    found = ran(cluster, *words, "--json")
+    found = output_of(cluster, *words, "--json")
     assert found.code == 0, found
     return json.loads(found.out)
 
 
 def run_failing(cluster: LocalCluster, *words: str) -> str:
     """Give a command that must fail; return its one sentence."""
-    found = ran(cluster, *words)
+    found = output_of(cluster, *words)
     assert (found.code, found.out) == (1, ""), found
     *_, sentence = found.error.strip().splitlines()
     assert sentence.startswith("waltz-core: ")
@@ -122,9 +122,9 @@ def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
     assert made["ids"] == {"0": [last + 1, last + 3]}
     words = ("--first", str(first), "--transactions", str(last + 3 - first + 1))
     assert done(cluster, "client", "create-consumer", *words)["is_valid"]
-    watched = ran(cluster, "client", "watch", "--first", str(last), "--transactions", "2")
+    watched = output_of(cluster, "client", "watch", "--first", str(last), "--transactions", "2")
     assert watched.out == f"{last}\t0\t{last}\n{last + 1}\t0\t{last + 1}\n"
-    assert ran(cluster, "client", "watch", "--partition", "9").code == 1
+    assert output_of(cluster, "client", "watch", "--partition", "9").code == 1
 
 
 def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
@@ -135,10 +135,10 @@ def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
     done(cluster, "server", "remove-preferred-partition", "0-1", one)
-    is_healthy = lambda: ran(cluster, "server", "list").code == 0  # noqa: E731
+    is_healthy = lambda: output_of(cluster, "server", "list").code == 0  # noqa: E731
     wait_until("the servers are well", is_healthy)
     # A cluster takes appends when a quorum of its storages runs.
-    reaches_all = lambda: ran(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
+    reaches_all = lambda: output_of(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
     wait_until("all storages run", reaches_all)
     reach = done(cluster, "cluster", "check-connectivity")
     assert reach["is_healthy"]
@@ -151,22 +151,22 @@ def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
 
 
 def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: LocalCluster):
-    wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
+    wait_until("all is well", lambda: output_of(cluster, "cluster", "verify").code == 0)
     found = done(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
     assert all(all(checks.values()) for checks in found["partitions"].values())
     storage = address(cluster, "storage-2")
     at = ("--storage", storage, "--partition", "1")
     done(cluster, "storage", "availability", *at, "--online", "false")
-    failed = ran(cluster, "cluster", "verify", "--by-partition", "--json")
+    failed = output_of(cluster, "cluster", "verify", "--by-partition", "--json")
     assert failed.code == 1
     found = json.loads(failed.out)
     assert all(found["partitions"]["0"].values())
     assert not found["partitions"]["1"]["storage"]
     (repair,) = [each for each in found["findings"] if "has it offline" in each]
     words = repair.split("`")[1].split()[1:]
-    assert ran(cluster, *words).code == 0
-    wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
+    assert output_of(cluster, *words).code == 0
+    wait_until("all is well", lambda: output_of(cluster, "cluster", "verify").code == 0)
 
 
 def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
@@ -206,11 +206,11 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--json")
     load = ("--seconds", "1", "--writers", "8", "--lock-pool", "2", "--interval-ms", "1")
-    found = json.loads(ran(cluster, "bench", "test-producers", *load, *at).out)
+    found = json.loads(output_of(cluster, "bench", "test-producers", *load, *at).out)
     assert found["rows"] > 0
     assert found["lost"] == found["duplicated"] == 0
     assert found["extra"]["rejected"] > 0, "eight writers never met on two locks"
-    found = json.loads(ran(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
+    found = json.loads(output_of(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
     assert found["rows"] >= 100
     assert found["lost"] == found["duplicated"] == 0
 
@@ -242,7 +242,7 @@ def has_caught_up(cluster: LocalCluster, name: str, last: int) -> bool:
 
 
 def test_all_storages_match_the_assignment(cluster: LocalCluster):
-    wait_until("all run", lambda: ran(cluster, "storage", "validate").code == 0)
+    wait_until("all run", lambda: output_of(cluster, "storage", "validate").code == 0)
     validated = done(cluster, "storage", "validate")
     assert validated["is_healthy"]
     assert set(validated["storages"]) == set(names(cluster))
@@ -313,14 +313,16 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0,)})
     wait_until(
         "it is left out",
-        lambda: ran(cluster, "storage", "remove-partition", *at, "--delete-files").code == 0,
+        lambda: output_of(cluster, "storage", "remove-partition", *at, "--delete-files").code == 0,
     )
     directory = Path(cluster.directory) / "storage-3" / "1"
     assert list(directory.iterdir()) == []
     assert "not assigned" in run_failing(cluster, "storage", "max-transaction-id", *at)
     assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0, 1)})
-    wait_until("it is held", lambda: ran(cluster, "storage", "max-transaction-id", *at).code == 0)
+    wait_until(
+        "it is held", lambda: output_of(cluster, "storage", "max-transaction-id", *at).code == 0
+    )
     assert done(cluster, "storage", "add-partition", *at) == {
         "storage": third,
         "verb": "add-partition",

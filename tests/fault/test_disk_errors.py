@@ -242,8 +242,8 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
             for each in range(4)
         )
 
-    patient = ClientConfig(request_timeout_ms=1000 * HANG_S)
-    with WaltzClient(scenario.cluster.connect, patient) as client:
+    diagnosed = ClientConfig(request_timeout_ms=1000 * HANG_S)
+    with WaltzClient(scenario.cluster.connect, diagnosed) as client:
         futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
         # All have answered that will; a session that opened with them would return its mark.

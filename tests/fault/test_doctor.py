@@ -21,7 +21,14 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.changing import address, change_layout, replicas, run_checked
-from tests.fault.doctor import Patient, await_findings, doctor, here, repair, sick_cluster
+from tests.fault.doctor import (
+    DiagnosedCluster,
+    await_findings,
+    doctor,
+    faulty_cluster,
+    here,
+    repair,
+)
 from tests.fault.load import wait_until
 from tests.fault.threads import resume_threads, stop_threads
 from tests.patience import HANG_S
@@ -49,9 +56,9 @@ class Fault(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedCluster]:
     try:
-        with sick_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as found:
+        with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as found:
             yield found
     finally:
         for where in MOUNTED:
@@ -139,7 +146,7 @@ def misname_admin_port(cluster: LocalCluster) -> None:
     change_layout(cluster, lambda old: replace(old, admin_ports={**old.admin_ports, one: 1}))
 
 
-def crowd(cluster: LocalCluster) -> None:
+def share_a_group(cluster: LocalCluster) -> None:
     """Put two of the three replicas of partition 0 into one group."""
     first, second, third = sorted(replicas(cluster)[0])
     (spare,) = {address(cluster, f"storage-{number}") for number in range(1, 5)} - {
@@ -159,7 +166,7 @@ def holding(cluster: LocalCluster) -> str:
 
 # --- disks, threads and clocks
 
-HELD_UP: list[tuple[str, Path, Path]] = []
+BLOCKED_STARTS: list[tuple[str, Path, Path]] = []
 
 
 def delay_start(cluster: LocalCluster) -> None:
@@ -170,16 +177,16 @@ def delay_start(cluster: LocalCluster) -> None:
     aside = newest.with_suffix(".aside")
     newest.rename(aside)
     os.mkfifo(newest)
-    HELD_UP.append((name, newest, aside))
+    BLOCKED_STARTS.append((name, newest, aside))
     cluster.start(name)
 
 
 def restart_without_block(cluster: LocalCluster) -> None:
-    for name, newest, aside in HELD_UP:
+    for name, newest, aside in BLOCKED_STARTS:
         cluster.kill(name)
         aside.replace(newest)
         cluster.start(name)
-    HELD_UP.clear()
+    BLOCKED_STARTS.clear()
 
 
 def hang(cluster: LocalCluster) -> None:
@@ -224,12 +231,12 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     """Shrink the disk of a storage to its content plus the given number of bytes."""
 
     def inject(cluster: LocalCluster) -> None:
-        change_layout(cluster, lambda old: replace(old, groups=groups_of_their_own(old)))
+        change_layout(cluster, lambda old: replace(old, groups=one_group_for_each(old)))
         name = holding(cluster)
         where = cluster.directory / name
         if where not in MOUNTED:
             cluster.kill(name)
-            give_a_disk(where)
+            move_to_own_disk(where)
             cluster.start(name)
             wait_until("it is there", lambda: not doctor(*here(cluster.directory)))
         used = shutil.disk_usage(where).used
@@ -238,12 +245,12 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     return inject
 
 
-def groups_of_their_own(layout: StorageLayout) -> dict[ReplicaId, int]:
+def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
     """Return the groups with each storage in a group of its own."""
     return {each: at for at, each in enumerate(layout.groups)}
 
 
-def give_a_disk(where: Path) -> None:
+def move_to_own_disk(where: Path) -> None:
     """Move a directory to a disk of its own."""
     shutil.copytree(where, aside := where.with_suffix(".aside"))
     mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
@@ -323,7 +330,7 @@ FAULTS = {
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
-    "groups are crowded": Fault(("replicas-share-group",), crowd),
+    "groups are crowded": Fault(("replicas-share-group",), share_a_group),
     "a start takes long": Fault(("storage-starting",), delay_start, restart_without_block),
     "a disk hangs": Fault(("storage-unresponsive",), hang),
     "a clock is wrong": Fault(("storage-clock-skew",), shift_clock),
@@ -335,31 +342,33 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("title", list(FAULTS))
-def test_a_fault_is_named_and_repaired_by_the_printed_command(patient: Patient, title: str):
-    fault, cluster = FAULTS[title], patient.cluster()
-    patient.write(cluster.connect)
+def test_a_fault_is_named_and_repaired_by_the_printed_command(
+    diagnosed: DiagnosedCluster, title: str
+):
+    fault, cluster = FAULTS[title], diagnosed.cluster()
+    diagnosed.write(cluster.connect)
     fault.inject(cluster)
-    found = await_findings(fault.names, *here(patient.directory))
+    found = await_findings(fault.names, *here(diagnosed.directory))
     fault.passes(cluster)
     try:
-        repair(patient.directory, found, patient.directory / "ahead" / "bin")
+        repair(diagnosed.directory, found, diagnosed.directory / "ahead" / "bin")
     finally:
         resume_threads()
         free_disk_space()
-    patient.check_whole(cluster.connect)
+    diagnosed.check_whole(cluster.connect)
 
 
 def test_a_cluster_is_ready_when_each_zookeeper_server_is(
-    patient: Patient, monkeypatch: pytest.MonkeyPatch
+    diagnosed: DiagnosedCluster, monkeypatch: pytest.MonkeyPatch
 ):
     """Partitions open without some of them, and the doctor would have those that start killed."""
-    slow = patient.directory / "slow-java" / "bin" / "java"
+    slow = diagnosed.directory / "slow-java" / "bin" / "java"
     slow.parent.mkdir(parents=True)
     slow.write_text(f'#!/bin/sh\nsleep 8\nexec {find_java()} "$@"\n')
     slow.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(slow.parent.parent))
-    cluster = patient.cluster()
+    cluster = diagnosed.cluster()
     kill("zookeeper-1")(cluster)
     cluster.up()
-    found = doctor(*here(patient.directory))
+    found = doctor(*here(diagnosed.directory))
     assert not [each for each in found if each["area"] == "ZooKeeper"]

@@ -15,12 +15,12 @@ import pytest
 from tests.commands import run_command
 from tests.fault.changing import address, change_layout, run_checked, run_failing
 from tests.fault.doctor import (
-    Patient,
+    DiagnosedCluster,
     await_findings,
     doctor,
+    faulty_cluster,
     from_elsewhere,
     run_as_printed,
-    sick_cluster,
 )
 from tests.fault.load import wait_until
 from tests.ports import free_port
@@ -35,11 +35,11 @@ SESSION_MS = 10_000
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiagnosedCluster]:
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with sick_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as found:
+    with faulty_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as found:
         yield found
 
 
@@ -65,26 +65,26 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
-def test_the_printed_command_starts_the_process(patient: Patient, fault: Fault):
-    cluster = patient.cluster()
+def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fault: Fault):
+    cluster = diagnosed.cluster()
     look = from_elsewhere(cluster.connect)
-    patient.write(cluster.connect)
+    diagnosed.write(cluster.connect)
     for member in fault.members:
         cluster.kill(member, fault.signal_number)
     found = await_findings([fault.name], *look)
     if fault.name == "storage-silent":
-        check_shown_as_one(cluster)
+        check_reported_once(cluster)
     for member in fault.members if fault.ends else ():
         assert "start it again" in found[0]["sentence"]
         cluster.kill(member)
     for line in {each["command"] for each in found}:
-        patient.run_daemon(line, settings_of(cluster, fault.members[0]))
+        diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    patient.check_whole(cluster.connect)
-    repair_cluster(patient, cluster)
+    diagnosed.check_whole(cluster.connect)
+    repair_cluster(diagnosed, cluster)
 
 
-def check_shown_as_one(cluster: LocalCluster) -> None:
+def check_reported_once(cluster: LocalCluster) -> None:
     """Servers answer late then, while they look whether they can reach it."""
     done = run_command("doctor", *from_elsewhere(cluster.connect))
     assert done.stdout.startswith(f"1. storage {address(cluster, 'storage-2')} accepts connections")
@@ -103,19 +103,19 @@ def settings_of(cluster: LocalCluster, member: str) -> Path:
     return where
 
 
-def repair_cluster(patient: Patient, cluster: LocalCluster) -> None:
+def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
     """Have everything run as the next test expects it."""
-    patient.end_daemons()
+    diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
     wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
 
 
-def test_all_dead_servers_are_removed(patient: Patient):
+def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     """No other server is there to remove it, until ZooKeeper ends its session."""
-    cluster = patient.cluster()
+    cluster = diagnosed.cluster()
     look = from_elsewhere(cluster.connect)
-    patient.write(cluster.connect)
+    diagnosed.write(cluster.connect)
     servers = [each.name for each in cluster.members if each.kind == "server"]
     for name in servers:  # frozen first: else one would take the other out
         cluster.kill(name, signal.SIGSTOP)
@@ -128,14 +128,14 @@ def test_all_dead_servers_are_removed(patient: Patient):
         if each["name"] == "server-unavailable":
             run_as_printed(each["command"])
     (alone,) = await_findings(["no-server"], *look)
-    patient.run_daemon(alone["command"], settings_of(cluster, servers[0]))
+    diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    patient.check_whole(cluster.connect)
-    repair_cluster(patient, cluster)
+    diagnosed.check_whole(cluster.connect)
+    repair_cluster(diagnosed, cluster)
 
 
-def test_an_added_storage_that_has_never_started_is_reported(patient: Patient):
-    cluster = patient.cluster()
+def test_an_added_storage_that_has_never_started_is_reported(diagnosed: DiagnosedCluster):
+    cluster = diagnosed.cluster()
     look = from_elsewhere(cluster.connect)
     port, admin_port = free_port(), free_port()
     storage = f"127.0.0.1:{port}"
@@ -150,17 +150,17 @@ def test_an_added_storage_that_has_never_started_is_reported(patient: Patient):
     settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{where / "data"}"'}
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
     (where / "storage.toml").write_text(text, encoding="utf-8")
-    patient.run_daemon(found["command"], where)
+    diagnosed.run_daemon(found["command"], where)
     wait_until("nothing is wrong", lambda: not doctor(*look))
     run_checked(cluster, "remove-storage", storage)
-    repair_cluster(patient, cluster)
+    repair_cluster(diagnosed, cluster)
 
 
-def test_a_storage_of_another_cluster_at_the_address_is_reported(patient: Patient):
+def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: DiagnosedCluster):
     """The wrong one was started, and holds the address."""
-    cluster = patient.cluster()
+    cluster = diagnosed.cluster()
     look = from_elsewhere(cluster.connect)
-    patient.write(cluster.connect)
+    diagnosed.write(cluster.connect)
     member = cluster.member("storage-3")
     other = f"{cluster.connect.rpartition('/')[0]}/other"
     at = f"--storage 127.0.0.1:{member.port}:{member.admin_port}"
@@ -170,21 +170,23 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(patient: Patien
     wrong = cluster.directory / "settings" / "wrong"
     shutil.copytree(where, wrong)
     flags = f"--connect {other} --directory {wrong / 'data'}"
-    patient.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
+    diagnosed.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
     (found,) = await_findings(["storage-cluster-mismatch"], *look)
     assert (
         f"the storage at {address(cluster, member.name)} belongs to another cluster"
         in found["sentence"]
     )
-    patient.end_daemons()
-    patient.run_daemon(found["command"], where)
+    diagnosed.end_daemons()
+    diagnosed.run_daemon(found["command"], where)
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    patient.check_whole(cluster.connect)
+    diagnosed.check_whole(cluster.connect)
     run_as_printed(f"waltz-core cluster delete waltz --connect {other} --force")
-    repair_cluster(patient, cluster)
+    repair_cluster(diagnosed, cluster)
 
 
-def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dict[str, str]]]]:
+def wrong_connect_strings(
+    cluster: LocalCluster,
+) -> dict[str, Callable[[Path], tuple[str, dict[str, str]]]]:
     """Return how a connect string may be wrong: it, and what people put into the command."""
     hosts = cluster.connect.rpartition("/")[0]
 
@@ -204,10 +206,10 @@ def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dic
 
 @pytest.mark.parametrize("name", ["zookeeper-access-denied", "no-cluster"])
 def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
-    patient: Patient, tmp_path: Path, name: str
+    diagnosed: DiagnosedCluster, tmp_path: Path, name: str
 ):
     """The command is followed by what is next: a cluster without any process."""
-    connect, words = mistaken(patient.cluster())[name](tmp_path)
+    connect, words = wrong_connect_strings(diagnosed.cluster())[name](tmp_path)
     (found,) = await_findings([name], *from_elsewhere(connect))
     line = found["command"]
     for capitals, known in words.items():

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
 CYCLES = int(os.environ.get("WALTZ_LOCAL_CYCLES", "2"))
 # Smaller than the usual one, for speed: the processes are the same.
-WHOLE = ("--storages", "3", "--servers", "1", "--partitions", "2")
-SMALL = ("--storages", "1", "--servers", "1", "--partitions", "2")
+THREE_STORAGES = ("--storages", "3", "--servers", "1", "--partitions", "2")
+ONE_STORAGE = ("--storages", "1", "--servers", "1", "--partitions", "2")
 
 
 def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProces
 
 
 def up(directory: Path, *words: str) -> str:
-    done = local(directory, "up", *(words or SMALL))
+    done = local(directory, "up", *(words or ONE_STORAGE))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -110,7 +110,7 @@ def kill_everything(directory: Path) -> list[int]:
 def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):
-        connect = up(directory, *WHOLE)
+        connect = up(directory, *THREE_STORAGES)
         with WaltzClient(connect) as client:
             for number in range(20):
                 data = f"{cycle}.{number}".encode()
@@ -118,7 +118,7 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
         ports = kill_everything(directory)
         wait_until("no process left", lambda: pids_at(directory) == [])
         wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
-    with WaltzClient(up(directory, *WHOLE)) as client:
+    with WaltzClient(up(directory, *THREE_STORAGES)) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
         records = b"".join(
             bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1)
@@ -130,12 +130,12 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
 def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_started(
     directory: Path,
 ):
-    line = command("local", "up", "--directory", str(directory), *SMALL)
+    line = command("local", "up", "--directory", str(directory), *ONE_STORAGE)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         wait_until("the first one has begun", (directory / "cluster.json").exists)
         first.send_signal(signal.SIGSTOP)  # there it stays, however long the second one takes
         try:
-            second = local(directory, "up", *SMALL)
+            second = local(directory, "up", *ONE_STORAGE)
         finally:
             first.send_signal(signal.SIGCONT)
         out, error_text = first.communicate(timeout=HANG_S)
@@ -192,7 +192,7 @@ def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
         # Where it is connected to may not.
         assert local(directory, "down").returncode == 0
         with taken(storage.port):
-            sentence = refused(local(directory, "up", *SMALL))
+            sentence = refused(local(directory, "up", *ONE_STORAGE))
         assert f"port {storage.port} of storage-1 is taken by another program" in sentence
 
 
@@ -200,7 +200,7 @@ def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: P
     places = [tmp_path / str(number) for number in range(2)]
     starts = [
         subprocess.Popen(
-            command("local", "up", "--directory", str(each), *SMALL, "--timeout-s", "300"),
+            command("local", "up", "--directory", str(each), *ONE_STORAGE, "--timeout-s", "300"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -243,10 +243,10 @@ def test_a_port_base_determines_all_ports(directory: Path):
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
         base += 6
     with taken(base + 3):
-        sentence = refused(local(directory, "up", *SMALL, "--port-base", str(base)))
+        sentence = refused(local(directory, "up", *ONE_STORAGE, "--port-base", str(base)))
     assert f"--port-base {base}: port {base + 3} is taken by another program" in sentence
     assert not (directory / "cluster.json").exists()
-    up(directory, *SMALL, "--port-base", str(base))
+    up(directory, *ONE_STORAGE, "--port-base", str(base))
     assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
     sentence = refused(local(directory, "up", "--port-base", "20000"))
     assert f"--port-base: expected {base}, with which the cluster in {directory} was" in sentence
@@ -365,7 +365,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
-    done = local(directory, "up", *SMALL, "--timeout-s", "600")  # longer than the test waits
+    done = local(directory, "up", *ONE_STORAGE, "--timeout-s", "600")  # longer than the test waits
     assert done.returncode == 1
     assert "waltz-core: zookeeper ended while the cluster was starting" in done.stderr
     assert "ThereIsNoSuchOption" in done.stderr

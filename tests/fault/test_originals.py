@@ -33,7 +33,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         yield started
 
 
-class Ours(AsyncCallbacks):
+class CurrentClientState(AsyncCallbacks):
     """The same state, made by a client of ours."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
 
 def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCluster) -> None:
     async def main() -> None:
-        ours = Ours()
+        ours = CurrentClientState()
         async with (
             AsyncWaltzClient.connect(cluster.connect) as client,
             originals(cluster.connect, 5) as scenario,

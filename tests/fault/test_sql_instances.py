@@ -232,7 +232,7 @@ def check(engine: sa.Engine, log: Log) -> None:
     assert applied(engine) == log.marks()
 
 
-class Again(SqlCallbacks):
+class InsertsExistingKey(SqlCallbacks):
     """Inserts a key that is there, and catches the error."""
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
@@ -246,7 +246,7 @@ def test_a_caught_postgresql_error_does_not_move_the_mark(postgres: postgres.Pos
     METADATA.create_all(engine)
     with engine.begin() as connection:
         connection.execute(SUMS.insert().values(partition_id=0, total=0))
-    callbacks = Again(engine)
+    callbacks = InsertsExistingKey(engine)
     alone = transaction(0)
     with pytest.raises(BadRequest, match=r"had rolled it back .* caught \(duplicate key"):
         callbacks.apply_transaction(alone)
@@ -258,7 +258,7 @@ def test_a_view_finds_the_new_primary(postgres: postgres.Postgres) -> None:
     url = postgres.create()
     engine = engine_of(url, "READ COMMITTED")
     METADATA.create_all(engine)
-    callbacks = Again(engine)
+    callbacks = InsertsExistingKey(engine)
     assert callbacks.client_high_water_mark(0) == -1
     database = sa.make_url(url).database
     admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")

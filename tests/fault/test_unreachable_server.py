@@ -30,7 +30,7 @@ pytestmark = pytest.mark.fault
 STORAGE_COUNT = 1
 # Nothing in this file may take so long.
 REQUEST_MS = 600_000
-FOR_LONG = 1 << 34
+KEEP_MS = 1 << 34
 SERVERS = ("server-1", "server-2")
 
 
@@ -258,7 +258,7 @@ def restart_servers(scenario: Scenario) -> None:
 
 
 def begin(scenario: Scenario, write: str) -> None:
-    asyncio.run(begin_write(scenario.cluster.connect, write, {}, keep_ms=FOR_LONG))
+    asyncio.run(begin_write(scenario.cluster.connect, write, {}, keep_ms=KEEP_MS))
 
 
 def records_with(scenario: Scenario, data: bytes) -> int:
@@ -291,7 +291,7 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scena
     with attempt(scenario, "claim-2", "a") as straggler:
         in_time, too_late = scenario.row(1), scenario.row(1)
         straggler.append(in_time, partition=1).result(HANG_S)
-        asyncio.run(end_write(connect, "claim-2", {}, keep_ms=FOR_LONG))
+        asyncio.run(end_write(connect, "claim-2", {}, keep_ms=KEEP_MS))
         restart_servers(scenario)
         with pytest.raises(ConnectionSuperseded):
             straggler.append(too_late, partition=1).result(HANG_S)
@@ -316,7 +316,7 @@ def test_a_write_begins_continues_and_ends_while_servers_die(scenario: Scenario)
     with without(scenario, "server-2"), attempt(scenario, "claim-3", "a") as writer:
         writer.append(row, partition=2).result(HANG_S)
     with without(scenario, "server-1"):
-        done = end_write(connect, "claim-3", {"rows": 1}, keep_ms=FOR_LONG)
+        done = end_write(connect, "claim-3", {"rows": 1}, keep_ms=KEEP_MS)
         assert asyncio.run(done) == {"rows": 1}
     claim = TaskClaim(connect, "claim-3", 0, run="b")
     with WaltzClient.at(layout_of(connect), claim=claim):

@@ -47,7 +47,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
         yield Scenario(cluster)
 
 
-def figures(text: str) -> None:
+def print_measurement(text: str) -> None:
     """Print what was measured, whether or not pytest keeps standard output."""
     sys.__stderr__.write(f"\n{text}\n") if sys.__stderr__ else None
 
@@ -109,7 +109,7 @@ def healths(cluster: LocalCluster) -> dict[str, tuple[int, dict[str, object]]]:
     return found
 
 
-def away(cluster: LocalCluster) -> list[str]:
+def daemons_without_zookeeper(cluster: LocalCluster) -> list[str]:
     """Return the daemons whose health reports only that ZooKeeper is unavailable."""
     return [
         name
@@ -154,7 +154,7 @@ def test_the_loss_of_the_leading_node_is_not_noticed(scenario: Scenario):
         lost = next(member.name for member in cluster.zookeepers if role(member) == "leader")
         cluster.kill(lost)
         wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
-        assert away(cluster) == []
+        assert daemons_without_zookeeper(cluster) == []
         assert owners(cluster) == before
         ended = time.monotonic()
         assert load.refusals[refused:] == []
@@ -174,9 +174,9 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         refused, began = len(load.refusals), time.monotonic()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
-        assert away(cluster) == [], "a short absence is no illness"
+        assert daemons_without_zookeeper(cluster) == [], "a short absence is no illness"
         daemons = {member.name for member in cluster.members if member.http_port}
-        wait_until("health shows it", lambda: set(away(cluster)) == daemons)
+        wait_until("health shows it", lambda: set(daemons_without_zookeeper(cluster)) == daemons)
         for member in cluster.members:
             if member.http_port:
                 assert page(member, "/ping") == (200, "pong\n")
@@ -189,7 +189,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
             cluster.start(member.name)
         wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
         back = time.monotonic()
-        wait_until("all healthy", lambda: not away(cluster))
+        wait_until("all healthy", lambda: not daemons_without_zookeeper(cluster))
         wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
         assert len(servers_view(cluster).servers) == 2
@@ -201,7 +201,9 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
         assert owners(cluster) == before
     gap = gap_s(load, began, ended)
-    figures(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
+    print_measurement(
+        f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s"
+    )
     assert gap < GAP_S * slowness()
     assert moves(cluster) == moved
     scenario.check_agrees()
@@ -235,7 +237,9 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
                 ended = time.monotonic()
                 assert load.refusals[refused:] == []
             gap = gap_s(load, began, ended)
-            figures(f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s")
+            print_measurement(
+                f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s"
+            )
             assert moves(cluster) == moved
             assert gap < GAP_S * slowness()
             scenario.check_agrees()

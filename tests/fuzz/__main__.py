@@ -34,7 +34,7 @@ SEED_BYTES_MAX = 4_096
 SEEDS_KEPT = 3
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)  # noqa: T201 - the person at the terminal
 
@@ -72,7 +72,7 @@ def prepare(decoders: Iterable[Decoder]) -> None:
 
 
 def report(defect: Defect) -> None:
-    say(
+    print_line(
         json.dumps(
             {
                 "decoder": defect.decoder,
@@ -125,7 +125,7 @@ def work(arguments: argparse.Namespace) -> None:
                 check_limited(decoder, data)
             except Defect as defect:
                 report(defect)
-    say(json.dumps({"count": count}))
+    print_line(json.dumps({"count": count}))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,17 +197,17 @@ def keep_seeds(decoders: Sequence[Decoder]) -> None:
 
 def fuzz(decoders: Sequence[Decoder], seconds: float, seed: int) -> int:
     """Run decoders one after the other; return the exit code."""
-    say(f"seed {seed}, {len(decoders)} decoders, {seconds / len(decoders):.1f} s each")
+    print_line(f"seed {seed}, {len(decoders)} decoders, {seconds / len(decoders):.1f} s each")
     total = code = 0
     for decoder in decoders:
         count, defects = run(decoder, seconds / len(decoders), seed)
         total += count
-        say(f"{decoder.name:22}{count:>12,} inputs, {len(defects)} defects")
+        print_line(f"{decoder.name:22}{count:>12,} inputs, {len(defects)} defects")
         for defect in defects:
             code = 1
-            say(f"    {defect.what} at {defect.place}")
-            say(f"    kept as {keep(decoder.name, defect.data, 'found').relative_to(ROOT)}")
-    say(f"{total:,} inputs in total")
+            print_line(f"    {defect.what} at {defect.place}")
+            print_line(f"    kept as {keep(decoder.name, defect.data, 'found').relative_to(ROOT)}")
+    print_line(f"{total:,} inputs in total")
     return code
 
 
@@ -252,7 +252,7 @@ def main() -> int:
         return 0
     decoders = [BY_NAME[each] for each in arguments.decoder] if arguments.decoder else DECODERS
     if arguments.list:
-        say("\n".join(each.name for each in decoders))
+        print_line("\n".join(each.name for each in decoders))
     elif arguments.input:
         for each in decoders:
             check_limited(each, arguments.input.read_bytes())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.decoder import Decoder
-from tests.offline_storage import PARTITION, some_world
+from tests.offline_storage import PARTITION, sample_log
 from tests.storage_model import KEY, ROOT
 from waltz_core.errors import BadFormat, ChecksumMismatch, Damaged, WaltzError
 from waltz_core.offline.verify import verify
@@ -152,7 +152,7 @@ def read_blocks(data: bytes) -> None:
 @cache
 def closed_storage() -> Contents:
     """Return the files of a storage with one log, which was closed."""
-    world = some_world()
+    world = sample_log()
     world.close()
     return world.disk.contents()._replace(files=world.disk.files())
 

@@ -44,7 +44,7 @@ SHRINK_RUNS_MAX = 200
 SHRINK_S_MAX = 60.0
 # Found by several seeds, it is shrunk from the one whose rule says most.
 CANDIDATES = 3
-VAGUE = ("Converged", "ClientStopped", "Crash")
+UNSPECIFIC_RULES = ("Converged", "ClientStopped", "Crash")
 
 
 @dataclass
@@ -130,7 +130,7 @@ def search(name: str, seeds_max: int) -> Trace | str:
             break
     seeds = [verdict.schedule.seed for verdict in found]
     rules = Counter(str(verdict.rule) for verdict in found)
-    for verdict in sorted(found, key=lambda each: _vagueness(each, rules)):
+    for verdict in sorted(found, key=lambda each: _unspecific_rank(each, rules)):
         short = _shortened(name, verdict)
         if run(short.schedule).is_good:
             text = short.text.strip().splitlines()[-1][:300]
@@ -141,9 +141,13 @@ def search(name: str, seeds_max: int) -> Trace | str:
     return f"{name}: not found in {seeds_max} seeds" if not found else f"{name}: no green schedule"
 
 
-def _vagueness(verdict: RunVerdict, rules: Counter[str]) -> tuple[int, int, int]:
+def _unspecific_rank(verdict: RunVerdict, rules: Counter[str]) -> tuple[int, int, int]:
     rule = str(verdict.rule)
-    return (VAGUE.index(rule) + 1 if rule in VAGUE else 0, -rules[rule], verdict.schedule.seed)
+    return (
+        UNSPECIFIC_RULES.index(rule) + 1 if rule in UNSPECIFIC_RULES else 0,
+        -rules[rule],
+        verdict.schedule.seed,
+    )
 
 
 def _timed(name: str, schedule: Schedule) -> RunVerdict:

@@ -18,7 +18,7 @@ from waltz_sim.world.simulated_disk import Survival
 A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
-class Chosen(Random):
+class FixedRolls(Random):
     """Chance that always chooses the first, and returns the given rolls."""
 
     def __init__(self, roll=0.0, first=0):
@@ -55,7 +55,7 @@ def new_session(cluster):
     assert cluster.world.run(5_000 * MS, until=cluster.is_whole)
 
 
-def healed(cluster):
+def repair_and_count(cluster):
     """Let all become whole; this checks what was reported meanwhile."""
     cluster.workload.is_over = False
     cluster.run_until_recovered()
@@ -118,9 +118,9 @@ def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_n
     cluster.budget.spend(cluster.storages[A])
     assert cluster.budget.allows(cluster.storages[B])
     assert not cluster.budget.allows(cluster.storages[B], is_silent=True)
-    assert not zookeeper_faults.delete_nodes(cluster, Chosen())
+    assert not zookeeper_faults.delete_nodes(cluster, FixedRolls())
     cluster = at_rest(is_unbounded=True)
-    assert zookeeper_faults.delete_nodes(cluster, Chosen())
+    assert zookeeper_faults.delete_nodes(cluster, FixedRolls())
     assert not cluster.budget.allows(cluster.storages[B])
 
 
@@ -130,14 +130,14 @@ def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_n
 def test_a_disk_that_was_rolled_back_is_repaired():
     cluster = cluster_of()
     storage = cluster.storages[A]
-    assert disk_faults.take_snapshot(cluster, Chosen())
+    assert disk_faults.take_snapshot(cluster, FixedRolls())
     old = storage.log.max_id
     new_session(cluster)
     cluster.world.run(200 * MS)
-    assert disk_faults.roll_back_disk(cluster, Chosen())
+    assert disk_faults.roll_back_disk(cluster, FixedRolls())
     assert cluster.world.run(3_000 * MS, until=lambda: storage.log is not None)
     assert cluster.checks.counts["rolled back"] == 1
-    assert healed(cluster)["recovery decided without some replicas"] >= 1
+    assert repair_and_count(cluster)["recovery decided without some replicas"] >= 1
     assert storage.log.max_id > old
 
 
@@ -145,8 +145,8 @@ def test_an_empty_disk_is_rejected_until_an_operator_has_replaced_it():
     cluster = cluster_of()
     storage = cluster.storages[A]
     before = storage.storage_id
-    assert disk_faults.empty_disk(cluster, Chosen(roll=0.0))
-    assert healed(cluster)["storage replaced"] == 1
+    assert disk_faults.empty_disk(cluster, FixedRolls(roll=0.0))
+    assert repair_and_count(cluster)["storage replaced"] == 1
     assert cluster.checks.counts["storage rejected: StorageIdMismatch"] >= 1
     assert storage.engine.storage_id not in {before, NO_STORAGE_ID}
 
@@ -157,7 +157,7 @@ def test_swapped_disks_are_rejected_and_nothing_is_lost():
     cluster.swap_disks(one, other)
     cluster.world.run(600 * MS)
     assert one.log is other.log is None
-    counts = healed(cluster)
+    counts = repair_and_count(cluster)
     assert counts["storage rejected: StorageIdMismatch"] >= 2
     assert counts["storage replaced"] == 0
 
@@ -166,12 +166,12 @@ def test_swapped_disks_are_rejected_and_nothing_is_lost():
 def test_unsynced_data_of_a_lying_disk_is_lost_with_the_power(is_known):
     cluster = cluster_of()
     storage = cluster.storages[A]
-    disk_faults.lying_disk(cluster, Chosen(roll=0.4 if is_known else 0.6))
+    disk_faults.lying_disk(cluster, FixedRolls(roll=0.4 if is_known else 0.6))
     assert storage.disk.is_lying
     assert cluster.world.run(900 * MS, until=lambda: not storage.disk.is_lying)
     if is_known:
         assert cluster.checks.counts["fault lying_disk"] == 1
-    healed(cluster)
+    repair_and_count(cluster)
     assert is_sound(storage)
 
 
@@ -194,14 +194,14 @@ def test_spoiled_records_are_repaired(kind, seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert faults.KINDS[kind](cluster, Random(seed))
     cluster.workload.is_over = False
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_truncated_or_missing_files_are_repaired_or_the_storage_is_replaced(seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert disk_faults.cut_file(cluster, Random(seed))
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 def test_records_that_count_after_a_restart_are_whole():
@@ -215,10 +215,10 @@ def test_records_that_count_after_a_restart_are_whole():
 
 def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it():
     cluster = at_rest()
-    assert disk_faults.spoiled_slot(cluster, Chosen())
+    assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
     assert any(each.name == SLOTS_NAME for each in cluster.storages[A].disk.files())
-    assert healed(cluster)["storage replaced"] == 0
+    assert repair_and_count(cluster)["storage replaced"] == 0
 
 
 # ---- processes, links, ZooKeeper
@@ -236,7 +236,7 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster.owner.step(session_events.Checkpoint())
     assert cluster.world.run(3_000 * MS, until=lambda: bool(struck))
     assert server.incarnation > incarnation
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 @pytest.mark.parametrize("is_after", [False, True])
@@ -249,7 +249,7 @@ def test_a_storage_dies_before_or_after_a_task(is_after):
     cluster.owner.step(session_events.Checkpoint())
     assert cluster.world.run(1_000 * MS, until=lambda: bool(struck))
     assert struck == [promised + is_after]
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
@@ -274,7 +274,7 @@ def test_a_link_is_cut_while_messages_are_on_their_way():
         cluster.world.run(1 * MS)
         struck += network_faults.half_delivered(cluster, Random(seed))
     assert struck > 5
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejected():
@@ -285,7 +285,7 @@ def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejec
         cluster.world.run(100 * MS)
     assert counts["fault outlived_link"] > 5
     assert counts["append on an older connection"] > 5
-    healed(cluster)
+    repair_and_count(cluster)
     assert all(link.held is None for link in cluster.network.links.values())
 
 
@@ -329,13 +329,13 @@ def test_a_stranded_owner_is_replaced_without_noticing(seed, kept_count):
     kept = [name for name in (A, B, C) if (old.name, name) not in blocked]
     assert len(kept) == kept_count
     assert all((new.name, name) in blocked for name in kept)
-    healed(cluster)
+    repair_and_count(cluster)
     assert not cluster.network.blocked
     assert not cluster.coordinator.cut_off
 
 
 def test_a_stranded_owner_reports_no_old_mark():
-    counts = [healed(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
+    counts = [repair_and_count(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
@@ -372,7 +372,7 @@ def test_a_client_receives_a_stale_answer():
 def test_replicas_change_while_one_is_away():
     cluster = cluster_of()
     assert zookeeper_faults.change_replicas_with_one_away(cluster, Random(3))
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 def test_two_owners_compete_and_one_wins():
@@ -382,29 +382,29 @@ def test_two_owners_compete_and_one_wins():
         struck += zookeeper_faults.duel(cluster, Random(seed))
         cluster.world.run(300 * MS)
     assert struck > 5
-    counts = healed(cluster)
+    counts = repair_and_count(cluster)
     assert counts["two owners claimed one session"] > 0
 
 
 def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     cluster = cluster_of(servers=2)
     hung = cluster.owner
-    assert process_faults.hanging_server(cluster, Chosen(first=cluster.servers.index(hung)))
+    assert process_faults.hanging_server(cluster, FixedRolls(first=cluster.servers.index(hung)))
     hung.hang_count += 1  # it does not go on by itself
     cluster.coordinator.watch_hanging(hung)
     assert cluster.coordinator.alive[hung.name]
     cluster.world.run(5_000 * MS, until=lambda: cluster.owner is not hung)
     assert not cluster.coordinator.alive[hung.name]
     cluster.world.run(5_000 * MS, until=cluster.is_whole)
-    assert healed(cluster)["session of a hanging server expired"] == 1
+    assert repair_and_count(cluster)["session of a hanging server expired"] == 1
     assert not hung.is_hanging
 
 
 def test_a_server_hangs_only_if_another_one_runs():
     cluster = cluster_of(servers=2)
     one, other = cluster.servers
-    assert process_faults.hanging_server(cluster, Chosen(first=0))
-    assert not process_faults.hanging_server(cluster, Chosen(first=1))
+    assert process_faults.hanging_server(cluster, FixedRolls(first=0))
+    assert not process_faults.hanging_server(cluster, FixedRolls(first=1))
     assert one.is_hanging
     assert not other.is_hanging
-    healed(cluster)
+    repair_and_count(cluster)

@@ -20,12 +20,12 @@ from waltz_sim.run import run
 from waltz_sim.schedule import Schedule
 
 pytestmark = pytest.mark.sim
-KEPT = Path(__file__).parent / "kept"
+SCHEDULES_FOLDER = Path(__file__).parent / "kept"
 
 
 def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log(monkeypatch):
     """What was reported as lost in it lies on a replica that it had left out, and stays lost."""
-    schedule = Schedule.from_json((KEPT / "510002228.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
@@ -34,7 +34,7 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
 def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
     """One was left out by what ZooKeeper was rolled back to; the other was given a mark meanwhile
     by a session that never opened."""
-    schedule = Schedule.from_json((KEPT / "530014798.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "530014798.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     write = PartitionLog._write_mark
     with monkeypatch.context() as patch:
@@ -50,7 +50,7 @@ def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
 
 def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
     """A misdirected page of later records made a hole that no right records fitted into."""
-    schedule = Schedule.from_json((KEPT / "520000203.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "520000203.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
 
     def first_found(self, hole, offset, size):
@@ -70,7 +70,7 @@ def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
 
 def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatch):
     """It lay under the last record of an older segment, and another replica had been replaced."""
-    schedule = Schedule.from_json((KEPT / "560002262.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "560002262.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(
         record_search.PartlyReadableFile, "pread", lambda self, *where: self._file.pread(*where)
@@ -80,7 +80,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
 
 def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
     """Their chain had to be checked against the batch, which can be rebuilt from them only."""
-    schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "prove", lambda *_: False)
     assert run(schedule).rule == "Converged"
@@ -88,7 +88,7 @@ def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
 
 def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(monkeypatch):
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
-    schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     recover = log_recovery._Opening.recover_records
 
@@ -103,7 +103,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
 def test_a_repeated_request_after_a_hanging_disk_is_not_mistaken_for_a_rival(monkeypatch):
     """What it had sent on the link that it closed was read last, and its later question refused
     as of a session that another owner had: the partition was halted for good."""
-    schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(service, "ConnectionSuperseded", SessionFenced)
     admit = service.StorageService._admit_prepare
@@ -123,7 +123,9 @@ def test_a_repeated_request_after_a_hanging_disk_is_not_mistaken_for_a_rival(mon
 
 
 def test_a_storages_queue_may_hold_a_read_of_each_session():
-    schedule = Schedule.from_json((KEPT / "1795815712392.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json(
+        (SCHEDULES_FOLDER / "1795815712392.json").read_text(encoding="utf-8")
+    )
     assert run(schedule).is_good
 
 
@@ -134,13 +136,15 @@ def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
     The last one writes after the cluster has recovered, when no operator looks any more: it does
     not die.
     """
-    schedule = Schedule.from_json((KEPT / f"{seed}.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json((SCHEDULES_FOLDER / f"{seed}.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
 
 
 def test_a_truncation_reports_the_chain_that_it_has_written(monkeypatch):
     """A read that failed after the truncation left the chain of the longer log."""
-    schedule = Schedule.from_json((KEPT / "1795815724074.json").read_text(encoding="utf-8"))
+    schedule = Schedule.from_json(
+        (SCHEDULES_FOLDER / "1795815724074.json").read_text(encoding="utf-8")
+    )
     assert run(schedule).is_good
     truncate = LogFiles.truncate
 

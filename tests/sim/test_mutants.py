@@ -15,11 +15,12 @@ from waltz_sim.schedule import schedule_of
 pytestmark = pytest.mark.sim
 
 
-KEPT = {path.stem: load(path) for path in sorted(TRACES.glob("*.json"))}
+KEPT_TRACES = {path.stem: load(path) for path in sorted(TRACES.glob("*.json"))}
 
 
 @pytest.mark.parametrize(
-    "trace", [pytest.param(trace, id=f"{name}: {trace.rule}") for name, trace in KEPT.items()]
+    "trace",
+    [pytest.param(trace, id=f"{name}: {trace.rule}") for name, trace in KEPT_TRACES.items()],
 )
 def test_a_broken_rule_is_detected(trace):
     green = run(trace.schedule)
@@ -34,10 +35,10 @@ def test_a_broken_rule_is_detected(trace):
 
 
 def test_each_trace_belongs_to_an_existing_switch():
-    assert set(KEPT) <= set(SWITCHES)
-    assert len(KEPT) >= 45
-    assert all(name == trace.switch for name, trace in KEPT.items())
-    needed = [trace.seeds_needed for trace in KEPT.values()]
+    assert set(KEPT_TRACES) <= set(SWITCHES)
+    assert len(KEPT_TRACES) >= 45
+    assert all(name == trace.switch for name, trace in KEPT_TRACES.items())
+    needed = [trace.seeds_needed for trace in KEPT_TRACES.values()]
     assert all(each is None or 0 < each <= SEEDS_MAX for each in needed)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.sim.broken_replication import marked_before_zookeeper
 from tests.sim.switches import broken
-from tests.sim.test_faults import at_rest, cluster_of, healed
+from tests.sim.test_faults import at_rest, cluster_of, repair_and_count
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.cluster.simulated_cluster import MS
 from waltz_sim.guarantees.history import Violation
@@ -28,7 +28,7 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
     assert accept(cluster).log.synced_max == last
     assert set(cluster.replicas) == {A, B, C}
     assert cluster.unfinished_rescue is None
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -41,7 +41,7 @@ def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeat
     assert cluster.coordinator.is_rewritten == (step not in {"claim", "fence"})
     if step == "write":
         assert not cluster.world.run(5_000 * MS, until=cluster.is_whole)
-    healed(cluster)
+    repair_and_count(cluster)
     assert cluster.unfinished_rescue is None
 
 
@@ -74,7 +74,7 @@ def test_an_incomplete_log_is_not_marked_before_zookeeper_is_written():
     assert accept(cluster, A) is None
     assert cluster.storages[A].log.suspect
     assert not cluster.world.run(5_000 * MS, until=cluster.is_whole)
-    healed(cluster)
+    repair_and_count(cluster)
 
 
 def test_the_former_order_of_writes_opens_a_partition_without_acknowledged_rows():

@@ -92,7 +92,7 @@ class Arrived(NamedTuple):
     at_us: int
 
 
-class Two:
+class LinkedMachines:
     """Two machines and a link between them."""
 
     def __init__(self, seed=1, *, is_bytes=False):
@@ -133,158 +133,158 @@ class Two:
 
 
 @pytest.fixture(params=[False, True], ids=["objects", "bytes"])
-def two(request):
-    two = Two(is_bytes=request.param)
-    two.dial()
-    assert two.link is not None
-    return two
+def linked(request):
+    linked = LinkedMachines(is_bytes=request.param)
+    linked.dial()
+    assert linked.link is not None
+    return linked
 
 
-def test_a_link_keeps_the_order(two):
-    two.send(NEAR, *range(50))
-    two.world.run(1_000_000)
-    assert two.outcome("far") == list(range(50))
-    assert two.outcome("near") == []
+def test_a_link_keeps_the_order(linked):
+    linked.send(NEAR, *range(50))
+    linked.world.run(1_000_000)
+    assert linked.outcome("far") == list(range(50))
+    assert linked.outcome("near") == []
 
 
-def test_messages_sent_before_the_end_arrive(two):
-    two.send(NEAR, 1, 2)
-    two.network.close(two.link, NEAR, "enough")
-    two.send(NEAR, 3)
-    two.send(FAR, 4)
-    two.world.run(1_000_000)
-    assert two.outcome("far") == [1, 2, "enough"]
-    assert two.outcome("near") == []
-    assert two.network.links == {}
+def test_messages_sent_before_the_end_arrive(linked):
+    linked.send(NEAR, 1, 2)
+    linked.network.close(linked.link, NEAR, "enough")
+    linked.send(NEAR, 3)
+    linked.send(FAR, 4)
+    linked.world.run(1_000_000)
+    assert linked.outcome("far") == [1, 2, "enough"]
+    assert linked.outcome("near") == []
+    assert linked.network.links == {}
 
 
-def test_both_ends_receive_a_break_once(two):
-    two.network.break_link(two.link, "cut")
-    two.network.break_link(two.link, "cut")
-    two.world.run(10_000_000)
-    assert two.outcome("near") == ["cut"]
-    assert two.outcome("far") == ["cut"]
+def test_both_ends_receive_a_break_once(linked):
+    linked.network.break_link(linked.link, "cut")
+    linked.network.break_link(linked.link, "cut")
+    linked.world.run(10_000_000)
+    assert linked.outcome("near") == ["cut"]
+    assert linked.outcome("far") == ["cut"]
 
 
-def test_a_blocked_direction_is_detected_late(two):
-    two.network.block("near", "far")
-    began_us = two.world.now_us
-    two.send(NEAR, 1)
-    two.network.repair()
-    two.send(NEAR, 2)
-    two.world.run(10_000_000)
-    assert two.outcome("near") == two.outcome("far") == ["no answer to pings"]
-    assert min(each.at_us for each in two.answered) - began_us >= 200_000
+def test_a_blocked_direction_is_detected_late(linked):
+    linked.network.block("near", "far")
+    began_us = linked.world.now_us
+    linked.send(NEAR, 1)
+    linked.network.repair()
+    linked.send(NEAR, 2)
+    linked.world.run(10_000_000)
+    assert linked.outcome("near") == linked.outcome("far") == ["no answer to pings"]
+    assert min(each.at_us for each in linked.answered) - began_us >= 200_000
 
 
 class TestAbandonedLinks:
     """What was sent arrives when its sender has closed the link, and opened another one."""
 
-    def held(self, two):
+    def held(self, linked):
         late = []
-        two.network.hold(two.link, lambda: late.append(two.world.now_us))
-        two.send(NEAR, 1, 2)
-        two.world.run(1_000_000)
+        linked.network.hold(linked.link, lambda: late.append(linked.world.now_us))
+        linked.send(NEAR, 1, 2)
+        linked.world.run(1_000_000)
         return late
 
-    def test_held_messages_arrive_in_order_after_the_next_link_opened(self, two):
-        late, old = self.held(two), two.link
-        two.network.abandon(old, "abandoned")
-        assert two.outcome("near") == ["abandoned"]
-        two.dial()
-        two.send(NEAR, 3)
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [3]
-        began_us = two.world.now_us
-        two.network.release(old, "abandoned", 20_000)
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [3, 1, 2, "abandoned"]
-        assert two.answered[-1].at_us > began_us + 20_000
+    def test_held_messages_arrive_in_order_after_the_next_link_opened(self, linked):
+        late, old = self.held(linked), linked.link
+        linked.network.abandon(old, "abandoned")
+        assert linked.outcome("near") == ["abandoned"]
+        linked.dial()
+        linked.send(NEAR, 3)
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [3]
+        began_us = linked.world.now_us
+        linked.network.release(old, "abandoned", 20_000)
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [3, 1, 2, "abandoned"]
+        assert linked.answered[-1].at_us > began_us + 20_000
         assert len(late) == 1
-        assert began_us < late[0] < two.answered[-1].at_us
-        assert list(two.network.links.values()) == [two.link]
+        assert began_us < late[0] < linked.answered[-1].at_us
+        assert list(linked.network.links.values()) == [linked.link]
 
-    def test_the_other_direction_is_open_until_the_link_is_closed(self, two):
-        late = self.held(two)
-        two.send(FAR, 8)
-        two.world.run(1_000_000)
-        two.network.abandon(two.link, "abandoned")
-        two.send(FAR, 9)
-        two.network.release(two.link, "abandoned")
-        two.world.run(1_000_000)
-        assert two.outcome("near") == [8, "abandoned"]
+    def test_the_other_direction_is_open_until_the_link_is_closed(self, linked):
+        late = self.held(linked)
+        linked.send(FAR, 8)
+        linked.world.run(1_000_000)
+        linked.network.abandon(linked.link, "abandoned")
+        linked.send(FAR, 9)
+        linked.network.release(linked.link, "abandoned")
+        linked.world.run(1_000_000)
+        assert linked.outcome("near") == [8, "abandoned"]
         assert len(late) == 1
 
-    def test_a_close_is_delivered_after_held_messages_of_an_abandoned_link(self, two):
-        self.held(two)
-        two.network.close(two.link, NEAR, "enough")
-        two.world.run(1_000_000)
-        assert two.outcome("far") == []
-        two.network.release(two.link, "abandoned")
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "abandoned"]
-        assert two.outcome("near") == []
+    def test_a_close_is_delivered_after_held_messages_of_an_abandoned_link(self, linked):
+        self.held(linked)
+        linked.network.close(linked.link, NEAR, "enough")
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == []
+        linked.network.release(linked.link, "abandoned")
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [1, 2, "abandoned"]
+        assert linked.outcome("near") == []
 
-    def test_a_repaired_network_delivers_at_once(self, two):
-        late = self.held(two)
-        two.network.repair()
-        two.network.abandon(two.link, "later")
-        two.world.run(10_000)
-        two.network.release(two.link, "later")
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "abandoned"]
-        assert two.outcome("near") == ["abandoned"]
+    def test_a_repaired_network_delivers_at_once(self, linked):
+        late = self.held(linked)
+        linked.network.repair()
+        linked.network.abandon(linked.link, "later")
+        linked.world.run(10_000)
+        linked.network.release(linked.link, "later")
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [1, 2, "abandoned"]
+        assert linked.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
-    def test_messages_in_flight_arrive_after_those_held_back(self, two, lets_go):
-        late, network = self.held(two), two.network
+    def test_messages_in_flight_arrive_after_those_held_back(self, linked, lets_go):
+        late, network = self.held(linked), linked.network
         network.slow_us = 100_000
-        two.send(NEAR, 3)
+        linked.send(NEAR, 3)
         network.slow_us = 0
-        network.repair() if lets_go == "heal" else network.release(two.link, "abandoned")
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, 3, "abandoned"]
-        assert two.outcome("near") == ["abandoned"]
+        network.repair() if lets_go == "heal" else network.release(linked.link, "abandoned")
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [1, 2, 3, "abandoned"]
+        assert linked.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
-    def test_a_close_is_delivered_after_held_messages_of_a_repaired_network(self, two):
-        self.held(two)
-        two.network.slow_us = 100_000
-        two.network.close(two.link, NEAR, "enough")
-        two.network.repair()
-        two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "abandoned"]
+    def test_a_close_is_delivered_after_held_messages_of_a_repaired_network(self, linked):
+        self.held(linked)
+        linked.network.slow_us = 100_000
+        linked.network.close(linked.link, NEAR, "enough")
+        linked.network.repair()
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == [1, 2, "abandoned"]
 
-    def test_messages_to_a_closed_end_do_not_count_as_late(self, two):
-        late = self.held(two)
-        two.network.abandon(two.link, "abandoned")
-        two.far.die()
-        two.network.died(two.far, is_silent=False)
-        two.network.release(two.link, "abandoned")
-        two.world.run(1_000_000)
-        assert two.outcome("far") == late == []
+    def test_messages_to_a_closed_end_do_not_count_as_late(self, linked):
+        late = self.held(linked)
+        linked.network.abandon(linked.link, "abandoned")
+        linked.far.die()
+        linked.network.died(linked.far, is_silent=False)
+        linked.network.release(linked.link, "abandoned")
+        linked.world.run(1_000_000)
+        assert linked.outcome("far") == late == []
 
 
 def test_dead_and_paused_machines_do_not_answer():
-    two = Two()
-    two.far.die()
-    two.dial()
-    assert two.failed == ["connection refused"]
-    two.far.start()
-    two.far.pause()
-    two.dial()
-    assert two.failed[1:] == ["timed out"]
+    linked = LinkedMachines()
+    linked.far.die()
+    linked.dial()
+    assert linked.failed == ["connection refused"]
+    linked.far.start()
+    linked.far.pause()
+    linked.dial()
+    assert linked.failed[1:] == ["timed out"]
 
 
-def test_a_reset_is_reported_and_a_silent_death_is_not(two):
-    began_us = two.world.now_us
-    two.far.die()
-    two.network.died(two.far, is_silent=True)
-    two.world.run(10_000_000)
-    assert two.outcome("near") == ["no answer to pings"]
-    assert two.answered[0].at_us - began_us >= 200_000
-    other = Two()
+def test_a_reset_is_reported_and_a_silent_death_is_not(linked):
+    began_us = linked.world.now_us
+    linked.far.die()
+    linked.network.died(linked.far, is_silent=True)
+    linked.world.run(10_000_000)
+    assert linked.outcome("near") == ["no answer to pings"]
+    assert linked.answered[0].at_us - began_us >= 200_000
+    other = LinkedMachines()
     other.dial()
     other.far.die()
     other.network.died(other.far, is_silent=False)
@@ -295,22 +295,22 @@ def test_a_reset_is_reported_and_a_silent_death_is_not(two):
 # --- processes
 
 
-def test_a_paused_process_loses_no_messages(two):
-    two.far.pause()
-    two.send(NEAR, 1, 2, 3)
-    two.world.run(1_000_000)
-    assert two.outcome("far") == []
-    two.far.resume()
-    assert two.outcome("far") == [1, 2, 3]
+def test_a_paused_process_loses_no_messages(linked):
+    linked.far.pause()
+    linked.send(NEAR, 1, 2, 3)
+    linked.world.run(1_000_000)
+    assert linked.outcome("far") == []
+    linked.far.resume()
+    assert linked.outcome("far") == [1, 2, 3]
 
 
-def test_a_restarted_process_receives_no_message_of_its_previous_run(two):
-    two.send(NEAR, 1)
-    two.far.after(10, lambda: two.answered.append(Arrived("far", "planned", 0)))
-    two.far.die()
-    two.far.start()
-    two.world.run(1_000_000)
-    assert two.outcome("far") == []
+def test_a_restarted_process_receives_no_message_of_its_previous_run(linked):
+    linked.send(NEAR, 1)
+    linked.far.after(10, lambda: linked.answered.append(Arrived("far", "planned", 0)))
+    linked.far.die()
+    linked.far.start()
+    linked.world.run(1_000_000)
+    assert linked.outcome("far") == []
 
 
 def test_a_slow_process_handles_one_event_at_a_time():

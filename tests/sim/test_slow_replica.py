@@ -28,7 +28,7 @@ SETUP = Setup(
 )
 
 
-class Counting(Checks):
+class ReadCounter(Checks):
     """All checkers, and a count of what one replica has read for another."""
 
     def worked(self, storage, work, result, before) -> None:
@@ -49,7 +49,7 @@ def tick(cluster: SimCluster) -> None:
 
 def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> SteadyWriter:
     """Let a cluster run with one storage slow, or none; nothing ends because of it."""
-    cluster = SimCluster(Schedule(seed, SETUP), checks=Counting)
+    cluster = SimCluster(Schedule(seed, SETUP), checks=ReadCounter)
     for storage in cluster.storages.values():
         storage.fsync_us = 500
     if slow is not None and from_the_start:
@@ -73,7 +73,7 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
 
 
 @cache
-def calm() -> SteadyWriter:
+def without_slow_replica() -> SteadyWriter:
     return written(0)
 
 
@@ -81,9 +81,11 @@ def calm() -> SteadyWriter:
 def test_a_slow_replica_costs_appends_little_and_ends_no_session(slow: str):
     laden = written(0, slow)
     for share in (0.5, 0.99):
-        assert percentile_ms(laden, share) <= SLOWER_MAX * percentile_ms(calm(), share)
+        assert percentile_ms(laden, share) <= SLOWER_MAX * percentile_ms(
+            without_slow_replica(), share
+        )
 
 
 def test_a_replica_that_is_too_slow_to_join_ends_no_session():
     laden = written(0, "storage0:1", from_the_start=True)
-    assert percentile_ms(laden, 0.99) <= SLOWER_MAX * percentile_ms(calm(), 0.99)
+    assert percentile_ms(laden, 0.99) <= SLOWER_MAX * percentile_ms(without_slow_replica(), 0.99)

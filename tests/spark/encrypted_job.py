@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 
 import waltz_spark
 from tests.spark.in_log import in_log
-from tests.spark.once_job import Breaker
+from tests.spark.once_job import FailsOnce
 from tests.spark.once_rows import EXPECTED, ROWS, SMALL_BATCHES, TASKS, marks_of, rows_of
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -49,7 +49,7 @@ def main(connect: str, directory: Path) -> None:
     spark.addArtifact(str(VAULT), pyfile=True)
     after = marks_of(connect)
     rows = rows_of(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
-    broken = rows.mapInArrow(Breaker(connect, directory, after), rows.schema)
+    broken = rows.mapInArrow(FailsOnce(connect, directory, after), rows.schema)
     options = {"encryptionKeys": "vault:key_of", "encryptionKeyColumn": "key"}
     result = waltz_spark.append(broken, connect, batchSize="10", **options)
     assert (result.counts["committed"], result.counts["rejected"]) == (TASKS * ROWS, 0)

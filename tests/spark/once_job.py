@@ -31,7 +31,7 @@ from tests.spark.once_rows import (
 )
 
 
-class Breaker:
+class FailsOnce:
     """Passes rows on; in the middle of a task's first attempt it makes the task fail.
 
     Args:
@@ -86,7 +86,7 @@ def main(connect: str, directory: Path) -> None:
         struck = directory / write
         struck.mkdir()
         after = marks_of(connect)
-        broken = rows.mapInArrow(Breaker(connect, struck, after), rows.schema)
+        broken = rows.mapInArrow(FailsOnce(connect, struck, after), rows.schema)
         result = waltz_spark.append(broken, connect, batchSize="10", **options)
         check_write(write, result.counts, rows_in(connect, after))
     spark.stop()

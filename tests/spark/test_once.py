@@ -35,10 +35,10 @@ pytestmark = pytest.mark.spark
 
 SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
 PARTITIONS = 4
-FOR_LONG = 1 << 34
+KEEP_MS = 1 << 34
 
 
-class Stop(Exception):
+class AttemptEnds(Exception):
     """An attempt ends here."""
 
 
@@ -74,7 +74,7 @@ class Write:
     def job_of(self, schema: StructType) -> Job:
         """Begin a run with other columns."""
         job = new_job(self.options, schema, self.name)
-        asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=FOR_LONG))
+        asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=KEEP_MS))
         return job
 
     def finish(self, job: Job, *tasks: TaskResult) -> None:
@@ -108,9 +108,9 @@ def stopped_after(write: Write, job: Job, rows: list[bytes], count: int, task: i
     def feed() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:count])
         write.until(before + count)
-        raise Stop
+        raise AttemptEnds
 
-    with pytest.raises(Stop):
+    with pytest.raises(AttemptEnds):
         job.write_task(feed(), task, 0)
 
 
@@ -175,7 +175,9 @@ def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
 
 
 @contextlib.contextmanager
-def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[ConnectionSuperseded]]:
+def while_an_attempt_is_paused(
+    write: Write, job: Job, rows: list[bytes]
+) -> Iterator[list[ConnectionSuperseded]]:
     """Run the block while an attempt has half of its rows in the log; it continues afterwards."""
     may_go_on = threading.Event()
     failures: list[ConnectionSuperseded] = []
@@ -204,7 +206,7 @@ def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[Conne
 def test_an_older_attempt_that_still_runs_writes_nothing(write: Write) -> None:
     """A straggler after `abort`, or the slower of two attempts under speculation."""
     rows, job = rows_of(0, 120), write.job()
-    with straggling(write, job, rows) as failures:
+    with while_an_attempt_is_paused(write, job, rows) as failures:
         done = job.write_task(batches_of(rows), 0, 1)
     assert (done.committed, done.found, len(failures)) == (120, 60, 1)
     assert write.in_log() == once(rows)
@@ -321,7 +323,7 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
     """Its record has no hash: the rows cannot be compared, and the log line states this."""
     rows, job = rows_of(0, 5), write.job()
     result = job.write_task(batches_of(rows), 0, 0)
-    asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=FOR_LONG))
+    asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=KEEP_MS))
     again = write.job()
     write.finish(again, again.write_task(batches_of(rows_of(7, 3)), 0, 1))
     line = f"spark.write_already_committed write={write.name} rows_compared=False"
@@ -369,9 +371,9 @@ def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
     def feed() -> Iterator[pa.RecordBatch]:
         yield from batches(rows[:40] + rows[100:])
         write.until(60)
-        raise Stop
+        raise AttemptEnds
 
-    with pytest.raises(Stop):
+    with pytest.raises(AttemptEnds):
         job.write_task(feed(), 0, 0)
     done = job.write_task(batches(rows[::-1]), 0, 1)
     assert (done.committed, done.found) == (120, 60)
@@ -387,9 +389,9 @@ def test_results_may_have_no_columns_of_the_input(connect: str, tmp_path: Path) 
     def feed() -> Iterator[pa.RecordBatch]:
         yield batch.slice(10)
         write.until(10)
-        raise Stop
+        raise AttemptEnds
 
-    with pytest.raises(Stop):
+    with pytest.raises(AttemptEnds):
         job.write_task(feed(), 0, 0)
     done = job.write_task(iter([batch]), 0, 1)
     assert (done.committed, done.found) == (20, 10)
@@ -417,7 +419,7 @@ def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path
 def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     """A task of an abandoned attempt starts after its batch was forgotten."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
-    series = {n: dataclasses.replace(job, keep_ms=FOR_LONG) for n, job in stream.items()}
+    series = {n: dataclasses.replace(job, keep_ms=KEEP_MS) for n, job in stream.items()}
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
     series[10].write_task(batches_of(rows_of(10, 20)), 0, 0)
     asyncio.run(forget_writes(write.connect, ["s-9"]))
@@ -431,7 +433,7 @@ def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
 ) -> None:
     """The next owner has forgotten the fenced attempt; the generation and the node record it."""
     rows, job = rows_of(0, 120), write.job()
-    with straggling(write, job, rows) as failures:
+    with while_an_attempt_is_paused(write, job, rows) as failures:
         cluster.kill("server-1")
         try:
             done = job.write_task(batches_of(rows), 0, 1)
@@ -460,9 +462,9 @@ def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: 
     def feed() -> Iterator[pa.RecordBatch]:
         yield batch([7] * 10)
         write.until(10)
-        raise Stop
+        raise AttemptEnds
 
-    with pytest.raises(Stop):
+    with pytest.raises(AttemptEnds):
         job.write_task(feed(), 0, 0)
     with pytest.raises(
         BadRequest, match="several rows with the same header and data, but different"

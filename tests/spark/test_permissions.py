@@ -26,7 +26,7 @@ PATTERN = "DNS=(localhost)"
 ONE_USER = "digest:waltz:of members\n"
 MEMBERS = f"{ONE_USER}administrators:digest:{make_digest_acl_credential('admin', 'of admin')}\n"
 ADMINISTRATORS = "digest:admin:of admin\nmembers:digest:waltz:of members\n"
-MINE = {"partitions": "1,3"}
+OWN_PARTITIONS = {"partitions": "1,3"}
 
 
 def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
@@ -34,7 +34,7 @@ def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
     for words in (
         ("access", "init"),
         ("access", "grant", "localhost", "replicate"),
-        ("access", "grant", "tenant", "read,append", "--partitions", MINE["partitions"]),
+        ("access", "grant", "tenant", "read,append", "--partitions", OWN_PARTITIONS["partitions"]),
         ("access", "token", "create", "tenant", "--file", str(token)),
         ("cluster", "protect"),
     ):
@@ -72,7 +72,7 @@ def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenant: str) -> None:
     rows = spark.range(2_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
     before = waltz_spark.snapshot(spark, tenant, partitions=[1, 3])
-    written = waltz_spark.append(rows, tenant, **MINE)
+    written = waltz_spark.append(rows, tenant, **OWN_PARTITIONS)
     assert written.counts["committed"] == 2_000
     assert written.high_water_marks.keys() == {1, 3}
     after = waltz_spark.snapshot(spark, tenant, partitions=[1, 3])
@@ -91,8 +91,8 @@ def test_a_row_whose_lock_belongs_to_another_partition_must_name_one(
         [(b"row", [lock("account", key)])], "data binary, write_locks array<int>"
     )
     with pytest.raises(BadRequest, match="found partition 2 of row 0"):
-        waltz_spark.append(rows, tenant, **MINE)
-    named = waltz_spark.append(rows.withColumn("partition", F.lit(3)), tenant, **MINE)
+        waltz_spark.append(rows, tenant, **OWN_PARTITIONS)
+    named = waltz_spark.append(rows.withColumn("partition", F.lit(3)), tenant, **OWN_PARTITIONS)
     assert named.counts["committed"] == 1
 
 

@@ -16,7 +16,7 @@ from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark import LagListener, lag_of
-from waltz_spark.option_table import OptionUse
+from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
 
@@ -222,7 +222,7 @@ def test_a_wrong_option_is_reported_before_anything_runs(
 ) -> None:
     for options, sentence in WRONG:
         with pytest.raises(BadConfig, match=sentence):
-            parse_read({"connect": connect, **options}, OptionUse.STREAM)
+            parse_read({"connect": connect, **options}, Purpose.STREAM)
     options, sentence = WRONG[0]
     with pytest.raises(Exception, match=sentence) as failed:
         finished(into_files(stream(spark, connect, **options), tmp_path))

@@ -22,7 +22,7 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.unpacking import columns_named
 from waltz_spark.failures import without_stack
-from waltz_spark.option_table import OptionUse
+from waltz_spark.option_table import Purpose
 from waltz_spark.options import (
     OnCorrupt,
     ReadOptions,
@@ -69,7 +69,7 @@ class WaltzDataSource(DataSource):
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's."""
-        options = self._read_options(schema, OptionUse.BATCH)
+        options = self._read_options(schema, Purpose.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
         return WaltzBatchReader(options, schema)
@@ -81,12 +81,12 @@ class WaltzDataSource(DataSource):
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
-            options = self._read_options(schema, OptionUse.STREAM)
+            options = self._read_options(schema, Purpose.STREAM)
         except WaltzError as error:
             return stream_reader(stream_read.FailingStreamReader(error))
         return stream_reader(stream_read.WaltzStreamReader(options, schema))
 
-    def _read_options(self, schema: StructType, use: OptionUse) -> ReadOptions:
+    def _read_options(self, schema: StructType, use: Purpose) -> ReadOptions:
         options = parse_read(self.options, use)
         check_log_types(schema, options)
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)

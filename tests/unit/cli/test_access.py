@@ -229,7 +229,7 @@ def test_a_revocation_names_what_groups_still_permit(begun):
     begun.run("grant", "ann", "read")
     revoked = begun.run("revoke", "ann", "read")
     assert revoked.stdout == "ann has no grant of read for partitions all; revision 7\n"
-    assert "ann still has read for partitions 0-1 by a group\n" in revoked.stderr
+    assert "ann still has read for partitions 0-1 through a group\n" in revoked.stderr
 
 
 def test_limits_are_shown(begun):

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from tests.offline_storage import flip, segments, some_storage, spill
+from tests.offline_storage import flip, sample_storage, segments, write_to_directory
 from tests.storage_model import World, record
 from waltz_core.cli.main import main
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
@@ -21,7 +21,7 @@ VALUES = [{"id": 0, "name": "Ada"}, {"id": 1, "tags": [1, 2]}, "three", None]
 @pytest.fixture
 def storage(tmp_path):
     """Segments 0..10, 11..23 and 24..35."""
-    return some_storage(tmp_path / "storage")[0]
+    return sample_storage(tmp_path / "storage")[0]
 
 
 def log_of(target, payloads):
@@ -35,7 +35,7 @@ def log_of(target, payloads):
     lengths = np.array([len(one) for one in made])
     world.log.append(world.session, 0, lengths, b"".join(made), GENESIS_CHAIN, [entry])
     world.close()
-    return spill(world.disk, target)
+    return write_to_directory(world.disk, target)
 
 
 def printed(capsys, *words):

@@ -16,7 +16,7 @@ from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"
-GONE = errors.Unreachable("no server is there")
+NO_SERVER = errors.Unreachable("no server is there")
 
 
 class Author:
@@ -81,7 +81,7 @@ async def test_appends_held_back_end_with_the_connection():
     author.lose(1)
     behind = author.append()
     assert len(author.sent) == 1
-    author.appends.abandon(GONE)
+    author.appends.abandon(NO_SERVER)
     assert errors_of([held, behind]) == [errors.Unreachable] * 2
     assert author.window.is_empty
     assert not author.appends.has_pending
@@ -94,7 +94,7 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
     futures = [author.append(), author.append()]
     author.lose(1)
     await until(lambda: author.appends._pause is None)  # now it waits for the second alone
-    author.appends.abandon(GONE)
+    author.appends.abandon(NO_SERVER)
     assert len(author.sent) == 2
     assert errors_of(futures) == [errors.Unreachable] * 2
     assert not author.appends.has_pending
@@ -139,12 +139,12 @@ async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
     assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
-SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
+FOLLOWED_STATE = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 
 
 @pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
 @pytest.mark.parametrize(
-    "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
+    "fields", [{"is_attempt": True}, {"follows": FOLLOWED_STATE}, {"deadline_s": 0.0}, {}]
 )
 @on_virtual_loop
 async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
@@ -204,7 +204,7 @@ async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch
     assert (await lost).reasons.tolist() == [Reason.LOST] * 2
     author.lose(2)
     refused = author.append_batch()
-    author.appends.abandon(GONE)
+    author.appends.abandon(NO_SERVER)
     assert errors_of([refused]) == [errors.Unreachable]
     assert author.window.is_empty
 

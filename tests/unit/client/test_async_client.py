@@ -80,7 +80,7 @@ async def test_invalid_calls_are_reported_in_one_sentence():
             await client.append_batch(0, b"", 0, client_high_water_mark=-1)
 
 
-class Fixed(TransactionContext):
+class FixedPartition(TransactionContext):
     """Appends to one partition."""
 
     def __init__(self, partition):
@@ -128,8 +128,8 @@ async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
             with pytest.raises(errors.BadRequest, match=outside):
                 await client.append_batch(0, batch_of(b"x"), 1, client_high_water_mark=-1)
             with pytest.raises(errors.BadRequest, match=outside):
-                await client.submit(Fixed(0))
-            assert await (await client.submit(Fixed(3))) == 1
+                await client.submit(FixedPartition(0))
+            assert await (await client.submit(FixedPartition(3))) == 1
         assert await whole.high_water_marks() == {0: -1, 1: 0, 2: -1, 3: 1}
 
 
@@ -596,7 +596,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # outages
 
 # The limit is the reader's: on a busy machine appends may take as long, so another client writes.
-BRIEF = replace(
+SHORT_TIMEOUTS = replace(
     IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
 
@@ -643,7 +643,7 @@ def logged_outages():
 
 @on_virtual_loop
 async def test_a_feed_waits_for_unavailable_data_without_a_limit():
-    async with two_clients(BRIEF) as (cluster, writer, client):
+    async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
@@ -663,7 +663,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
 
 @on_virtual_loop
 async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
-    async with two_clients(BRIEF) as (cluster, writer, client):
+    async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
         for _ in range(3):
@@ -684,7 +684,7 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
 
 @on_virtual_loop
 async def test_a_feed_from_the_end_waits_for_a_server_with_its_mark():
-    async with two_clients(BRIEF) as (cluster, writer, client):
+    async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
@@ -707,7 +707,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
 
-    async with two_clients(BRIEF) as (cluster, writer, client):
+    async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"a", partition=0))
         callbacks = Strict()
         await client.subscribe(callbacks, [0])

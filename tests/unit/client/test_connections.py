@@ -37,7 +37,7 @@ def dials(monkeypatch):
     return CountedDials(monkeypatch)
 
 
-async def share(dials, count, *, cancelled=None, address=None):
+async def request_concurrently(dials, count, *, cancelled=None, address=None):
     """Request one address several times; return each caller's link number or error.
 
     None for the caller that was cancelled.
@@ -70,17 +70,19 @@ async def share(dials, count, *, cancelled=None, address=None):
 
 
 def test_a_cancelled_wait_for_a_dial_cancels_no_other(dials):
-    assert asyncio.run(share(dials, 3, cancelled=1)) == [1, None, 1]
+    assert asyncio.run(request_concurrently(dials, 3, cancelled=1)) == [1, None, 1]
     assert dials.count == 1
 
 
 def test_if_the_dialing_caller_is_cancelled_another_one_dials(dials):
-    assert asyncio.run(share(dials, 3, cancelled=0)) == [None, 1, 1]
+    assert asyncio.run(request_concurrently(dials, 3, cancelled=0)) == [None, 1, 1]
     assert dials.count == 2
 
 
 def test_a_failed_dial_fails_all_its_waiters(dials):
-    found = asyncio.run(share(dials, 3, address="127.0.0.1:1"))  # no process listens there
+    found = asyncio.run(
+        request_concurrently(dials, 3, address="127.0.0.1:1")
+    )  # no process listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert dials.count == 1
@@ -212,16 +214,16 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
                     other = request.req_id._replace(sequence=-7)
                     server.send(HighWaterMarkResponse(other, 7))
                     await until(lambda: link._watch._has_received)
-                look(link)
+                pass_check_interval(link)
                 assert len(silences) == count
             server.send(HighWaterMarkResponse(request.req_id, 7))
             await asking
         link._watch._has_received = False
-        look(link)
+        pass_check_interval(link)
         assert len(silences) == 2, "no request waits for it any more"
         link.send(HighWaterMarkRequest(request.req_id))
         is_waiting[0] = True  # a stream
-        look(link)
+        pass_check_interval(link)
         assert len(silences) == 3
     logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
     assert logged[:2] == [
@@ -230,7 +232,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
     ]
 
 
-def look(link):
+def pass_check_interval(link):
     """Let the time of a check pass; one is planned whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()

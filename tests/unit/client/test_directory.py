@@ -54,7 +54,7 @@ def test_newer_layouts_are_learned_without_a_request_and_passed_on():
     assert before == {0: Owner("a:1", 1)}  # another thread may go through them meanwhile
 
 
-class Asked:
+class AnsweringZooKeeper:
     """A ZooKeeper that answers on request, and counts its callers."""
 
     where = "zk:2181/shop"
@@ -73,7 +73,7 @@ class Asked:
         return ServersView({7: server}, {n: Ownership(7, 3) for n in range(3)}, is_settled=True)
 
 
-async def share(zookeeper, count, *, cancelled=None):
+async def request_concurrently(zookeeper, count, *, cancelled=None):
     """Send several requests at once; return the answer of each, None for the cancelled one."""
     directory = directory_of(zookeeper)
 
@@ -98,24 +98,24 @@ OWNER = Owner("a:1", 3)
 
 
 def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
-    zookeeper = Asked()
-    assert in_virtual_time(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
+    zookeeper = AnsweringZooKeeper()
+    assert in_virtual_time(request_concurrently(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
     assert zookeeper.count == 1
 
 
 def test_if_the_requesting_caller_is_cancelled_another_one_requests():
-    zookeeper = Asked()
-    assert in_virtual_time(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
+    zookeeper = AnsweringZooKeeper()
+    assert in_virtual_time(request_concurrently(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
     assert zookeeper.count == 2
 
 
 def test_all_callers_of_a_shared_request_get_its_failure():
-    zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
-    assert in_virtual_time(share(zookeeper, 3)) == [zookeeper.error] * 3
+    zookeeper = AnsweringZooKeeper(errors.CoordinatorUnavailable("gone"))
+    assert in_virtual_time(request_concurrently(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
 
 
-class WithViews(Asked):
+class WithViews(AnsweringZooKeeper):
     """A ZooKeeper that answers at once, with views that are given one after the other."""
 
     def __init__(self, *views):
@@ -174,7 +174,7 @@ def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
         assert zookeeper.count == count
 
 
-class Elsewhere:
+class OtherCluster:
     """A ZooKeeper with the cluster of another key."""
 
     where = "zk:2181/shop"
@@ -183,7 +183,7 @@ class Elsewhere:
     open_count = 0
 
     def __init__(self):
-        Elsewhere.open_count += 1
+        OtherCluster.open_count += 1
 
     async def read_cluster(self):
         params = SimpleNamespace(name="shop", partition_count=3)
@@ -198,14 +198,14 @@ class Elsewhere:
         return ServersView({7: ServerDescriptor(7, "z", 1)}, owners, is_settled=True)
 
     async def close(self):
-        Elsewhere.open_count -= 1
+        OtherCluster.open_count -= 1
 
 
 def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
     """Nor the second caller: its session is not kept."""
 
     async def connect(*_place, **_options):
-        return Elsewhere()
+        return OtherCluster()
 
     async def ask_twice():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
@@ -220,11 +220,11 @@ def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
     reported = []
     monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask_twice())
-    assert Elsewhere.open_count == 0
+    assert OtherCluster.open_count == 0
     assert reported == []
 
 
-class Behind(Elsewhere):
+class OutdatedZooKeeper(OtherCluster):
     """A ZooKeeper with the right cluster that answers with outdated data."""
 
     key = CLUSTER.key
@@ -233,7 +233,7 @@ class Behind(Elsewhere):
 
 def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
     async def connect(*_place, **_options):
-        return Behind()
+        return OutdatedZooKeeper()
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
@@ -253,7 +253,7 @@ def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
 def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
     async def connect(*_place, **_options):
         await may_connect.wait()
-        return Behind()
+        return OutdatedZooKeeper()
 
     async def ask_and_close():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
@@ -273,7 +273,7 @@ def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
     may_connect = asyncio.Event()
     monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask_and_close())
-    assert Elsewhere.open_count == 0
+    assert OtherCluster.open_count == 0
 
 
 class Grouped:
@@ -305,7 +305,7 @@ def test_groups_are_read_once_and_again_for_an_unknown_storage():
 
 
 def test_a_request_to_a_closed_directory_fails():
-    directory = directory_of(Behind())
+    directory = directory_of(OutdatedZooKeeper())
 
     async def close_and_ask():
         await directory.close()
@@ -315,7 +315,7 @@ def test_a_request_to_a_closed_directory_fails():
         in_virtual_time(close_and_ask())
 
 
-class Unsettled(Behind):
+class Unsettled(OutdatedZooKeeper):
     """A ZooKeeper whose servers have just changed."""
 
     async def read_servers(self):
@@ -335,7 +335,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
             seen.append(len(directory.owners))
             await directory.close()
 
-    sessions, seen = [Behind, Unsettled], []
+    sessions, seen = [OutdatedZooKeeper, Unsettled], []
     monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(open_twice())
     assert seen == [3, 0]
@@ -354,7 +354,7 @@ class Slow:
         await self.may_connect.wait()
         if self.error is not None:
             raise self.error
-        return Behind()
+        return OutdatedZooKeeper()
 
 
 def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
@@ -372,7 +372,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
     monkeypatch.setattr(CONNECT, slow)
     in_virtual_time(ask())
     assert slow.count == 1
-    assert Elsewhere.open_count == 0
+    assert OtherCluster.open_count == 0
 
 
 def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
@@ -422,14 +422,14 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
 def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     async def connect(*_place, **options):
         asked.append(options)
-        return Behind()
+        return OutdatedZooKeeper()
 
     async def ask():
         config = ClientConfig(
             zookeeper_connect_timeout_ms=7_000, zookeeper_session_timeout_ms=9_000
         )
         async with AsyncWaltzClient.at(LAYOUT, config) as client:
-            monkeypatch.setattr(Behind, "follow_servers", follow, raising=False)
+            monkeypatch.setattr(OutdatedZooKeeper, "follow_servers", follow, raising=False)
             await client.directory.owner(0, after_failure=True)
 
     async def follow(*_):
@@ -439,7 +439,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     monkeypatch.setattr(CONNECT, connect)
     in_virtual_time(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
-    assert Elsewhere.open_count == 0
+    assert OtherCluster.open_count == 0
 
 
 class Rebuilt(WithViews):

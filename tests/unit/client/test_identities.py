@@ -38,7 +38,7 @@ class Link:
         return kind(make((-1, 0, -1, -1)).req_id, self.answer, PROOF)
 
 
-class Around:
+class LinksAndDirectory:
     """Links and directory of one client."""
 
     def __init__(self, *links):
@@ -63,7 +63,7 @@ class Around:
 @on_virtual_loop
 async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
-    ids = Around(one, two).ids()
+    ids = LinksAndDirectory(one, two).ids()
     assert ids.current is None
     first = ClientIdentity(FIRST_ISSUED + 1, PROOF)
     assert await ids.get(one, instead_of=-1) == first
@@ -74,13 +74,15 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
 @on_virtual_loop
 async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
     old, older = Link("one:1", None), Link("two:1", None)
-    assert await Around(old, older).ids().get(old, instead_of=-1) == ClientIdentity(5, NO_PROOF)
+    assert await LinksAndDirectory(old, older).ids().get(old, instead_of=-1) == ClientIdentity(
+        5, NO_PROOF
+    )
 
 
 @on_virtual_loop
 async def test_another_server_issues_the_id_if_the_owner_is_older():
     old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED)
-    around = Around(old, new)
+    around = LinksAndDirectory(old, new)
     assert (await around.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED + 1
     new.answer = errors.CoordinatorUnavailable("no ZooKeeper")
     with pytest.raises(errors.CoordinatorUnavailable):
@@ -90,7 +92,7 @@ async def test_another_server_issues_the_id_if_the_owner_is_older():
 @on_virtual_loop
 async def test_a_denied_id_is_replaced_once_for_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
-    ids = Around(one, two).ids()
+    ids = LinksAndDirectory(one, two).ids()
     denied = (await ids.get(one, instead_of=-1)).client_id
     other = await ids.get(two, instead_of=denied)
     assert other.client_id == FIRST_ISSUED + 51
@@ -100,7 +102,7 @@ async def test_a_denied_id_is_replaced_once_for_all_partitions():
 @on_virtual_loop
 async def test_an_id_that_the_application_keeps_is_not_replaced():
     link = Link("one:1", FIRST_ISSUED)
-    ids = Around(link).ids(given=ClientIdentity(7))
+    ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
     assert ids.current == ClientIdentity(7)
     with pytest.raises(errors.ClientIdDenied, match="client ID 7, which this client was given"):
         await ids.get(link, instead_of=7)
@@ -115,7 +117,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
 @on_virtual_loop
 async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
     frozen, other = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
-    ids = Around(frozen, other).ids()
+    ids = LinksAndDirectory(frozen, other).ids()
     frozen.may_answer.clear()
     async with asyncio.TaskGroup() as group:
         waiting = [group.create_task(ids.get(frozen, instead_of=-1)) for _ in range(10)]

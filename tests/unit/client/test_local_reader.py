@@ -17,7 +17,7 @@ from waltz_core.client.read.local_reader import LocalReader, ReadGrant
 from waltz_core.records.record import LineageEntry
 from waltz_core.wire.record_locations import FileLocation, decode_segment
 
-SKIPPED = 128  # what lies before the first record of a segment
+FIRST_RECORD_OFFSET = 128  # what lies before the first record of a segment
 
 
 class Files:
@@ -35,7 +35,7 @@ class Files:
         self.taken = []
 
     def write(self, segment, records):
-        (self.directory / str(segment)).write_bytes(bytes(SKIPPED) + records)
+        (self.directory / str(segment)).write_bytes(bytes(FIRST_RECORD_OFFSET) + records)
 
     def take(self, door, question, *, timeout_s):
         assert (door, timeout_s) == ("the name", 5.0)
@@ -50,7 +50,7 @@ class Files:
         for segment, end in ((10, 17), (17, 30)):
             low, high = max(first, segment), min(first + count, end)
             if low < high:
-                offset = SKIPPED + (low - segment) * self.size
+                offset = FIRST_RECORD_OFFSET + (low - segment) * self.size
                 places.append(FileLocation(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
         return ReadGrant(first, self.lengths[:count], tuple(places), lineage, self.ticket)
@@ -131,7 +131,7 @@ def test_right_records_in_the_wrong_place_are_rejected(files, reader):
 
 def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
     files.read(reader, 10, 12)
-    os.truncate(files.directory / "10", SKIPPED + 4 * files.size + 5)
+    os.truncate(files.directory / "10", FIRST_RECORD_OFFSET + 4 * files.size + 5)
     assert files.read(reader, 13, 13).lengths.size == 1
     with pytest.raises(errors.ReadFailed, match="found its end"):
         files.read(reader, 13, 14)

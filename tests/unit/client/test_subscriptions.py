@@ -8,7 +8,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
-from tests.unit.client.test_async_client import BRIEF, Counting, batch_of, until
+from tests.unit.client.test_async_client import SHORT_TIMEOUTS, Counting, batch_of, until
 from waltz_core import errors
 from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, TransactionContext, lock
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
@@ -289,7 +289,7 @@ async def write_headers(client, partition, *headers):
         await (await client.append(b"%d" % header, partition=partition, header=header))
 
 
-class Picking(Shared):
+class ReadsData(Shared):
     """Reads the data of each transaction."""
 
     def __init__(self, mark: int = -1) -> None:
@@ -309,7 +309,7 @@ class Picking(Shared):
 async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advances():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
-        callbacks = Picking()
+        callbacks = ReadsData()
         await client.subscribe(callbacks, [0], headers=[7, 9])
         await until(lambda: len(callbacks.seen[0]) == 2)
         await write_headers(client, 0, 8, 8, 7, 8)
@@ -325,12 +325,12 @@ async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advan
 
 @on_virtual_loop
 async def test_a_filtered_feed_catches_up_in_filtered_ranges():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+    async with memory_cluster() as cluster, cluster.client(SHORT_TIMEOUTS).opened() as client:
         rows = 2_000
         for number in range(5):
             payload = batch_of(*[b"x" * 20] * rows, header=number)
             await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
-        callbacks = Picking()
+        callbacks = ReadsData()
         await client.subscribe(callbacks, [0], headers=[1, 4])
         await until(lambda: client._partitions[0].mark == 5 * rows - 1)
         expected = [*range(rows, 2 * rows), *range(4 * rows, 5 * rows)]
@@ -341,7 +341,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 @on_virtual_loop
 async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
     async with two_clients() as (_, one, two):
-        callbacks = Picking()
+        callbacks = ReadsData()
         await two.subscribe(callbacks, [0], headers=[99])
         marks = []
         context = Counting({"value": 0})
@@ -494,7 +494,7 @@ async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
         assert context.marks == []
 
 
-class Hooked(Withdraw):
+class RecordsHooks(Withdraw):
     """Notes how it ends."""
 
     timeout_ms = 60_000
@@ -521,7 +521,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
         async def cancelled():
             raise asyncio.CancelledError
 
-        first = Hooked(cancelled)
+        first = RecordsHooks(cancelled)
         with pytest.raises(RuntimeError, match="CancelledError"):
             await (await one.submit(first))
         assert first.ended == [RuntimeError]
@@ -531,7 +531,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
                 raise asyncio.CancelledError
             await (await two.append(b"", partition=0, append_locks=[lock("account")]))
 
-        later = Hooked(refused_then_cancelled)
+        later = RecordsHooks(refused_then_cancelled)
         with pytest.raises(RuntimeError, match="CancelledError"):
             await (await one.submit(later))
         assert later.ended == [RuntimeError]
@@ -541,7 +541,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
 async def test_cancelling_a_submit_raises_a_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
-            one.submit(Hooked(asyncio.Event().wait))
+            one.submit(RecordsHooks(asyncio.Event().wait))
         )
         await until(lambda: 0 in one._partitions and one._partitions[0].is_ready)
         submitting.cancel()
@@ -576,7 +576,7 @@ async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
             await asyncio.Event().wait()
 
         client.directory.owner = never
-        context = Hooked(lambda: None)
+        context = RecordsHooks(lambda: None)
         context.timeout_ms = 50
         with pytest.raises(errors.Unavailable, match="not mounted after 50 ms"):
             await (await client.submit(context))
@@ -593,9 +593,9 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         async def at_once():
             pass
 
-        context = Hooked(at_once)
+        context = RecordsHooks(at_once)
         context.timeout_ms = 50
-        with pytest.raises(errors.Unavailable, match="window was full after 50 ms"):
+        with pytest.raises(errors.Unavailable, match="left no room for it after 50 ms"):
             await (await one.submit(context))
         assert context.ended == ["expired"]
         window.release(10**9, 0)

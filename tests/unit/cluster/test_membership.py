@@ -322,7 +322,7 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
 # --- rule 5: ZooKeeper was away
 
 
-async def looked(cluster):
+async def followers_are_current(cluster):
     """Return once every follower has processed all changes."""
     for _ in range(200):
         await asyncio.sleep(0)
@@ -343,13 +343,13 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         first.expire()
         second.expire()
         second.resume()
-        await looked(cluster)
+        await followers_are_current(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
-        await looked(cluster)
+        await followers_are_current(cluster)
         assert cluster.registered() == [2]
         assert (len(at_one.all), len(at_two.all)) == seen
         first.resume()
-        await looked(cluster)
+        await followers_are_current(cluster)
         view = await one.read()
         assert view.is_settled
         assert owned(view) == before  # the generations, too
@@ -376,7 +376,7 @@ async def one_absent(cluster):
         cluster.zookeeper.advance(60_000)
         second.resume()
         first.expire()
-        await looked(cluster)
+        await followers_are_current(cluster)
         yield first, two, at_two
 
 
@@ -412,7 +412,7 @@ async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
         second.suspend()
         cluster.zookeeper.advance(100)
         second.resume()
-        await looked(cluster)
+        await followers_are_current(cluster)
         first.expire()
         await at_two.until(lambda view: list(view.servers) == [2])
     assert len(owned(at_two.all[-1])) == PARTITION_COUNT
@@ -472,9 +472,9 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
         before = owned(at_two.all[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[foreign])))
-        await looked(cluster)
+        await followers_are_current(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
-        await looked(cluster)
+        await followers_are_current(cluster)
         assert not wished.done()
         assert not (await two.read()).servers[2].preferred  # both, or neither
         first.resume()
@@ -491,7 +491,7 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
 async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
     async with one_absent(cluster) as (_, two, at_two), asyncio.TaskGroup() as tasks:
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
-        await looked(cluster)
+        await followers_are_current(cluster)
         assert not wished.done()
         # Both waiting callers wake when its own neighbors report that the owner is dead.
         await two.remove_dead(descriptor(1))
@@ -508,11 +508,11 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 
     async with one_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
         wished = tasks.create_task(refused(two.prefer(descriptor(2, preferred=[3]))))
-        await looked(cluster)
+        await followers_are_current(cluster)
         await two.unregister()
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         await wished
-        await looked(cluster)
+        await followers_are_current(cluster)
         assert cluster.registered() == []
 
 

@@ -45,7 +45,7 @@ async def test_a_node_created_by_another_process_first_is_not_an_error():
     assert zookeeper.dump()["/w"] == b"theirs"
 
 
-class Looks:
+class NodeReader:
     """Looks at one node, and can be made to fail."""
 
     def __init__(self, nodes):
@@ -70,7 +70,7 @@ class Looks:
 @on_virtual_loop
 async def test_a_follower_reads_at_the_start_and_once_after_each_change():
     _, nodes, writer = two_views()
-    looks = Looks(nodes)
+    looks = NodeReader(nodes)
     async with running(nodes.follow(looks)):
         await looks.until(None)
         await writer.write([CreateNode(ROOT, b"1")])
@@ -86,7 +86,7 @@ async def test_a_follower_reads_at_the_start_and_once_after_each_change():
 @on_virtual_loop
 async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outcome():
     _, nodes, writer = two_views()
-    looks = Looks(nodes)
+    looks = NodeReader(nodes)
     looks.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]
     async with running(nodes.follow(looks)):
         await looks.until(errors.CoordinatorConflict)
@@ -103,7 +103,7 @@ async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outc
 @on_virtual_loop
 async def test_an_error_that_no_retry_repairs_ends_a_follower_and_its_signal():
     _, nodes, _ = two_views()
-    looks = Looks(nodes)
+    looks = NodeReader(nodes)
     looks.raises = [errors.BadFormat("/w: rotten")]
     with pytest.raises(errors.BadFormat, match="rotten"):
         await nodes.follow(looks)

@@ -28,146 +28,146 @@ class Scenario:
 
 
 @pytest.fixture
-def it():
+def scenario():
     return Scenario()
 
 
 @on_virtual_loop
-async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
+async def test_clusters_are_found_below_a_place_and_nowhere_else(scenario):
     for root in ("/a/one", "/a/two", "/b"):
-        await it.cluster(root, root[-1])
-    await it.cluster("/zookeeper")  # its own nodes are ignored
-    await it.session.write([CreateNode("/a/other", b"no cluster")])
+        await scenario.cluster(root, root[-1])
+    await scenario.cluster("/zookeeper")  # its own nodes are ignored
+    await scenario.session.write([CreateNode("/a/other", b"no cluster")])
 
     async def roots(below):
-        return [each.root for each in await tree.find_clusters(it.session, below)]
+        return [each.root for each in await tree.find_clusters(scenario.session, below)]
 
     assert await roots("/") == ["/a/one", "/a/two", "/b"]
     assert await roots("/a") == ["/a/one", "/a/two"]
     assert await roots("/b") == ["/b"]
     assert await roots("/a/other") == await roots("/none") == []
-    (found,) = await tree.find_clusters(it.session, "/b")
+    (found,) = await tree.find_clusters(scenario.session, "/b")
     assert (found.params.name, found.params.partition_count) == ("b", 3)
 
 
 @on_virtual_loop
-async def test_find_clusters_rejects_a_path_with_too_many_znodes(it, monkeypatch):
+async def test_find_clusters_rejects_a_path_with_too_many_znodes(scenario, monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
-    await it.session.write([CreateNode(f"/n{number}") for number in range(9)])
-    assert await tree.find_clusters(it.session, "/") == []
-    await it.session.write([CreateNode("/n9")])
+    await scenario.session.write([CreateNode(f"/n{number}") for number in range(9)])
+    assert await tree.find_clusters(scenario.session, "/") == []
+    await scenario.session.write([CreateNode("/n9")])
     with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
-        await tree.find_clusters(it.session, "/")
+        await tree.find_clusters(scenario.session, "/")
 
 
 @on_virtual_loop
-async def test_a_deleted_cluster_leaves_no_znodes_and_its_neighbors_stay(it):
-    await it.cluster("/a/one")
-    await it.cluster("/a/two")
-    kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}
-    before = len(it.zookeeper.dump())
+async def test_a_deleted_cluster_leaves_no_znodes_and_its_neighbors_stay(scenario):
+    await scenario.cluster("/a/one")
+    await scenario.cluster("/a/two")
+    kept = {path for path in scenario.zookeeper.dump() if not path.startswith("/a/two")}
+    before = len(scenario.zookeeper.dump())
     progress = []
-    count = await tree.delete_tree(it.session, "/a/two", lambda *each: progress.append(each))
-    assert set(it.zookeeper.dump()) == kept
+    count = await tree.delete_tree(scenario.session, "/a/two", lambda *each: progress.append(each))
+    assert set(scenario.zookeeper.dump()) == kept
     assert count == before - len(kept)
     assert progress[0] == (0, count)
-    assert await tree.delete_tree(it.session, "/a/two") == 0
-    await it.cluster("/a/two")
+    assert await tree.delete_tree(scenario.session, "/a/two") == 0
+    await scenario.cluster("/a/two")
 
 
 @on_virtual_loop
-async def test_large_clusters_are_deleted_in_steps(it, monkeypatch):
+async def test_large_clusters_are_deleted_in_steps(scenario, monkeypatch):
     monkeypatch.setattr(tree, "STEP_NODES_MAX", 10)
-    await it.cluster("/w", partition_count=15)
+    await scenario.cluster("/w", partition_count=15)
     steps = []
-    count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
+    count = await tree.delete_tree(scenario.session, "/w", lambda *each: steps.append(each))
     assert 20 < count < 30
     assert [done for done, _ in steps] == [0, 10, 20]
     assert {of for _, of in steps} == {count}
-    assert set(it.zookeeper.dump()) == {"/"}
+    assert set(scenario.zookeeper.dump()) == {"/"}
 
 
 @pytest.mark.parametrize("fault", list(WriteFault))
 @pytest.mark.parametrize("at", [0, 1])
 @on_virtual_loop
-async def test_a_write_of_unknown_outcome_is_read_again(it, fault, at):
-    await it.cluster("/w")
-    it.session.faults = [None] * at + [fault]
-    await tree.delete_tree(it.session, "/w")
-    assert set(it.zookeeper.dump()) == {"/"}
+async def test_a_write_of_unknown_outcome_is_read_again(scenario, fault, at):
+    await scenario.cluster("/w")
+    scenario.session.faults = [None] * at + [fault]
+    await tree.delete_tree(scenario.session, "/w")
+    assert set(scenario.zookeeper.dump()) == {"/"}
 
 
 @on_virtual_loop
-async def test_nodes_created_meanwhile_are_deleted_too(it):
-    await it.cluster("/w")
-    other = it.zookeeper.session()
+async def test_nodes_created_meanwhile_are_deleted_too(scenario):
+    await scenario.cluster("/w")
+    other = scenario.zookeeper.session()
     new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]
 
     class ConcurrentWriter:
         def __getattr__(self, name):
-            return getattr(it.session, name)
+            return getattr(scenario.session, name)
 
         async def write(self, operations):
             if new:
                 await other.write([new.pop(0)])
-            return await it.session.write(operations)
+            return await scenario.session.write(operations)
 
     await tree.delete_tree(ConcurrentWriter(), "/w")
     assert new == []
-    assert set(it.zookeeper.dump()) == {"/"}
+    assert set(scenario.zookeeper.dump()) == {"/"}
 
 
 @on_virtual_loop
-async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(it):
-    coordinator = await it.cluster("/w")
-    other, numbers = it.zookeeper.session(), iter(range(1_000))
+async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(scenario):
+    coordinator = await scenario.cluster("/w")
+    other, numbers = scenario.zookeeper.session(), iter(range(1_000))
 
     class ConcurrentWriter:
         def __getattr__(self, name):
-            return getattr(it.session, name)
+            return getattr(scenario.session, name)
 
         async def write(self, operations):
             if len(operations) > 1:
                 await other.write([CreateNode(f"/w/n{next(numbers)}")])
-            return await it.session.write(operations)
+            return await scenario.session.write(operations)
 
     with pytest.raises(errors.CoordinatorConflict, match="is written to while it is deleted"):
         await tree.delete_tree(ConcurrentWriter(), "/w")
-    assert it.zookeeper.dump()["/w"] == b""
+    assert scenario.zookeeper.dump()["/w"] == b""
     with pytest.raises(errors.BadConfig, match="no cluster at root /w"):
         await coordinator.read_cluster()
 
 
 @on_virtual_loop
-async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(it):
-    await it.session.write(
+async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario):
+    await scenario.session.write(
         [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
     )
-    await it.session.write([CreateNode("/a"), CreateNode("/a/ids"), CreateNode("/a/topics")])
-    await it.session.write([CreateNode("/b", b"x")])
-    assert await tree.delete_tree(it.session, "/w") == 3
+    await scenario.session.write([CreateNode("/a"), CreateNode("/a/ids"), CreateNode("/a/topics")])
+    await scenario.session.write([CreateNode("/b", b"x")])
+    assert await tree.delete_tree(scenario.session, "/w") == 3
     with pytest.raises(
         errors.BadRequest, match="expected a cluster or its remains, found a node t"
     ):
-        await tree.delete_tree(it.session, "/a")
+        await tree.delete_tree(scenario.session, "/a")
     with pytest.raises(errors.BadRequest, match="1 bytes of another program"):
-        await tree.delete_tree(it.session, "/b")
-    assert set(it.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
+        await tree.delete_tree(scenario.session, "/b")
+    assert set(scenario.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
 
 
 @on_virtual_loop
-async def test_a_cluster_below_another_one_is_not_deleted_with_it(it):
-    await it.cluster("/w")
-    await it.cluster("/w/team/payments", "payments")
-    before = it.zookeeper.dump()
+async def test_a_cluster_below_another_one_is_not_deleted_with_it(scenario):
+    await scenario.cluster("/w")
+    await scenario.cluster("/w/team/payments", "payments")
+    before = scenario.zookeeper.dump()
     with pytest.raises(
         errors.BadRequest, match=r"payments at /w/team/payments\. Hint: delete that"
     ):
-        await tree.delete_tree(it.session, "/w")
-    assert it.zookeeper.dump() == before
-    await tree.delete_tree(it.session, "/w/team/payments")
-    await tree.delete_tree(it.session, "/w")
-    assert set(it.zookeeper.dump()) == {"/"}
+        await tree.delete_tree(scenario.session, "/w")
+    assert scenario.zookeeper.dump() == before
+    await tree.delete_tree(scenario.session, "/w/team/payments")
+    await tree.delete_tree(scenario.session, "/w")
+    assert set(scenario.zookeeper.dump()) == {"/"}
 
 
 def test_the_names_below_a_root_are_those_of_the_paths():

@@ -5,7 +5,7 @@ from waltz_core.cluster.zookeeper.watchdog import Watchdog
 TIMEOUT_MS = 3_000
 
 
-def asked_every(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
+def queries_until_expiry(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
     """Query the watchdog as kazoo's thread does, three times per timeout, until it objects."""
     times = range(first_ms, last_ms + 1, TIMEOUT_MS // 3)
     return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
@@ -21,7 +21,7 @@ def test_a_loop_that_beats_keeps_the_session():
 def test_a_hanging_loop_loses_the_session_after_a_timeout_and_may_return():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     watchdog.beat(5_000)
-    assert asked_every(watchdog, 1_000, 12_000) == [9_000, 10_000, 11_000, 12_000]
+    assert queries_until_expiry(watchdog, 1_000, 12_000) == [9_000, 10_000, 11_000, 12_000]
     watchdog.beat(12_500)
     assert watchdog.may_keep_session(13_000)
 
@@ -37,11 +37,11 @@ def test_a_stopped_process_may_keep_its_session():
 
 def test_a_loop_that_still_hangs_after_a_stop_loses_the_session():
     watchdog = Watchdog(TIMEOUT_MS, 0)
-    assert asked_every(watchdog, 60_000, 63_000) == [61_000, 62_000, 63_000]
+    assert queries_until_expiry(watchdog, 60_000, 63_000) == [61_000, 62_000, 63_000]
 
 
 def test_the_granted_timeout_counts():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     watchdog.timeout_ms = 10_000
-    assert asked_every(watchdog, 1_000, 10_000) == []
+    assert queries_until_expiry(watchdog, 1_000, 10_000) == []
     assert watchdog.silent_ms(10_000) == 10_000

@@ -16,7 +16,7 @@ IN_MEMORY_CONFIG = ClientConfig(
     mount_timeout_ms=3_000,
 )
 # A 0.13 server does not report appends in flight.
-NOT_THERE = (
+UNSUPPORTED_SCENARIOS = (
     client_contract.an_append_rejected_for_one_in_flight_may_follow_it,
     client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
@@ -31,7 +31,7 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
 
 @pytest.mark.parametrize(
     "scenario",
-    [each for each in SCENARIOS if each not in NOT_THERE],
+    [each for each in SCENARIOS if each not in UNSUPPORTED_SCENARIOS],
     ids=lambda scenario: scenario.__name__,
 )
 def test_scenario(scenario):

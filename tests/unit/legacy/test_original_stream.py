@@ -31,7 +31,7 @@ def mine(sequence):
     return ReqId(ME, 1, 0, sequence)
 
 
-def theirs(sequence):
+def other_req_id(sequence):
     return ReqId(OTHER, 1, 0, sequence)
 
 
@@ -86,7 +86,7 @@ class Table:
         """Mount with the log at a mark."""
         self.say(m.MountWriter(MOUNT, 3, after, wants_feed, values))
         self.receive(m.HighWaterMarkResponse(MOUNT, mark))
-        fed = [m.FeedData(theirs(i), i, i % 3) for i in range(after + 1, mark + 1)]
+        fed = [m.FeedData(other_req_id(i), i, i % 3) for i in range(after + 1, mark + 1)]
         self.receive(*(fed if after != LATEST_MARK else ()), m.MountResponse(MOUNT, 0))
         self.receive(m.FlushResponse(MOUNT, mark))
         return self.prove()
@@ -127,11 +127,11 @@ def test_a_mount_is_reported_when_mark_mount_flush_and_zookeeper_have_answered(t
     ]
     assert table.receive(m.HighWaterMarkResponse(MOUNT, 9)) == []
     assert table.sent == [m.MountRequest(MOUNT, 9, 40)]  # the connection's sequence, not ours
-    assert table.receive(m.FeedData(theirs(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
+    assert table.receive(m.FeedData(other_req_id(1), 10, 0), m.MountResponse(MOUNT, 0)) == []
     assert table.sent == [m.FeedRequest(MOUNT, 10), m.FlushRequest(MOUNT)]
     assert table.receive(m.FlushResponse(MOUNT, 11)) == []
     assert not table.proofs  # the feed has not reached the flush's mark
-    assert table.receive(fed(11, theirs(2))) == []
+    assert table.receive(fed(11, other_req_id(2))) == []
     translated = table.prove()
     assert [type(each) for each in translated] == [m.Mounted]
     assert translated[0].high_water_mark == 11
@@ -142,10 +142,14 @@ def test_a_mount_with_a_feed_brings_it_first(table):
     table.receive(m.HighWaterMarkResponse(MOUNT, 9))
     assert table.sent == [m.MountRequest(MOUNT, 7, 40)]
     translated = table.receive(
-        fed(8, theirs(1), 5), fed(9, theirs(2), 6), m.MountResponse(MOUNT, 0)
+        fed(8, other_req_id(1), 5),
+        fed(9, other_req_id(2), 6),
+        m.MountResponse(MOUNT, 0),
     )
     assert [(each.first, each.count) for each in translated] == [(8, 2)]
-    assert bytes(translated[0].headers) == struct.pack(">10i", *theirs(1), 5, *theirs(2), 6)
+    assert bytes(translated[0].headers) == struct.pack(
+        ">10i", *other_req_id(1), 5, *other_req_id(2), 6
+    )
     table.receive(m.FlushResponse(MOUNT, 9))
     assert table.prove()[0].high_water_mark == 9
 
@@ -265,8 +269,8 @@ def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
 def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
     mounted.say(append(1))
     assert mounted.receive(m.LockFailure(mine(1), 12)) == []
-    assert mounted.receive(fed(10, theirs(1)), fed(11, theirs(2))) == []
-    (result,) = mounted.receive(fed(12, theirs(3)))
+    assert mounted.receive(fed(10, other_req_id(1)), fed(11, other_req_id(2))) == []
+    (result,) = mounted.receive(fed(12, other_req_id(3)))
     assert outcomes(result) == ([-1], [Reason.LOCK], [12])
     assert result.high_water_mark == 12
 
@@ -288,7 +292,7 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted):
     assert mounted.partition.wake_at_ms is None
     assert mounted.receive(m.FlushResponse(mine(2), 10)) == []
     assert not mounted.proofs
-    mounted.receive(fed(10, theirs(1)))
+    mounted.receive(fed(10, other_req_id(1)))
     translated = mounted.prove()
     assert [(each.req_id, outcomes(each)[1]) for each in translated] == [
         (mine(1), [Reason.NOT_MOUNTED]),
@@ -386,7 +390,7 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(table):
     table.receive(m.FeedSuspended(MOUNT))
     assert table.sent == []
     assert table.say(m.FeedRequest(MOUNT, 9)) == [m.FeedRequest(MOUNT, 9)]
-    translated = table.receive(fed(10, theirs(1)), m.FeedSuspended(MOUNT))
+    translated = table.receive(fed(10, other_req_id(1)), m.FeedSuspended(MOUNT))
     assert [type(each) for each in translated] == [m.FeedBatch, m.FeedSuspended]
     assert table.sent == []
     # Appends in flight need it, even if the stream does not.
@@ -397,18 +401,20 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(table):
 
 def test_a_filter_leaves_headers_out_and_no_transaction(table):
     table.mount(9, wants_feed=True, after=8, values=(2,))
-    (batch,) = table.receive(*(fed(10 + i, theirs(i), i) for i in range(4)))
+    (batch,) = table.receive(*(fed(10 + i, other_req_id(i), i) for i in range(4)))
     assert (batch.first, batch.count) == (10, 4)
     assert bytes(batch.picked) == struct.pack(">i", 2)
-    assert bytes(batch.headers) == struct.pack(">5i", *theirs(2), 2)
-    (batch,) = table.receive(fed(14, theirs(1), 1))
+    assert bytes(batch.headers) == struct.pack(">5i", *other_req_id(2), 2)
+    (batch,) = table.receive(fed(14, other_req_id(1), 1))
     assert (batch.first, batch.count, batch.picked, batch.headers) == (14, 1, b"", b"")
 
 
 def test_a_gap_is_not_accepted_as_a_part_of_the_feed(table):
     table.mount(9, wants_feed=True, after=8)
-    assert table.receive(fed(11, theirs(1))) == []
-    assert [(each.first, each.count) for each in table.receive(fed(10, theirs(1)))] == [(10, 1)]
+    assert table.receive(fed(11, other_req_id(1))) == []
+    assert [(each.first, each.count) for each in table.receive(fed(10, other_req_id(1)))] == [
+        (10, 1)
+    ]
 
 
 # --- reading back
@@ -420,13 +426,13 @@ def ask_headers(first, last):
 
 def test_headers_are_read_back_by_another_mount(mounted):
     assert mounted.say(ask_headers(4, 6)) == [m.MountRequest(mine(-5), 3, 40)]
-    seen = [fed(i, theirs(i), i) for i in range(4, 10)]
-    assert mounted.receive(*seen[:4], fed(10, theirs(10))) == []
+    seen = [fed(i, other_req_id(i), i) for i in range(4, 10)]
+    assert mounted.receive(*seen[:4], fed(10, other_req_id(10))) == []
     (answer,) = mounted.receive(*seen[4:], m.MountResponse(mine(-5), 0))
     assert mounted.sent == [m.FeedRequest(mine(-5), 10)]
     assert (answer.first, answer.count, answer.next, answer.form) == (4, 3, 7, RangeForm.HEADERS)
     assert bytes(answer.records) == b"".join(
-        struct.pack(">q5i", i, *theirs(i), i) for i in range(4, 7)
+        struct.pack(">q5i", i, *other_req_id(i), i) for i in range(4, 7)
     )
     assert mounted.say(append(1)) == [append(1)]
 
@@ -434,7 +440,7 @@ def test_headers_are_read_back_by_another_mount(mounted):
 @pytest.mark.parametrize("state", [1, 2, 0])
 def test_missing_headers_end_in_an_error(mounted, state):
     mounted.say(ask_headers(4, 6))
-    translated = mounted.receive(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
+    translated = mounted.receive(fed(4, other_req_id(4)), m.MountResponse(mine(-5), state))
     assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, mine(-5))]
     assert mounted.say(append(1)) == []
 

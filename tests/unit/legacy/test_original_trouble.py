@@ -30,7 +30,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def short_flush_delay(monkeypatch):
     """Request a flush soon; a 0.13 client would wait for five seconds."""
     monkeypatch.setattr(legacy_server_stream, "FLUSH_AFTER_MS", 100)
 
@@ -60,7 +60,7 @@ async def append_all(client, count, **named):
     return [await client.append(b"%d" % i, partition=0, **named) for i in range(count)]
 
 
-async def hold(cluster):
+async def stop_answers(cluster):
     """Have the storages answer nothing."""
     await asyncio.to_thread(cluster.do, cluster.partition(0).may_commit.clear)
 
@@ -74,7 +74,7 @@ async def on_server(cluster, call):
 async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, is_cut, cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
-        await hold(cluster)
+        await stop_answers(cluster)
         futures = await append_all(client, 7)
         await until(lambda: len(cluster.partition(0).pending) == 7)
         if is_cut:
@@ -94,7 +94,7 @@ async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
         await client.mount([0])
         directory = client.directory
         directory.stale_owners = dict(directory.owners)
-        await hold(cluster)
+        await stop_answers(cluster)
         futures = await append_all(client, 2)
         await until(lambda: len(cluster.partition(0).pending) == 2)
         before = cluster.partition(0)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tests.offline_storage import PARTITION, some_world
+from tests.offline_storage import PARTITION, sample_log
 from tests.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.index_repair import locked_exclusively, repair_index
@@ -19,7 +19,7 @@ INDEX = SEGMENT.with_suffix(".idx")
 @pytest.fixture
 def disk():
     """The disk of a log that was closed; segments 0..10, 11..23 and 24..35."""
-    world = some_world()
+    world = sample_log()
     world.close()
     world.disk.power_loss(Survival.EVERYTHING, Random(1))
     return world.disk

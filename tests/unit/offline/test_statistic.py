@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.offline_storage import flip, patch, segments, some_storage
+from tests.offline_storage import flip, patch, sample_storage, segments
 from waltz_core.offline.statistic import percentile, statistic_of
 
 
 def test_the_records_and_batches_of_a_segment_are_counted(tmp_path):
-    directory, world = some_storage(tmp_path)
+    directory, world = sample_storage(tmp_path)
     found = [statistic_of(path) for path in segments(directory)]
     assert [(one.records, one.last) for one in found] == [(11, 10), (13, 23), (12, 35)]
     assert sum(one.file_bytes for one in found) == 3 * 128 + sum(map(len, world.records))
@@ -31,7 +31,7 @@ def test_the_records_and_batches_of_a_segment_are_counted(tmp_path):
 
 
 def test_unreadable_records_are_counted_in_bytes(tmp_path):
-    directory, world = some_storage(tmp_path)
+    directory, world = sample_storage(tmp_path)
     path = segments(directory)[0]
     start = 128 + sum(map(len, world.records[:3]))
     patch(path, start, bytes(len(world.records[3])))

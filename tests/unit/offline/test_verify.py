@@ -10,11 +10,11 @@ from tests.offline_storage import (
     flip,
     found,
     patch,
+    sample_log,
+    sample_storage,
     segments,
-    some_storage,
-    some_world,
-    spill,
     verified,
+    write_to_directory,
 )
 from tests.storage_model import ROOT
 from tests.storage_model import record as make_record
@@ -34,7 +34,7 @@ SLOTS = "2/waltz-x.ctl"
 @pytest.fixture
 def storage(tmp_path):
     """Segments 0..10, 11..23 and 24..35; batches ..2, ..7, ..8, ..20, ..22, ..31 and ..35."""
-    directory, _ = some_storage(tmp_path / "storage")
+    directory, _ = sample_storage(tmp_path / "storage")
     assert found(directory) == ([], [])
     return directory
 
@@ -204,9 +204,9 @@ def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, h
 
 
 def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
-    other, _ = some_storage(tmp_path / "other")
+    other, _ = sample_storage(tmp_path / "other")
     path = seg(other, 0)
-    world = some_world()
+    world = sample_log()
     record = world.records[4]
     assert record in path.read_bytes()
     assert verified(other).findings.wrong == 0
@@ -296,9 +296,9 @@ def test_bytes_that_are_never_written_are_reported(storage):
 
 
 def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
-    world = some_world()
+    world = sample_log()
     world.close()
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     flip(seg(directory, 0), 200)
     write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
     wrong, notes = found(directory)
@@ -309,9 +309,9 @@ def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
 @pytest.mark.parametrize("segment_bytes_max", [900, 100_000])
 def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     """What was known to be synced is no torn tail, in the last segment neither."""
-    world = some_world(segment_bytes_max)
+    world = sample_log(segment_bytes_max)
     world.append([3])
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     cut(seg(directory, -1), 10)
     wrong, notes = found(directory)
     assert wrong == []
@@ -359,7 +359,7 @@ def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
 
 def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     path = seg(storage, 0)
-    record = bytearray(some_world().records[0])
+    record = bytearray(sample_log().records[0])
     record[33] ^= 1
     record[-4:] = crc32(bytes(record[:-4])).to_bytes(4, "big")
     patch(path, 128, bytes(record))
@@ -370,7 +370,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
 
 def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
     """No marker has moved where a failed sync ended the older file; what it holds was synced."""
-    world = some_world(segment_bytes_max=100_000)
+    world = sample_log(segment_bytes_max=100_000)
     for _ in range(3):
         world.append([1])
         world.sync()
@@ -379,7 +379,7 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
     with pytest.raises(DiskFailed):
         world.sync()
     world.log.prepare(world.session + 1, bytes(16))
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     assert len(segments(directory)) == 2
     assert found(directory)[0] == []
     flip(seg(directory, 0, ".chn"), 64 + 64 * 8 + 5)
@@ -390,11 +390,11 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path, is_closed):
     """A file that a failed write has ended may have its tail back: that cut was never synced."""
-    world = some_world()
+    world = sample_log()
     world.append([3])
     if is_closed:
         world.close()
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     for path, spare in (
         (seg(directory, 0), world.records[11]),
         (seg(directory, 0, ".idx"), (901).to_bytes(8, "big")),
@@ -413,12 +413,12 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
 
 def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     """It makes them of entries that it cannot read any more; their chains are of nothing."""
-    world = some_world(segment_bytes_max=100_000)
+    world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
         world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
     world.log.lineage(0, world.max_id)
     world.close()
-    directory = spill(world.disk, tmp_path)
+    directory = write_to_directory(world.disk, tmp_path)
     log = verified(directory).logs[PARTITION]
     assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
     assert found(directory) == ([], [])
@@ -443,13 +443,13 @@ def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
 @pytest.fixture
 def started(tmp_path):
     """The same without segment 0..10: the log begins after the batch 9..20; another copy has it."""
-    world = some_world()
+    world = sample_log()
     world.prepare()
     world.set_mark()
-    before = spill(world.disk, tmp_path / "before")
+    before = write_to_directory(world.disk, tmp_path / "before")
     assert world.log.remove_oldest(Marker(35, world.log.chain))
     world.close()
-    directory = spill(world.disk, tmp_path / "started")
+    directory = write_to_directory(world.disk, tmp_path / "started")
     assert found(directory) == ([], [])
     return directory, before
 

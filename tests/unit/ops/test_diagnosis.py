@@ -460,7 +460,7 @@ def test_a_replica_that_the_session_does_not_count_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last=50)
     found = case.the_only("replica-not-engaged")
-    assert found.sentence.endswith("it ends at 50")
+    assert found.sentence.endswith("its log ends at 50")
     assert "--online false && waltz-core storage availability" in found.command
     case.storage(C, failure="refused")
     assert case.found() == [("storage-unavailable", C)]

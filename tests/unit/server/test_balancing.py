@@ -137,7 +137,7 @@ def test_bytes_rows_and_answers_count():
     assert cost_of(figures, answers=1, answer_bytes=0) == 27
 
 
-class Scripted:
+class ScriptedCoordinator:
     """A coordinator that shows the views it is given, and all loads to be the same."""
 
     def __init__(self, views):
@@ -169,7 +169,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
     async def scenario():
         nonlocal now_ms
         views = [shows(1, 2), shows(1, 2), between]
-        balancing = Balancing(1, Scripted(views), dict, PACE)
+        balancing = Balancing(1, ScriptedCoordinator(views), dict, PACE)
         for _ in views[:3]:
             await balancing._check()
             now_ms += PACE.window_ms

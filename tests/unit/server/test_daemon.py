@@ -54,7 +54,7 @@ def test_settings_reach_replication() -> None:
     assert limits.archive_interval_ms == 70
 
 
-class Handing:
+class HandOverRecorder:
     """A coordinator that only records hand-overs; each hand-over waits for `go`."""
 
     def __init__(self, *, is_taken: bool = True) -> None:
@@ -77,7 +77,7 @@ class Handing:
         self.preferred.append(descriptor.preferred)
 
 
-def server_of(coordinator: Handing, *released: int) -> Server:
+def server_of(coordinator: HandOverRecorder, *released: int) -> Server:
     store = SimpleNamespace(cluster_key=UUID(int=1))
     cluster = SimpleNamespace(params=SimpleNamespace(partition_count=4), store=store)
     server = Server(config(), coordinator, cluster, 1)  # type: ignore[arg-type]
@@ -86,11 +86,11 @@ def server_of(coordinator: Handing, *released: int) -> Server:
     return server
 
 
-def hasty(monkeypatch: pytest.MonkeyPatch) -> tuple[Handing, Server]:
+def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[HandOverRecorder, Server]:
     """Return a server that checks again at once, with the storages of partition 0."""
     monkeypatch.setattr(server_daemon, "HAND_OVER_PAUSE_S", 0.0)
     monkeypatch.setattr(server_daemon, "PREFERENCE_CHECK_S", 0.001)
-    coordinator = Handing()
+    coordinator = HandOverRecorder()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)
     server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
@@ -104,7 +104,7 @@ async def turns() -> None:
 
 @on_loop
 async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
-    coordinator = Handing()
+    coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
@@ -120,7 +120,7 @@ async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_rel
 
 @on_loop
 async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it() -> None:
-    coordinator = Handing()
+    coordinator = HandOverRecorder()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)
     assert await server._hand_over(0, 1)
@@ -138,7 +138,7 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
 async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator, server = hasty(monkeypatch)
+    coordinator, server = checks_at_once(monkeypatch)
     reached = dict.fromkeys(STORAGES[1:], False)
     looks = asyncio.Semaphore(0)
 
@@ -166,7 +166,7 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
 async def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator, server = hasty(monkeypatch)
+    coordinator, server = checks_at_once(monkeypatch)
     looked = asyncio.Event()
 
     async def check() -> list[tuple[str, bool]]:
@@ -187,7 +187,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
 
 @on_loop
 async def test_a_cancelled_hand_over_delays_no_other() -> None:
-    coordinator = Handing()
+    coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)
     first = asyncio.get_running_loop().create_task(server._hand_over(0, 1))
     await turns()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadConfig, DataLoss
-from waltz_spark.option_table import OptionUse
+from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
     TransactionRange,
@@ -44,9 +44,9 @@ def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "resolve", "use"),
     [
-        ("startingHighWaterMarks", resolve_starts, OptionUse.BATCH),
-        ("startingHighWaterMarks", resolve_starts, OptionUse.STREAM),
-        ("endingHighWaterMarks", resolve_ends, OptionUse.BATCH),
+        ("startingHighWaterMarks", resolve_starts, Purpose.BATCH),
+        ("startingHighWaterMarks", resolve_starts, Purpose.STREAM),
+        ("endingHighWaterMarks", resolve_ends, Purpose.BATCH),
     ],
 )
 def test_marks_are_given_for_each_partition_that_is_read(name, resolve, use) -> None:

@@ -60,10 +60,10 @@ LOG = LogFacts(
 )
 FACTS = ReplicaStatus(True, True, True, INFO, LOG)
 OFFLINE = FACTS._replace(is_available=False, is_served=False)
-LEFT = ZooKeeperState(False, False, 8, ("b:1", "c:1"), 3)
-ASSIGNED = LEFT._replace(is_assigned=True)
+NOT_ENGAGED = ZooKeeperState(False, False, 8, ("b:1", "c:1"), 3)
+ASSIGNED = NOT_ENGAGED._replace(is_assigned=True)
 ENGAGED = ZooKeeperState(False, True, 7, ("a:1", "b:1", "c:1"), 3)
-ALONE = ZooKeeperState(True, True, 7, ("a:1",), 1)
+ONLY_REPLICA = ZooKeeperState(True, True, 7, ("a:1",), 1)
 
 
 class Terminal:
@@ -71,7 +71,7 @@ class Terminal:
 
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
-        self.answers = {"InspectReplica": FACTS, "FindZooKeeperState": LEFT} | answers
+        self.answers = {"InspectReplica": FACTS, "FindZooKeeperState": NOT_ENGAGED} | answers
         self.admin_tasks = []
         self.answered = []
         self.reports = []
@@ -290,7 +290,7 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
     desk = Terminal(FindZooKeeperState=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
-    desk = Terminal(FindZooKeeperState=ALONE)
+    desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
     assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)

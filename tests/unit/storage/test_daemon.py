@@ -42,7 +42,7 @@ def test_early_connections_are_admitted_in_order_and_closed_ones_never():
     assert list(daemon._links.values()) == [first, second]
 
 
-HANGS = """
+HANGING_PROGRAM = """
 import asyncio, sys, threading
 from uuid import UUID
 from waltz_core.config.declarations import StorageConfig
@@ -79,6 +79,6 @@ asyncio.run(main())
 @pytest.mark.parametrize("what", ["room", "close"])
 def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path, what):
     """The next process needs its locks; a thread that hangs on a disk may never return."""
-    command = [sys.executable, "-c", HANGS, str(tmp_path / "directory"), what]
+    command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
     ended = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

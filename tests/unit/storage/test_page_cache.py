@@ -11,7 +11,7 @@ from waltz_core.storage.disk.page_cache import (
 )
 
 MIB = 1024 * 1024
-KEPT = 4 * MIB
+KEPT_BYTES = 4 * MIB
 
 
 def given_back(tail, *writes):
@@ -29,9 +29,9 @@ def pieces(size, *, start=0, step=MIB):
 
 
 def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
-    tail = RecentPages(KEPT)
+    tail = RecentPages(KEPT_BYTES)
     assert tail.take_old() is None
-    newest = KEPT + STEP_BYTES - MIB
+    newest = KEPT_BYTES + STEP_BYTES - MIB
     assert given_back(tail, *pieces(newest)) == []
     assert given_back(tail, (0, MIB)) == [], "overwriting does not move the end"
     dropped = given_back(tail, *pieces(5 * STEP_BYTES, start=newest))
@@ -40,8 +40,11 @@ def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
-    assert given_back(tail, *pieces(KEPT + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
-    assert len(given_back(RecentPages(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
+    assert given_back(tail, *pieces(KEPT_BYTES + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
+    assert (
+        len(given_back(RecentPages(KEPT_BYTES), *pieces(KEPT_BYTES + 2 * STEP_BYTES, step=4096)))
+        == 2
+    )
 
 
 def test_only_sequentially_written_pages_are_released():

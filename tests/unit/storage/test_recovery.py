@@ -168,7 +168,7 @@ def _block(content, position):
 
 def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     disk = new_disk()
-    fallen_back(disk, 9)
+    with_lost_newer_slot(disk, 9)
     slot = opened(disk, info=INFO._replace(session_id=4))[1].slot
     assert slot.suspect
     assert slot.promised == 5
@@ -180,7 +180,7 @@ def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
-def fallen_back(disk, lost_promise, **older):
+def with_lost_newer_slot(disk, lost_promise, **older):
     """Write a log whose newer slot, with this promise, is lost."""
     written(disk, [3], **older)
     slots = SlotFile.open(disk, ROOT, 2)
@@ -192,7 +192,7 @@ def fallen_back(disk, lost_promise, **older):
 def test_a_session_that_only_the_log_contains_was_promised_too():
     """The lost slot may have been the only one with its promise; its batches are in the log."""
     disk = new_disk()
-    fallen_back(disk, NO_SESSION, promised=0, last_session=0)
+    with_lost_newer_slot(disk, NO_SESSION, promised=0, last_session=0)
     segments, slots = opened(disk)
     assert segments.lineage_end().session_id == 1
     assert slots.slot.promised == 2
@@ -593,7 +593,9 @@ def test_an_opening_that_is_interrupted_anywhere_has_the_same_result():
 
 def test_an_interrupted_opening_keeps_the_fallback_flag():
     info = INFO._replace(session_id=4)
-    for _, slots in cut_openings(lambda disk: fallen_back(disk, 9), Survival.ANY_SECTORS, info):
+    for _, slots in cut_openings(
+        lambda disk: with_lost_newer_slot(disk, 9), Survival.ANY_SECTORS, info
+    ):
         assert (slots.slot.promise, slots.slot.suspect) == (Promise.without_owner(4), True)
 
 

@@ -20,8 +20,8 @@ ROOT = Path("/storage")
 HOME = ROOT / "2"
 KEY = bytes(range(16))
 NONCE = b"a nonce of owner"
-KEPT = Wipe(2, is_held=True, promised=9, nonce=NONCE)
-GONE = Wipe(2, is_held=False, promised=NO_SESSION, nonce=bytes(16))
+KEPT_WIPE = Wipe(2, is_held=True, promised=9, nonce=NONCE)
+REMOVED_WIPE = Wipe(2, is_held=False, promised=NO_SESSION, nonce=bytes(16))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def names_in(disk):
 
 def test_a_removed_partition_leaves_no_file(disk, control):
     sequence = control.info(2).sequence
-    removal.wipe(disk, HOME, control, GONE)
+    removal.wipe(disk, HOME, control, REMOVED_WIPE)
     assert names_in(disk) == ["notes.txt"]
     assert control.info(2) == (-1, -1, -1, FLAG_AVAILABLE, sequence + 1)
     assert control.info(1).flags == FLAG_AVAILABLE
@@ -59,7 +59,7 @@ def test_a_removed_partition_leaves_no_file(disk, control):
 
 
 def test_a_restart_keeps_promise_and_availability(disk, control):
-    removal.wipe(disk, HOME, control, KEPT)
+    removal.wipe(disk, HOME, control, KEPT_WIPE)
     assert names_in(disk) == ["notes.txt", SLOTS_NAME]
     info = control.info(2)
     assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_ASSIGNED)
@@ -69,7 +69,7 @@ def test_a_restart_keeps_promise_and_availability(disk, control):
     assert (slots.slot.last_session, slots.slot.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
 
 
-@pytest.mark.parametrize("intent", [KEPT, GONE])
+@pytest.mark.parametrize("intent", [KEPT_WIPE, REMOVED_WIPE])
 def test_each_step_is_durable_before_the_next(disk, control, intent):
     """A file system may keep names in any order but for a sync of the directory between them.
 
@@ -99,7 +99,7 @@ def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
     before = names_in(disk)
     disk.plan(disk.step_count + 2, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
-        removal.wipe(disk, HOME, control, GONE)
+        removal.wipe(disk, HOME, control, REMOVED_WIPE)
     assert {name for name in names_in(disk) if not name.startswith(WIPE_NAME)} == set(before)
     assert not disk.exists(HOME / WIPE_NAME)
     assert control.info(2).low_water_mark == 40
@@ -108,9 +108,9 @@ def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (KEPT._replace(partition_id=1).encode(), BadFormat),
-        (KEPT.encode()[:-1], BadFormat),
-        (KEPT.encode()[:-1] + b"\0", ChecksumMismatch),
+        (KEPT_WIPE._replace(partition_id=1).encode(), BadFormat),
+        (KEPT_WIPE.encode()[:-1], BadFormat),
+        (KEPT_WIPE.encode()[:-1] + b"\0", ChecksumMismatch),
     ],
 )
 def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, content, error):

@@ -129,7 +129,7 @@ def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
 
 
-class Rival(SimDisk):
+class ReleasingThread(SimDisk):
     """Has another thread give the reserve back while one fills it."""
 
     space = None
@@ -145,7 +145,7 @@ class Rival(SimDisk):
 
 
 def test_the_reserve_is_not_released_while_another_thread_fills_it():
-    disk = Rival(capacity_bytes=10_000)
+    disk = ReleasingThread(capacity_bytes=10_000)
     disk.make_directory(ROOT)
     space = disk.space = DiskSpace(disk, ROOT, 4_000)
     space.fill()

@@ -40,7 +40,7 @@ MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch):
+def long_timeout(monkeypatch):
     """Wait for the thread also on a busy machine."""
     monkeypatch.setattr(audit_log, "CLOSE_S_MAX", HANG_S)
 

@@ -488,7 +488,7 @@ OTHER = ReqId(1, 2, 9, 4)
 APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"", 0)
 
 
-class Made:
+class AccessOfConnection:
     """The access of one connection, and why it was ended."""
 
     def __init__(self, *, is_enforced=True, permissions=GRANTED, token=SECRET):
@@ -507,7 +507,7 @@ class Made:
 
 @on_loop
 async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_partition():
-    made = Made()
+    made = AccessOfConnection()
     assert made.denial(APPEND_3) is None
     denied = made.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
     assert type(denied) is PermissionDenied
@@ -520,7 +520,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert made.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
     assert isinstance(made.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
     assert made.ended == []
-    anonymous = Made(token=None)
+    anonymous = AccessOfConnection(token=None)
     assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants it.")
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
 
@@ -528,20 +528,20 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
 @on_loop
 async def test_each_partition_of_a_list_counts_and_none_needs_any():
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
-    made = Made(permissions=dataclasses.replace(GRANTED, grants=grants))
+    made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     for message in (SetAvailable(1, (1, 2), True), AddPreferredRequest(REQ_ID, (2,))):
         assert made.denial(message) is None
         for partitions in ((1, 3), (-1,)):
             other = dataclasses.replace(message, partitions=partitions)
             assert isinstance(made.denial(other), PermissionDenied)
         assert made.denial(dataclasses.replace(message, partitions=())) is None
-    assert isinstance(Made().denial(SetAvailable(1, (), True)), PermissionDenied)
+    assert isinstance(AccessOfConnection().denial(SetAvailable(1, (), True)), PermissionDenied)
 
 
 @on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
-    made, checked, missing = Made(), [], Granted.missing
+    made, checked, missing = AccessOfConnection(), [], Granted.missing
 
     def counted(granted, requirement, partition):
         checked.append(partition)
@@ -550,7 +550,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
     monkeypatch.setattr(Granted, "missing", counted)
     assert isinstance(made.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 3),)),)
-    made = Made(permissions=dataclasses.replace(GRANTED, grants=grants))
+    made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     checked.clear()
     assert made.denial(SetAvailable(1, (3, 2) * 100, True)) is None
     assert checked == [3, 2]
@@ -558,7 +558,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 @on_loop
 async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
-    made = Made()
+    made = AccessOfConnection()
     mount = proven(made, FIRST_ISSUED)
     assert made.denial(mount) is None
     assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
@@ -567,11 +567,13 @@ async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
 @on_loop
 async def test_an_unknown_value_of_a_field_is_an_invalid_request():
     request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
-    error = Made().denial(request)
+    error = AccessOfConnection().denial(request)
     assert type(error) is BadRequest
     assert str(error) == "RangeRequest: expected form of 0, 1, 3, found 2"
-    assert Made().denial(dataclasses.replace(request, form=OWN_HEADERS)) is None
-    assert isinstance(Made().denial(dataclasses.replace(request, form=1)), PermissionDenied)
+    assert AccessOfConnection().denial(dataclasses.replace(request, form=OWN_HEADERS)) is None
+    assert isinstance(
+        AccessOfConnection().denial(dataclasses.replace(request, form=1)), PermissionDenied
+    )
 
 
 def mount_of(client_id, proof=NO_PROOF):
@@ -585,7 +587,7 @@ def proven(made, client_id):
 
 @on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
-    made, others = Made(), Made(permissions=OTHERS)
+    made, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
     for client_id in (5, FIRST_ISSUED, FIRST_ISSUED + 1):
         assert made.denial(proven(made, client_id)) is None
     for denied in (
@@ -607,12 +609,12 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )
     for permissions, expected in ((accepting, type(None)), (MOUNTING, ClientIdDenied)):
-        made = Made(permissions=permissions)
+        made = AccessOfConnection(permissions=permissions)
         old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
         for mount in (old, mount_of(5)):
             assert type(made.denial(mount, version=4)) is expected
             assert made.access.binds(mount) == "spark-etl"
-    made = Made(permissions=accepting)
+    made = AccessOfConnection(permissions=accepting)
     assert isinstance(made.denial(mount_of(FIRST_ISSUED)), ClientIdDenied)
     assert isinstance(made.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
     assert made.access.binds(mount_of(FIRST_ISSUED)) == ""
@@ -626,7 +628,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
         (mount_of(FIRST_ISSUED), []),
     ):
-        made = Made(permissions=accepting)
+        made = AccessOfConnection(permissions=accepting)
         made.access.binds(mount)
         made.port.learn(dataclasses.replace(accepting, revision=7))
         assert made.ended == []
@@ -636,11 +638,11 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
 
 @on_loop
 async def test_a_report_permits_mounts_without_a_proof(logged):
-    made = Made(is_enforced=False)
+    made = AccessOfConnection(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None
     assert made.access.binds(mount_of(5)) == ""
     assert "access.would_deny peer=a:1 error=partition 3: expected a client ID " in logged()
-    unknown = Made(is_enforced=False, permissions=None, token=None)
+    unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
     assert unknown.denial(mount_of(FIRST_ISSUED)) is None
 
@@ -649,9 +651,9 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
 async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
-        Made().access.take_client_id()
+        AccessOfConnection().access.take_client_id()
     assert "access.over_limit peer=a:1 error=no ID" in logged()
-    Made(is_enforced=False).access.take_client_id()
+    AccessOfConnection(is_enforced=False).access.take_client_id()
 
 
 def _reject(_limit, _principal, _now_ns):
@@ -673,25 +675,27 @@ def _reject(_limit, _principal, _now_ns):
 )
 @on_loop
 async def test_an_older_peer_gets_an_error_that_it_knows(message, version, expected):
-    assert type(Made().denial(message, version)) is expected
+    assert type(AccessOfConnection().denial(message, version)) is expected
 
 
 @on_loop
 async def test_an_answer_or_a_late_token_ends_the_connection():
     for message in (Appended(1, 0, 3, 0), Authenticate(REQ_ID, SECRET)):
-        made = Made()
+        made = AccessOfConnection()
         assert isinstance(made.denial(message), RemoteProtocolError)
         assert made.ended == [f"expected a request, found {type(message).__name__}"]
-        assert Made(is_enforced=False).denial(message) is None
+        assert AccessOfConnection(is_enforced=False).denial(message) is None
 
 
 @on_loop
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
-    made = Made(permissions=None, token=None)
+    made = AccessOfConnection(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
     assert type(error) is PermissionsUnread
     assert error.retriable
-    assert Made(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
+    assert (
+        AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
+    )
     made.port.learn(GRANTED)
     assert made.denial(TransactionDataRequest(REQ_ID, 0)) is None
     assert "denied" not in logged()
@@ -700,7 +704,7 @@ async def test_before_the_permissions_are_known_requests_can_be_repeated(logged)
 @on_loop
 async def test_the_first_revision_ends_connections_without_any_permission():
     enforced, report = (
-        Made(is_enforced=each, permissions=None, token=None) for each in (True, False)
+        AccessOfConnection(is_enforced=each, permissions=None, token=None) for each in (True, False)
     )
     anonymous = Grant("anonymous", False, READ, None)
     for made in (enforced, report):
@@ -710,13 +714,15 @@ async def test_the_first_revision_ends_connections_without_any_permission():
         made.port.learn(OTHERS)
     assert enforced.ended == ["anonymous has no permission"]
     assert report.ended == []
-    permitted = Made(permissions=dataclasses.replace(OTHERS, grants=(anonymous,)), token=None)
+    permitted = AccessOfConnection(
+        permissions=dataclasses.replace(OTHERS, grants=(anonymous,)), token=None
+    )
     assert permitted.ended == []
 
 
 @on_loop
 async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
-    made = Made(is_enforced=False)
+    made = AccessOfConnection(is_enforced=False)
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
         assert made.denial(message) is None
@@ -724,7 +730,7 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
     assert line.startswith(
         "access.would_deny peer=a:1 error=AppendRequest requires append for partition "
     )
-    enforced = Made()
+    enforced = AccessOfConnection()
     enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
     assert "access.denied peer=a:1 error=AppendRequest requires append for partition " in logged()
 
@@ -756,8 +762,8 @@ def revision(**changes):
 )
 @on_loop
 async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
-    made = Made()
-    anonymous = Made(token=None)
+    made = AccessOfConnection()
+    anonymous = AccessOfConnection(token=None)
     made.port.learn(permissions)
     anonymous.port.learn(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
     assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
@@ -769,7 +775,7 @@ async def test_a_revision_ends_a_connection_whose_principal_loses_something(perm
 
 @on_loop
 async def test_a_report_ends_connections_only_because_of_tokens():
-    made = Made(is_enforced=False)
+    made = AccessOfConnection(is_enforced=False)
     made.port.learn(revision(grants=()))
     assert made.ended == []
     made.port.learn(revision(tokens={}))
@@ -793,7 +799,7 @@ async def test_an_expired_certificate_ends_its_connection_soon():
 
 @on_loop
 async def test_an_expired_token_ends_its_connection_soon():
-    made = Made()
+    made = AccessOfConnection()
     assert made.denial(APPEND_3) is None
     made.now_ms += 1
     await until(lambda: made.ended)

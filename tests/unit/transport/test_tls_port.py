@@ -393,7 +393,7 @@ async def test_a_port_in_transition_rejects_other_protocols(files, logged):
         assert "net.protocol_error" in logged()
 
 
-class Middle:
+class ManInTheMiddle:
     """A man in the middle: `attack` answers a connection; the first bytes of all are kept."""
 
     def __init__(self, attack):
@@ -434,7 +434,7 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
         writer.write(answer)
         writer.write_eof()
 
-    middle = Middle(strip)
+    middle = ManInTheMiddle(strip)
     async with middle.open() as address:
         for context in contexts:
             with pytest.raises((TlsFailed, Unreachable)):
