@@ -355,25 +355,27 @@ def with_limits(number: int) -> Callable[[Permissions], Permissions]:
 
 async def imported_permissions_have_a_later_revision(world: World, root: str) -> None:
     coordinator = await created(world, root)
-    author, seen = Author("ops", 5), []
+    author, seen, key = Author("ops", 5), [], b"k" * 32
     saved = Permissions(9, "ann", 1, bytes(32), limits={"*": PrincipalLimits(feeds=2)})
 
     def note(before: Permissions, after: Permissions) -> None:
         seen.append((before.revision, after.revision))
 
-    first = await coordinator.permissions.replace(saved, author, note)
-    assert first == (None, replace(saved, revision=10, changed_by="ops", changed_ms=5))
-    second = await coordinator.permissions.replace(saved, author, note)
-    assert second.after.revision == 11
+    first = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    # Where there were none, the counter of client IDs may have begun again: proofs must not match.
+    made = replace(saved, revision=10, changed_by="ops", changed_ms=5)
+    assert first == (None, replace(made, client_key=key))
+    second = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    assert second.after == replace(made, revision=11)
     assert seen == [(10, 11)]
     znodes, path = await world.znodes(), coordinator.paths.access
     found = await znodes.get(path)
     await znodes.write([Set(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
         await coordinator.permissions.require()
-    third = await coordinator.permissions.replace(saved, author, note)
-    assert third == first
-    assert await coordinator.permissions.require() == first.after
+    third = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    assert third == (None, made)
+    assert await coordinator.permissions.require() == made
 
 
 async def the_revision_in_use_is_published_in_each_session(world: World, root: str) -> None:
@@ -539,7 +541,7 @@ async def a_server_is_registered_once(world: World, root: str) -> None:
     assert len((await znodes.children(f"{root}/serverDescriptors")).names) == 1
 
 
-# --- the door itself
+# --- the interface itself
 
 
 async def a_write_is_all_or_nothing(world: World, root: str) -> None:

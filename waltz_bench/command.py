@@ -57,7 +57,7 @@ LOAD: dict[str, tuple[type, int | float | None, str]] = {
         None,
         "rows of a batch [default: 1000; Spark writes: the default of option batchSize]",
     ),
-    "--seconds": (float, 10.0, "length of the load"),
+    "--seconds": (float, 10.0, "duration of the load"),
     "--in-flight": (int, 2, "batches in flight for each partition"),
     "--mib": (
         int,
@@ -103,7 +103,7 @@ def _load(function: VerbFunction) -> VerbFunction:
     "tls_file",
     type=options.PATH,
     metavar="FILE.toml",
-    help="TLS settings of the temporary cluster (docs/operations.md)",
+    help="TLS settings of the temporary cluster (docs/operations.md); flood: with access control",
 )
 @click.option(
     "--access-rounds",
@@ -123,7 +123,8 @@ def _load(function: VerbFunction) -> VerbFunction:
 )
 @click.option(
     "--flood-connect",
-    help="flood: the connect string of the flooding client [default: that of the measured client]",
+    help="flood: the connect string of the greedy tenants [default: that of the measured client; "
+    "with --tls, that of a principal with limits]",
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the JSON line")
 def bench(
@@ -164,7 +165,7 @@ def bench(
             cluster = LocalCluster(directory)
         elif connect is None:
             print_error("starting a local cluster")
-            cluster = stack.enter_context(waltz_core.local.running(tls=tls_file))
+            cluster = _started(stack, workload, tls_file, requested)
         if cluster is not None:
             requested.connect = requested.connect or cluster.connect
         meter = Meter(cluster)
@@ -173,6 +174,19 @@ def bench(
         cpu = measured.cpu_seconds or meter.spent()
         report = make_report(workload, requested, measured, cpu)
     return _show(report, as_json=as_json)
+
+
+def _started(
+    stack: ExitStack, workload: str, tls_file: Path | None, load: BenchLoad
+) -> LocalCluster:
+    """Start a temporary cluster; for `flood` with TLS one in which greedy tenants have limits."""
+    if workload != "flood" or tls_file is None:
+        return stack.enter_context(waltz_core.local.running(tls=tls_file))
+    from waltz_bench.compared import greed  # noqa: PLC0415 - costs start-up time
+
+    running = greed.limited_tenants(tls_file)
+    cluster, load.connect, load.flood_connect = stack.enter_context(running)
+    return cluster
 
 
 def _check(load: dict[str, Any]) -> None:

@@ -1,128 +1,181 @@
-"""The workload `flood`: the latency of single appends while another client sends at full speed.
+"""The workload `flood`: the latency of single appends, in turn without and with a greedy tenant.
 
-Only the client with single appends is measured; the flood is a separate process. With a connect
-string of its own, the flood has another principal, whose limits (`access limit`) the run measures.
+Only the client with single appends is measured; each greedy tenant is a separate process
+(`compared/greed.py`). With `--tls` the temporary cluster has access control, and the greedy tenant
+has limits; with a connect string of its own it has those that the cluster gives it.
 
 Rules:
-    1. The calm figures and those under the flood come from one run and the same client.
-    2. The measured client runs all the time. The flood starts after the calm phase, is measured as
-       soon as its batches are in the log, and ends with the run.
+    1. Each of `ROUNDS` rounds measures each kind of greed: first the calm phase, then the same
+       client during the flood. The ratio of a kind is the median of the ratios of its rounds: the
+       speed of a machine changes over time.
+    2. The measured client appends all the time. A flood is measured `START_S` after it has begun,
+       when the tenant has used the amount that its limits permit at once. Between floods a tenant
+       has no connections; a calm phase begins `START_S` after the flood.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.batch_appends import fill
 from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator
 
-
+KINDS = ("appender", "reader", "connections")
+ROUNDS = 10
 PAUSE_S = 0.004
-# The minimum of batches that the flood keeps in flight in each partition.
-IN_FLIGHT_MIN = 32
-START_S_MAX = 20.0
-START_POLL_S = 0.2
-START_ROWS = 5_000
-_PROGRAM = "import os, sys; os.nice(10); from waltz_core.cli.main import main; sys.exit(main())"
+START_S = 1.5
+START_S_MAX = 60.0
+SHARES = (50, 99)
+
+
+@dataclass
+class _Phases:
+    """The phases of one kind of greed: times of single appends, and what the tenant got."""
+
+    calm_s: list[list[float]] = field(default_factory=list)
+    flooded_s: list[list[float]] = field(default_factory=list)
+    got_per_s: list[float] = field(default_factory=list)
+    calm_meter: Meter = field(default_factory=lambda: Meter(None))
+    flooded_meter: Meter = field(default_factory=lambda: Meter(None))
+
+    def figures(self, phase_s: float) -> dict[str, object]:
+        """Return the medians over the rounds."""
+        found: dict[str, object] = {}
+        for share in SHARES:
+            calm, flooded = (
+                [percentile_ms(each, share / 100) or 0.0 for each in phases]
+                for phases in (self.calm_s, self.flooded_s)
+            )
+            ratios = [of / by for of, by in zip(flooded, calm, strict=True) if by]
+            found[f"calm_p{share}_ms"] = round(statistics.median(calm), 3)
+            found[f"flooded_p{share}_ms"] = round(statistics.median(flooded), 3)
+            found[f"p{share}_ratio"] = round(statistics.median(ratios), 2)
+            found[f"p{share}_ratios"] = [round(each, 2) for each in ratios]
+        found["got_per_s"] = round(statistics.median(self.got_per_s))
+        meters = (("calm", self.calm_meter), ("flooded", self.flooded_meter))
+        for name, meter in meters:
+            spent = meter.spent() or {}
+            cores = {role: s / phase_s / len(self.calm_s) for role, s in spent.items()}
+            found[f"{name}_cores"] = {role: round(each, 2) for role, each in cores.items()}
+        return found
 
 
 def flood(load: BenchLoad, meter: Meter) -> Measured:
-    """Append single transactions, half of the time alone, then during a flood."""
+    """Append single transactions, alternately alone and during floods of each kind."""
     return uvloop.run(_flood(load, meter))
 
 
 async def _flood(load: BenchLoad, meter: Meter) -> Measured:
-
-    async with AsyncWaltzClient.connect(load.connect) as client:
-        for partition in range(client.partition_count):
-            await (await client.append(b"", partition=partition))
-        calm_s = await _probe(client, load, load.seconds / 2)
-        process = await _start(load)
-        try:
-            await _flooded(client, load)
-            before = await _sum_of_marks(client)
-            meter.start()
-            began = time.perf_counter()
-            flooded_s = await _probe(client, load, load.seconds / 2)
-            took = time.perf_counter() - began
-            meter.stop()
-            rows = await _sum_of_marks(client) - before
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-    figures = {
-        f"{name}_p{share}_ms": percentile_ms(values, share / 100)
-        for name, values in (("calm", calm_s), ("flooded", flooded_s))
-        for share in (50, 99)
+    phase_s = load.seconds / (2 * ROUNDS * len(KINDS))
+    found = {
+        kind: _Phases(calm_meter=Meter(meter.cluster), flooded_meter=Meter(meter.cluster))
+        for kind in KINDS
     }
-    ratio = (figures["flooded_p99_ms"] or 0.0) / (figures["calm_p99_ms"] or 1.0)
+    async with AsyncWaltzClient.connect(load.connect) as client, AsyncExitStack() as stack:
+        await fill(client, load)
+        tenants = {kind: await stack.enter_async_context(_greedy(kind, load)) for kind in KINDS}
+        for kind, phases in [each for _ in range(ROUNDS) for each in found.items()]:
+            await _probe(client, load, START_S, Meter(None))
+            phases.calm_s.append(await _probe(client, load, phase_s, phases.calm_meter))
+            tenants[kind].command("go")
+            await _until_greedy(client, load, tenants[kind])
+            before, began = tenants[kind].got, time.perf_counter()
+            meter.start()
+            phases.flooded_s.append(await _probe(client, load, phase_s, phases.flooded_meter))
+            meter.stop()
+            got = tenants[kind].got - before
+            phases.got_per_s.append(got / (time.perf_counter() - began))
+            tenants[kind].command("stop")
+    latencies_s = [each for phases in found.values() for part in phases.flooded_s for each in part]
+    calm_count = sum(len(part) for phases in found.values() for part in phases.calm_s)
     return Measured(
-        rows=rows,
-        seconds=took,
-        bytes=rows * load.payload_bytes,
-        latencies_s=flooded_s,
-        gap_s_max=max(flooded_s, default=0.0),
-        acknowledged=len(calm_s) + len(flooded_s),
-        extra={**figures, "p99_ratio": round(ratio, 2), "flood_in_flight": _in_flight(load)},
+        rows=len(latencies_s),
+        seconds=load.seconds / 2,
+        bytes=len(latencies_s) * load.payload_bytes,
+        latencies_s=latencies_s,
+        gap_s_max=max(latencies_s, default=0.0),
+        acknowledged=calm_count + len(latencies_s),
+        extra={kind: phases.figures(phase_s) for kind, phases in found.items()},
     )
 
 
-async def _probe(client: AsyncWaltzClient, load: BenchLoad, seconds: float) -> list[float]:
+async def _probe(
+    client: AsyncWaltzClient, load: BenchLoad, seconds: float, meter: Meter
+) -> list[float]:
     """Append one transaction after the other, to all partitions round-robin; return the times."""
     taken_s: list[float] = []
     data = bytes(load.payload_bytes)
+    meter.start()
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    while time.perf_counter() < until or not taken_s:
         began = time.perf_counter()
         await (await client.append(data, partition=len(taken_s) % client.partition_count))
         taken_s.append(time.perf_counter() - began)
         await asyncio.sleep(PAUSE_S)
+    meter.stop()
     return taken_s
 
 
-def _in_flight(load: BenchLoad) -> int:
-    return max(IN_FLIGHT_MIN, load.in_flight)
+class _Tenant:
+    """The process of a greedy tenant."""
+
+    def __init__(self, kind: str, process: Process) -> None:
+        self.kind = kind
+        self.got = 0  # until now
+        self._process = process
+
+    async def read(self) -> None:
+        """Take its reports, until it ends."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            self.got = int(line)
+
+    def command(self, word: str) -> None:
+        """Let it begin or pause."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n".encode())
 
 
-async def _start(load: BenchLoad) -> Process:
-    wanted = {
-        "--connect": load.flood_connect or load.connect,
-        "--payload": load.payload_bytes,
-        "--locks": load.lock_count,
-        "--batch": load.batch_rows,
-        "--in-flight": _in_flight(load),
-        "--seconds": 10 * load.seconds,
-    }
-    arguments = [str(part) for pair in wanted.items() for part in pair]
-    return await asyncio.create_subprocess_exec(
+@asynccontextmanager
+async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_Tenant]:
+    """Run a greedy tenant; it pauses at first."""
+    connect = load.flood_connect or load.connect
+    process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-c", _PROGRAM, "bench", "append-batch", "--json", *arguments),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
+        *("-m", "waltz_bench.compared.greed", kind, connect, str(load.payload_bytes)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
+    tenant = _Tenant(kind, process)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tenant.read())
+        try:
+            yield tenant
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
 
-async def _flooded(client: AsyncWaltzClient, load: BenchLoad) -> None:
-    """Append until every partition has many batches of the flood (rule 2)."""
-    starts = await client.high_water_marks()
-    until = time.perf_counter() + START_S_MAX
-    while time.perf_counter() < until:
-        await _probe(client, load, START_POLL_S)
-        marks = await client.high_water_marks()
-        if all(marks[each] - starts[each] > START_ROWS for each in marks):
-            return
-    raise Unavailable(f"no batches of the flood within {START_S_MAX:.0f} s")
-
-
-async def _sum_of_marks(client: AsyncWaltzClient) -> int:
-    return sum((await client.high_water_marks()).values())
+async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _Tenant) -> None:
+    """Append until the tenant gets something, and `START_S` longer (rule 2)."""
+    before, until = tenant.got, time.perf_counter() + START_S_MAX
+    while tenant.got == before:
+        await _probe(client, load, PAUSE_S, Meter(None))
+        if time.perf_counter() > until:
+            raise Unavailable(f"the {tenant.kind} got nothing within {START_S_MAX:.0f} s")
+    await _probe(client, load, START_S, Meter(None))

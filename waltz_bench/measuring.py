@@ -97,7 +97,7 @@ class BenchReport:
     access_ratio: float | None
     cpu_us_per_tx_by_role: dict[str, float]
     load: dict[str, object]
-    ran_on: dict[str, object]
+    environment: dict[str, object]
     extra: dict[str, object]
 
 
@@ -189,7 +189,7 @@ def make_report(
         access_ratio=measured.access_ratio,
         cpu_us_per_tx_by_role=by_role,
         load=requested,
-        ran_on={
+        environment={
             "version": __version__,
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()}",

@@ -43,7 +43,7 @@ ADD_ARRAYS = (
 )
 
 
-class _End:
+class _AppliedCount:
     """Counts applied rows, and signals the end."""
 
     def __init__(self, count: int) -> None:
@@ -65,7 +65,7 @@ class _End:
 class _InMemory(Callbacks):
     """The baseline."""
 
-    def __init__(self, end: _End) -> None:
+    def __init__(self, end: _AppliedCount) -> None:
         self._end = end
         self.balances: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
     found: Counter[int] = Counter()
     with _database(load) as url:
         for name in ("callbacks", "apply", "apply_batch"):
-            end = _End(rows)
+            end = _AppliedCount(rows)
             callbacks, balances = _view(name, url, sorted(expected), end)
             with WaltzClient(load.connect) as client:
                 meter.start()
@@ -160,7 +160,7 @@ def _database(load: BenchLoad) -> Iterator[str]:
 
 
 def _view(
-    name: str, url: str, numbers: Sequence[int], end: _End
+    name: str, url: str, numbers: Sequence[int], end: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
     """Create new tables, the callbacks that fill them, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it

@@ -138,7 +138,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_unarchived_bytes",
         _GAUGE,
         _ONE,
-        "Approximate size of their records; NaN until a storage has reported it.",
+        "Approximate size of committed transactions that are not archived; NaN until reported.",
     ),
     (
         "server_unarchived_seconds",
@@ -217,7 +217,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
-        "Bytes of requests and of the ranges sent in answer, by principal with limits.",
+        "Bytes of requests, and of the ranges and feeds sent, for each principal with limits.",
     ),
     (
         "server_principal_delayed_requests_total",
@@ -229,25 +229,25 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_principal_rejected_requests_total",
         _COUNTER,
         _PRINCIPAL,
-        "Requests and connections that were rejected as over a limit of their principal.",
+        "Requests and connections that were rejected because their principal was over a limit.",
     ),
     (
         "server_principal_connections",
         _GAUGE,
         _PRINCIPAL,
-        "Open connections, by principal with limits.",
+        "Open connections, for each principal with limits.",
     ),
     (
         "server_principal_appends_total",
         _COUNTER,
         _PRINCIPAL,
-        "Append requests, by principal with limits.",
+        "Append requests, for each principal with limits.",
     ),
     (
         "server_principal_feeds",
         _GAUGE,
         _PRINCIPAL,
-        "Feeds, by principal with limits.",
+        "Feeds, for each principal with limits.",
     ),
     (
         "server_denied_requests_total",
@@ -416,7 +416,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
-        "Bytes of requests and of the ranges sent in answer, by principal with limits.",
+        "Bytes of requests and of the ranges sent in answer, for each principal with limits.",
     ),
     (
         "storage_principal_delayed_requests_total",
@@ -428,13 +428,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_principal_rejected_requests_total",
         _COUNTER,
         _PRINCIPAL,
-        "Requests and connections that were rejected as over a limit of their principal.",
+        "Requests and connections that were rejected because their principal was over a limit.",
     ),
     (
         "storage_principal_connections",
         _GAUGE,
         _PRINCIPAL,
-        "Open connections, by principal with limits.",
+        "Open connections, for each principal with limits.",
     ),
     (
         "storage_denied_requests_total",

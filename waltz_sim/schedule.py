@@ -269,7 +269,7 @@ def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
     return times
 
 
-class Later(NamedTuple):
+class LaterFault(NamedTuple):
     """How a kind that was added later is drawn: the seed of its stream, its times, and where."""
 
     number: int
@@ -277,28 +277,28 @@ class Later(NamedTuple):
     needs_archive: bool = False
 
 
-LATER_KINDS: Final[Mapping[str, Later]] = {
-    "spoiled_locks": Later(0x10CC5, _a_few),
-    "outlived_link": Later(0x1A7E5, _every(0, 0, 50, 150, 450)),
-    "hanging_disk": Later(0x4A26, _every(0, 0, 0, 400, 1_500)),
-    "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
-    "two_attempts": Later(0x2A77, _every(0, 0, 300, 1_500)),
-    "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
-    "accept_replicas": Later(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
-    "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
-    "revoke_replicate": Later(0x2E70, _every(0, 0, 0, 400, 1_500)),
-    "archive_away": Later(0xA2C0, _every(0, 0, 400, 1_500), needs_archive=True),
-    "archive_throttles": Later(0xA2C1, _every(0, 0, 400, 1_500), needs_archive=True),
-    "archive_loses_answers": Later(0xA2C2, _every(0, 200, 600), needs_archive=True),
-    "slow_archive": Later(0xA2C3, _every(0, 0, 400, 1_500), needs_archive=True),
-    "corrupt_object": Later(0xA2C4, _every(0, 0, 300, 1_500), needs_archive=True),
-    "kill_uploader": Later(0xA2C5, _every(0, 100, 400), needs_archive=True),
-    "expire_objects": Later(0xA2C6, _every(0, 50, 200, 800), needs_archive=True),
-    "power_loss_at_removal": Later(0xA2C7, _every(0, 0, 200, 800), needs_archive=True),
-    "crash_at_a_reset": Later(0xA2C8, _every(0, 0, 200, 800), needs_archive=True),
-    "accept_a_shorter_log": Later(0xA2C9, _every(0, 400), needs_archive=True),
-    "damage_objects": Later(0xA2CC, _every(0, 150, 600), needs_archive=True),
-    "lose_marks": Later(0xA2CD, _every(60, 200), needs_archive=True),
-    "expire_rows_in_doubt": Later(0xA2CE, _every(0, 0, 500, 1_500), needs_archive=True),
-    "lose_a_reset_replica": Later(0xA2CF, _every(0, 0, 400, 1_500), needs_archive=True),
+LATER_KINDS: Final[Mapping[str, LaterFault]] = {
+    "spoiled_locks": LaterFault(0x10CC5, _a_few),
+    "outlived_link": LaterFault(0x1A7E5, _every(0, 0, 50, 150, 450)),
+    "hanging_disk": LaterFault(0x4A26, _every(0, 0, 0, 400, 1_500)),
+    "unseen_rot": LaterFault(0x207, _every(0, 0, 150, 450)),
+    "two_attempts": LaterFault(0x2A77, _every(0, 0, 300, 1_500)),
+    "hanging_server": LaterFault(0x4A65, _every(0, 0, 0, 400, 1_500)),
+    "accept_replicas": LaterFault(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
+    "memory_pressure": LaterFault(0x9E55, _every(0, 0, 100, 400)),
+    "revoke_replicate": LaterFault(0x2E70, _every(0, 0, 0, 400, 1_500)),
+    "archive_away": LaterFault(0xA2C0, _every(0, 0, 400, 1_500), needs_archive=True),
+    "archive_throttles": LaterFault(0xA2C1, _every(0, 0, 400, 1_500), needs_archive=True),
+    "archive_loses_answers": LaterFault(0xA2C2, _every(0, 200, 600), needs_archive=True),
+    "slow_archive": LaterFault(0xA2C3, _every(0, 0, 400, 1_500), needs_archive=True),
+    "corrupt_object": LaterFault(0xA2C4, _every(0, 0, 300, 1_500), needs_archive=True),
+    "kill_uploader": LaterFault(0xA2C5, _every(0, 100, 400), needs_archive=True),
+    "expire_objects": LaterFault(0xA2C6, _every(0, 50, 200, 800), needs_archive=True),
+    "power_loss_at_removal": LaterFault(0xA2C7, _every(0, 0, 200, 800), needs_archive=True),
+    "crash_at_a_reset": LaterFault(0xA2C8, _every(0, 0, 200, 800), needs_archive=True),
+    "accept_a_shorter_log": LaterFault(0xA2C9, _every(0, 400), needs_archive=True),
+    "damage_objects": LaterFault(0xA2CC, _every(0, 150, 600), needs_archive=True),
+    "lose_marks": LaterFault(0xA2CD, _every(60, 200), needs_archive=True),
+    "expire_rows_in_doubt": LaterFault(0xA2CE, _every(0, 0, 500, 1_500), needs_archive=True),
+    "lose_a_reset_replica": LaterFault(0xA2CF, _every(0, 0, 400, 1_500), needs_archive=True),
 }

@@ -208,10 +208,10 @@ class Stage:
             self._held, lambda: self.narrator.narrate("what was held back arrives")
         )
 
-    def give_up_link(self) -> None:
+    def abandon_link(self) -> None:
         """Break the application's end of its link; the server does not notice."""
         assert self._held is not None
-        self.cluster.network.give_up(self._held, "abandoned")
+        self.cluster.network.abandon(self._held, "abandoned")
 
     def release(self) -> None:
         """Deliver the delayed messages, and then the end of their link."""
@@ -454,7 +454,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let nothing from ([A-ES-U]) reach ([A-ES-U])": Stage.cut_one_way,
     r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
     r"hold back what the application sends": Stage.hold_back,
-    r"let the application abandon its link": Stage.give_up_link,
+    r"let the application abandon its link": Stage.abandon_link,
     r"let what was held back arrive": Stage.release,
     r"repair the network": Stage.repair_network,
     r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,

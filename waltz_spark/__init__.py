@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from waltz_spark.failures import error_of
     from waltz_spark.lag import LagListener, lag_of
 
-_PLACES = {
+_MODULE_OF = {
     "LagListener": "lag",
     "Snapshot": "api",
     "WriteResult": "api",
@@ -40,8 +40,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _PLACES:
-        return getattr(import_module(f"waltz_spark.{_PLACES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"waltz_spark.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

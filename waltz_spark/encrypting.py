@@ -51,7 +51,7 @@ def decrypted(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa.Arr
     return found
 
 
-class Sealer:
+class PayloadEncryptor:
     """Encrypts the rows of one write."""
 
     def __init__(self, options: WriteOptions) -> None:

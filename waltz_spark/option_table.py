@@ -11,7 +11,7 @@ TASK_TRANSACTIONS_MAX = 1_000_000
 TRIGGER_TRANSACTIONS_MAX = 1_000_000
 
 
-class Use(Enum):
+class OptionUse(Enum):
     """The use of an option."""
 
     BOTH = "reading and writing"
@@ -26,7 +26,7 @@ class Option:
     """One row of the table."""
 
     name: str
-    use: Use
+    use: OptionUse
     default: str
     text: str
 
@@ -34,20 +34,20 @@ class Option:
 OPTIONS: tuple[Option, ...] = (
     Option(
         "connect",
-        Use.BOTH,
+        OptionUse.BOTH,
         f"the path of load() or save(), otherwise ${CONNECT_ENVIRONMENT}",
         "The cluster: ZooKeeper's hosts, then the cluster's root: `zk1:2181,zk2:2181/waltz/pay`.",
     ),
     Option(
         "dataFormat",
-        Use.BOTH,
+        OptionUse.BOTH,
         "none",
         "`msgpack` or `json`. Writing: every column that is not a column of the log is packed by "
         "name into `data`. Reading: `data` is unpacked into the columns of your schema.",
     ),
     Option(
         "encryptionKeys",
-        Use.BOTH,
+        OptionUse.BOTH,
         "none",
         "Where tasks find encryption keys: a directory, or `module:function`. Writing needs "
         "`encryptionKey` or `encryptionKeyColumn`, too. Reading: payloads are decrypted, and "
@@ -55,74 +55,74 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "startingHighWaterMarks",
-        Use.READ,
+        OptionUse.READ,
         "earliest (batch), latest (stream)",
         '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it. A '
         "stream with a checkpoint continues from there.",
     ),
     Option(
         "startingTimestamp",
-        Use.READ,
+        OptionUse.READ,
         "none",
         "Instead of marks: start with the first transaction that was committed at or after "
         "`2026-11-21T10:00:00Z` (UTC without an offset), or milliseconds since 1970.",
     ),
     Option(
         "endingHighWaterMarks",
-        Use.BATCH,
+        OptionUse.BATCH,
         "latest",
         "`latest`, or JSON by partition, inclusive; it must name each partition that is read. "
         "`latest` is resolved once, on the driver.",
     ),
     Option(
         "partitions",
-        Use.BOTH,
+        OptionUse.BOTH,
         "all",
         "Which partitions of the log to use: `0,3,5`. Writing: rows without a lock are distributed "
         "over these; a row that belongs to another one is an error.",
     ),
     Option(
         "columns",
-        Use.BOTH,
+        OptionUse.BOTH,
         "all",
         "Which columns to fetch, in this order; without `data` only headers are fetched. In SQL "
         "also the columns of `INSERT INTO` a view.",
     ),
     Option(
         "transactionIds",
-        Use.READ,
+        OptionUse.READ,
         "all",
         "Ranges of transaction IDs to fetch: `1000-1999,5000`; they apply to every partition. IDs "
         "before the start of the read are not fetched.",
     ),
     Option(
         "headers",
-        Use.READ,
+        OptionUse.READ,
         "all",
-        "Application headers to fetch, filtered by the server: `7,9`.",
+        "Application headers to fetch, filtered by the server: `7,9`; 1,000 at most.",
     ),
     Option(
         "minPartitions",
-        Use.READ,
+        OptionUse.READ,
         "1",
         "Split the read into at least this many tasks.",
     ),
     Option(
         "maxTransactionsPerTask",
-        Use.READ,
+        OptionUse.READ,
         str(TASK_TRANSACTIONS_MAX),
         "A task reads at most this many transactions.",
     ),
     Option(
         "maxTransactionsPerTrigger",
-        Use.STREAM,
+        OptionUse.STREAM,
         str(TRIGGER_TRANSACTIONS_MAX),
         "Maximum number of transactions of a micro-batch, distributed over the partitions in "
         "proportion to their lag.",
     ),
     Option(
         "pollInterval",
-        Use.STREAM,
+        OptionUse.STREAM,
         "100",
         "Time in milliseconds for which the driver caches the log's marks, which Spark requests "
         "about 90 times a second. `0` disables the cache: use it if `processAllAvailable` must see "
@@ -130,50 +130,50 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "failOnDataLoss",
-        Use.READ,
+        OptionUse.READ,
         "true",
-        "A mark past the end of the log is an error, and so are a start, `transactionIds` or an "
-        "end before its first available transaction; `false` reads the existing transactions. A "
-        "start after the given end is always an error.",
+        "Whether missing transactions are an error: a mark above the end of the log, or a start, "
+        "an end or `transactionIds` below its first available transaction. `false` reads the "
+        "transactions that exist. A start after the given end is always an error.",
     ),
     Option(
         "mode",
-        Use.READ,
+        OptionUse.READ,
         "FAILFAST",
         "For a payload that cannot be unpacked into your schema: `FAILFAST` fails and names it, "
         "`PERMISSIVE` returns nulls, `DROPMALFORMED` drops the row.",
     ),
     Option(
         "requiredColumns",
-        Use.READ,
+        OptionUse.READ,
         "none",
         "With `dataFormat`: columns that each payload must have, `id,amount`, in any case. A "
         "payload without one is handled according to `mode`; other absent columns are null.",
     ),
     Option(
         "columnNameOfCorruptRecord",
-        Use.READ,
+        OptionUse.READ,
         "_corrupt_record",
         "A column of your schema, string or binary, for payloads that could not be unpacked (with "
         "`PERMISSIVE`).",
     ),
     Option(
         "requireEncryption",
-        Use.READ,
+        OptionUse.READ,
         "false",
         "With `encryptionKeys`: `true` reads a payload that is not encrypted as null, with the "
         "reason in `data_error`.",
     ),
     Option(
         "readFrom",
-        Use.READ,
+        OptionUse.READ,
         "replica",
         "`replica`: tasks read directly from a storage, and fall back to the server; `server`: "
         "always through the server, which is slower (5.6 times in a trial).",
     ),
     Option(
         "archive",
-        Use.READ,
+        OptionUse.READ,
         "none",
         "The URL of the cluster's archive, as in `archive_url` of its storages: tasks read what is "
         "archived directly from there, in parallel, with the credentials of the workers' "
@@ -181,38 +181,38 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "group",
-        Use.READ,
+        OptionUse.READ,
         "none",
         "The group of storages in which the tasks run (`cluster add-storage --group`): they prefer "
         "its storages if these have a replica of the partition.",
     ),
     Option(
         "partitionBy",
-        Use.WRITE,
+        OptionUse.WRITE,
         "the first lock, otherwise round-robin",
-        "A column whose hash chooses the partition of rows without one.",
+        "For rows that name no partition: the column whose hash chooses it.",
     ),
     Option(
         "encryptionKey",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "With `encryptionKeys`: the ID of the key that encrypts all rows.",
     ),
     Option(
         "encryptionKeyColumn",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "With `encryptionKeys`: a string column with the ID of each row's key.",
     ),
     Option(
         "clientHighWaterMarks",
-        Use.WRITE,
+        OptionUse.WRITE,
         "the marks when the job started",
         "JSON by partition: the marks from which the rows were computed.",
     ),
     Option(
         "onLockFailure",
-        Use.WRITE,
+        OptionUse.WRITE,
         "fail",
         "`fail`: the job aborts at the first rejected row and reports what is in the log. "
         "`reject`: a rejected row is final, with status REJECTED in the results. `retry`: it has "
@@ -221,33 +221,33 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "recompute",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "With `onLockFailure=retry`: `module:function`, called in the task with the rejected rows "
         "and the transactions since their mark, two Arrow tables; it returns the recomputed rows.",
     ),
     Option(
         "maxRetries",
-        Use.WRITE,
+        OptionUse.WRITE,
         "10",
         "A row is recomputed at most this many times, 1 to 1,000; then it is REJECTED.",
     ),
     Option(
         "retryBackoff",
-        Use.WRITE,
+        OptionUse.WRITE,
         "50",
         "Milliseconds before a row is recomputed, doubled each time up to 5 s, with jitter.",
     ),
     Option(
         "identityColumns",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "Packed columns that identify a row and that `recompute` does not change: a task that runs "
         "again finds its rows in the log by them.",
     ),
     Option(
         "resultsPath",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "A directory for every row's outcome, as Parquet; on any file system of pyarrow. Each "
         "write adds its files to the directory, so that Spark reads the outcomes of all of them; "
@@ -255,22 +255,24 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "resultColumns",
-        Use.WRITE,
+        OptionUse.WRITE,
         "all but data",
         "The input columns in the results: `id,tail`.",
     ),
-    Option("batchSize", Use.WRITE, "4000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
-    Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
+    Option(
+        "batchSize", OptionUse.WRITE, "4000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."
+    ),
+    Option("maxInFlight", OptionUse.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
     Option(
         "exactlyOnce",
-        Use.WRITE,
+        OptionUse.WRITE,
         "true",
         "A task that runs again finds the rows of its earlier attempts in the log, and writes the "
         "rest. `false`: a task that runs again writes all of its rows again.",
     ),
     Option(
         "writeId",
-        Use.WRITE,
+        OptionUse.WRITE,
         "new for each write",
         "Identifies the write and makes it idempotent when the whole job runs again: rows that are "
         "already in the log are not written again, a finished write appends nothing, and a run "
@@ -278,13 +280,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "batchId",
-        Use.WRITE,
+        OptionUse.WRITE,
         "none",
         "The number that `foreachBatch` passes; it distinguishes the batches of one `writeId`.",
     ),
     Option(
         "writeRetention",
-        Use.WRITE,
+        OptionUse.WRITE,
         "7",
         "Days for which a named write is remembered after its end, by ZooKeeper's clock, 1 to 365.",
     ),

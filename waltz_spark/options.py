@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
@@ -28,7 +28,7 @@ from waltz_spark.option_table import (
     OPTIONS,
     TASK_TRANSACTIONS_MAX,
     TRIGGER_TRANSACTIONS_MAX,
-    Use,
+    OptionUse,
 )
 
 # Keys that Spark itself adds to the options of a source or a sink.
@@ -168,14 +168,14 @@ def check_names(options: Mapping[str, str]) -> None:
         raise BadConfig(f"format 'waltz' has no option {key!r}. Hint: {suggestion}")
 
 
-def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
+def parse_read(options: Mapping[str, str], use: OptionUse = OptionUse.READ) -> ReadOptions:
     """Return the typed options of a read: of a batch, a stream, or either.
 
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
     parser = _OptionParser(options, use)
-    first = "latest" if use is Use.STREAM else "earliest"
+    first = "latest" if use is OptionUse.STREAM else "earliest"
     starting_ms = parser.timestamp_ms("startingTimestamp")
     if starting_ms is not None and parser.text("startingHighWaterMarks") is not None:
         raise BadConfig(
@@ -225,7 +225,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
-    parser = _OptionParser(options, Use.WRITE)
+    parser = _OptionParser(options, OptionUse.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
     recompute = parser.recompute()
     is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
@@ -264,18 +264,11 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
 
 
 _ALLOWED = {
-    Use.READ: {Use.READ, Use.BATCH, Use.STREAM, Use.BOTH},
-    Use.BATCH: {Use.READ, Use.BATCH, Use.BOTH},
-    Use.STREAM: {Use.READ, Use.STREAM, Use.BOTH},
-    Use.WRITE: {Use.WRITE, Use.BOTH},
+    OptionUse.READ: {OptionUse.READ, OptionUse.BATCH, OptionUse.STREAM, OptionUse.BOTH},
+    OptionUse.BATCH: {OptionUse.READ, OptionUse.BATCH, OptionUse.BOTH},
+    OptionUse.STREAM: {OptionUse.READ, OptionUse.STREAM, OptionUse.BOTH},
+    OptionUse.WRITE: {OptionUse.WRITE, OptionUse.BOTH},
 }
-
-
-def columns_named(name: str, columns: Sequence[str]) -> list[str]:
-    """Return the columns for a name: the equal one, otherwise those in another case."""
-    if name in columns:
-        return [name]
-    return [each for each in columns if each.lower() == name.lower()]
 
 
 def _split(text: str) -> list[str]:
@@ -285,7 +278,7 @@ def _split(text: str) -> list[str]:
 class _OptionParser:
     """The options from Spark, looked up by the table's names."""
 
-    def __init__(self, options: Mapping[str, str], use: Use) -> None:
+    def __init__(self, options: Mapping[str, str], use: OptionUse) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
         for key in self._values:
             option = BY_KEY.get(key)

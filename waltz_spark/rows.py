@@ -1,6 +1,6 @@
 """Packs rows into payloads, msgpack or JSON, and defines the Spark schema of a transaction.
 
-This table has the form of each Spark type in `data`; `unpacking.py` reads it.
+This table has the form of each Spark type in `data`; `unpacking.py` of the core reads it.
 
     Spark type                   msgpack                     json
     boolean, integers            unchanged                   unchanged
@@ -24,10 +24,12 @@ from typing import Any
 import msgpack
 import numpy as np
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.sql import types
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest
+from waltz_core.records.payload_types import is_binary, nested_type, plain_type, without_nulls
 from waltz_core.records.strict_json import to_json
 from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS, ReadOptions
 
@@ -228,7 +230,7 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
 
 
 def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
-    for target in (_nested(column.type, _in_utc), plain_type(column.type, data_format)):
+    for target in (nested_type(column.type, _in_utc), plain_type(column.type, data_format)):
         if target != column.type:
             column = column.cast(target)
     is_flat = not pa.types.is_nested(column.type) and not pa.types.is_null(column.type)
@@ -261,43 +263,11 @@ def _flat_values(column: pa.Array) -> list[Any]:
     return values
 
 
-def plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
-    """Return the type whose Python values a packer supports; the cast to it is exact."""
-    return _nested(kind, lambda flat: _plain_flat(flat, data_format))
-
-
 def _in_utc(kind: pa.DataType) -> pa.DataType:
     """Return the type in UTC: a text's offset has no seconds, but historical offsets had."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
-    return _without_nulls(kind)
-
-
-def _without_nulls(kind: pa.DataType) -> pa.DataType:
-    # NB: casting nulls to nulls inside lists loses some (pyarrow 26).
-    return pa.bool_() if pa.types.is_null(kind) else kind
-
-
-def _plain_flat(kind: pa.DataType, data_format: str) -> pa.DataType:
-    if pa.types.is_decimal(kind):
-        return pa.string()
-    as_text = data_format == "json"
-    if pa.types.is_date(kind):
-        return pa.string() if as_text else pa.int32()
-    if pa.types.is_timestamp(kind):
-        return pa.string() if as_text else pa.int64()
-    return pa.int64() if pa.types.is_duration(kind) else _without_nulls(kind)
-
-
-def _nested(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type with each flat type in it replaced."""
-    if pa.types.is_map(kind):
-        return pa.map_(_nested(kind.key_type, leaf), _nested(kind.item_type, leaf))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(part.name, _nested(part.type, leaf)) for part in kind])
-    if pa.types.is_nested(kind):
-        return pa.list_(_nested(kind.value_type, leaf))
-    return leaf(kind)
+    return without_nulls(kind)
 
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
@@ -326,6 +296,7 @@ def _same(value: Any) -> Any:  # noqa: ANN401 - any value passes
     return value
 
 
-def is_binary(kind: pa.DataType) -> bool:
-    """Whether it is a binary type of Arrow."""
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+def is_case_sensitive() -> bool:
+    """Return the session's `spark.sql.caseSensitive`, which Spark passes to tasks."""
+    context = TaskContext.get()
+    return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"

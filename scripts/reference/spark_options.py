@@ -1,10 +1,14 @@
 """The options of `format("waltz")`, from `waltz_spark/option_table.py`."""
 
 from scripts.reference.markdown import cell, code, table
-from waltz_spark.option_table import OPTIONS, Use
+from waltz_spark.option_table import OPTIONS, OptionUse
 
 # The kinds of reads that an option is for, as columns.
-READS = {Use.READ: ("yes", "yes"), Use.BATCH: ("yes", "no"), Use.STREAM: ("no", "yes")}
+READS = {
+    OptionUse.READ: ("yes", "yes"),
+    OptionUse.BATCH: ("yes", "no"),
+    OptionUse.STREAM: ("no", "yes"),
+}
 
 
 def tables() -> dict[str, str]:
@@ -15,12 +19,12 @@ def tables() -> dict[str, str]:
         if each.use in READS
     ]
     return {
-        "both": _table(Use.BOTH),
+        "both": _table(OptionUse.BOTH),
         "reading": table(("option", "batch", "stream", "default", "meaning"), reading),
-        "writing": _table(Use.WRITE),
+        "writing": _table(OptionUse.WRITE),
     }
 
 
-def _table(use: Use) -> str:
+def _table(use: OptionUse) -> str:
     rows = [(code(each.name), each.default, cell(each.text)) for each in OPTIONS if each.use is use]
     return table(("option", "default", "meaning"), rows)

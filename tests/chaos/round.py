@@ -47,10 +47,10 @@ CALM_S = 4.0
 TICK_S = 0.02
 POLL_S = 0.25
 # What a daemon must never log.
-GRAVE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
+ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
 # On a machine with so much to do a process may get no time for as long as a session lasts.
 SLOWNESS_MAX = 3.0
-STARVED = " zookeeper.loop_unresponsive "
+LOOP_UNRESPONSIVE = " zookeeper.loop_unresponsive "
 
 Say = Callable[[str], None]
 
@@ -504,9 +504,9 @@ class Round:
             text = self._cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
             if name.startswith("zookeeper"):
                 continue
-            lines = [line for line in text.splitlines() if GRAVE.search(line)]
+            lines = [line for line in text.splitlines() if ERROR_LINE.search(line)]
             if slowness() > SLOWNESS_MAX:
-                lines = [line for line in lines if STARVED not in line]
+                lines = [line for line in lines if LOOP_UNRESPONSIVE not in line]
             if lines:
                 found.append(f"{name} has logged {len(lines)} lines like: {lines[0][:300]}")
         return found

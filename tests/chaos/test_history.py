@@ -138,7 +138,7 @@ def test_a_mark_below_a_reported_one_or_above_the_log_is_detected(history: Histo
     assert any(f"received mark {mark}" in each for each in history.wrong())
 
 
-def test_the_four_writers_are_compared(history: History):
+def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(history: History):
     history.lines[-2] = ["reported", "c", "committed", 3, 3.5, ""]
     assert any("c was reported as committed and is lost" in each for each in history.wrong())
 
@@ -156,7 +156,7 @@ def test_a_partial_line_is_read_when_it_is_complete(history: History):
     assert life.sent["d"].recorded.outcome == "lost"
 
 
-def test_gaps_and_progress_are_seen(history: History):
+def test_gaps_and_the_time_until_progress_are_measured(history: History):
     life = history.life()
     assert life.progress_s(0, 1.0) == 1.5
     assert life.progress_s(0, 2.5) is None

@@ -99,7 +99,7 @@ def stopped(scenario: Scenario) -> Iterator[Path]:
     scenario.check_agrees()
 
 
-def test_a_directory_of_another_cluster_and_a_truncated_control_file(
+def test_a_directory_of_another_cluster_and_a_truncated_control_file_are_rejected(
     scenario: Scenario, stopped: Path
 ):
     root = scenario.cluster.connect.partition("/")[0] + "/another"
@@ -122,7 +122,7 @@ def test_a_directory_of_another_cluster_and_a_truncated_control_file(
     file.write_bytes(whole)
 
 
-def test_a_second_process_on_one_directory(scenario: Scenario):
+def test_a_second_process_on_one_directory_is_rejected(scenario: Scenario):
     sentence = sentence_of(
         *storage(scenario, "storage-2", "--port", "0", "--admin-port", "0", "--http-port", "0")
     )
@@ -131,7 +131,7 @@ def test_a_second_process_on_one_directory(scenario: Scenario):
         load.await_commits(20)
 
 
-def test_the_directory_of_another_storage(scenario: Scenario, stopped: Path):
+def test_the_directory_of_another_storage_is_rejected(scenario: Scenario, stopped: Path):
     """A copied disk under another address: the cluster knows which storage was there."""
     scenario.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped.with_name("copy")
@@ -143,7 +143,7 @@ def test_the_directory_of_another_storage(scenario: Scenario, stopped: Path):
 
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
-def test_no_zookeeper(tmp_path: Path, kind: str):
+def test_a_daemon_without_zookeeper_names_the_host_and_ends(tmp_path: Path, kind: str):
     words = ["--directory", str(tmp_path / "s")] if kind == "storage" else []
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # no process listens on it
@@ -157,7 +157,7 @@ def test_no_zookeeper(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
-def test_an_absent_cluster_root(scenario: Scenario, tmp_path: Path, kind: str):
+def test_an_absent_cluster_root_is_reported(scenario: Scenario, tmp_path: Path, kind: str):
     connect = scenario.cluster.connect + "/absent"
     words = ["--directory", str(tmp_path / "s"), "--admin-port", "0"] if kind == "storage" else []
     sentence = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
@@ -166,7 +166,7 @@ def test_an_absent_cluster_root(scenario: Scenario, tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("name", ["storage-1", "server-1"])
-def test_a_port_in_use(scenario: Scenario, name: str):
+def test_a_port_in_use_is_reported(scenario: Scenario, name: str):
     member = scenario.cluster.member(name)
     scenario.cluster.kill(name, signal.SIGTERM)
     config = scenario.cluster.directory / "conf" / f"{name}.toml"

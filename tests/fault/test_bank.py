@@ -185,7 +185,7 @@ def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
     engine.dispose()
 
 
-def test_a_prompt_and_single_commands(typed: Run, first: int) -> None:
+def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(typed: Run, first: int) -> None:
     one, two = first, first + 1
     lines = (
         *(f"open {one}", f"open {two}", f"deposit {one} 100", f"transfer {one} {two} 12.50"),

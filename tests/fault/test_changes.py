@@ -33,7 +33,7 @@ def check_nothing_is_wrong(scenario: Scenario) -> None:
     wait_until("the doctor reports nothing", lambda: not doctor(*words))
 
 
-def test_the_four_examples_of_recovery_with_writes_continuing(scenario: Scenario):
+def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenario):
     cluster = scenario.cluster
     d, e = new_storage(cluster), new_storage(cluster)
     usual = replicas(cluster)[0]
@@ -69,7 +69,7 @@ def test_the_four_examples_of_recovery_with_writes_continuing(scenario: Scenario
     )
 
 
-def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(scenario: Scenario):
+def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario: Scenario):
     cluster = scenario.cluster
     first, second, third = (address(cluster, f"storage-{each}") for each in (1, 2, 3))
     d, e = (address(cluster, f"storage-{each}") for each in (4, 5))

@@ -174,7 +174,7 @@ def delay_start(cluster: LocalCluster) -> None:
     cluster.start(name)
 
 
-def resume_start(cluster: LocalCluster) -> None:
+def restart_without_block(cluster: LocalCluster) -> None:
     for name, newest, aside in HELD_UP:
         cluster.kill(name)
         aside.replace(newest)
@@ -324,7 +324,7 @@ FAULTS = {
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
     "groups are crowded": Fault(("replicas-share-group",), crowd),
-    "a start takes long": Fault(("storage-starting",), delay_start, resume_start),
+    "a start takes long": Fault(("storage-starting",), delay_start, restart_without_block),
     "a disk hangs": Fault(("storage-unresponsive",), hang),
     "a clock is wrong": Fault(("storage-clock-skew",), shift_clock),
     "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(200)),

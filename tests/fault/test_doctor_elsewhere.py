@@ -134,7 +134,7 @@ def test_all_dead_servers_are_removed(patient: Patient):
     repair_cluster(patient, cluster)
 
 
-def test_an_added_storage_that_has_never_started(patient: Patient):
+def test_an_added_storage_that_has_never_started_is_reported(patient: Patient):
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
     port, admin_port = free_port(), free_port()
@@ -156,7 +156,7 @@ def test_an_added_storage_that_has_never_started(patient: Patient):
     repair_cluster(patient, cluster)
 
 
-def test_a_storage_of_another_cluster_answers(patient: Patient):
+def test_a_storage_of_another_cluster_at_the_address_is_reported(patient: Patient):
     """The wrong one was started, and holds the address."""
     cluster = patient.cluster()
     look = from_elsewhere(cluster.connect)
@@ -203,7 +203,9 @@ def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dic
 
 
 @pytest.mark.parametrize("name", ["zookeeper-access-denied", "no-cluster"])
-def test_a_connect_string_that_leads_to_no_cluster(patient: Patient, tmp_path: Path, name: str):
+def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
+    patient: Patient, tmp_path: Path, name: str
+):
     """The command is followed by what is next: a cluster without any process."""
     connect, words = mistaken(patient.cluster())[name](tmp_path)
     (found,) = await_findings([name], *from_elsewhere(connect))

@@ -58,7 +58,7 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
     scenario.check_agrees()
 
 
-def test_all_storages_killed_at_once(scenario: Scenario):
+def test_the_log_continues_after_all_storages_are_killed_at_once(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
         for name in STORAGES:

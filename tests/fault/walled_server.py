@@ -7,7 +7,7 @@ from waltz_core.errors import Unreachable
 from waltz_core.server.process import neighbors
 
 
-class Wall:
+class Firewall:
     """A firewall between this server and the others, and nothing else."""
 
     async def dial(self, _protocol: object, address: str, **_options: object) -> None:
@@ -16,5 +16,5 @@ class Wall:
 
 
 if __name__ == "__main__":
-    neighbors.net = Wall()  # type: ignore[assignment]
+    neighbors.net = Firewall()  # type: ignore[assignment]
     sys.exit(main(["server", "run", "--config", sys.argv[1]]))

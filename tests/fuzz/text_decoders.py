@@ -25,9 +25,9 @@ from waltz_core.encryption.envelopes import Encryption
 from waltz_core.encryption.keys import KeyCache
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, RemoteProtocolError, TooLarge
 from waltz_core.records import strict_json
+from waltz_core.records.unpacking import Unpacker
 from waltz_core.server.process.registry_requests import Arguments
 from waltz_spark import offsets
-from waltz_spark.unpacking import Unpacker
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

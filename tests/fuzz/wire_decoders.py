@@ -27,6 +27,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
 from waltz_core.replication.repair import decode_damaged_ranges, verify_batches, verify_records
 from waltz_core.server.read.reads import _checked, _Key
+from waltz_core.transport.tls_port import hello_bytes, hello_failure
 from waltz_core.wire import codec, messages
 from waltz_core.wire.codec import FRAME_HEADER
 from waltz_core.wire.connection import Connection, HelloReceived, ProtocolFailed
@@ -96,6 +97,25 @@ def decode_hello(data: bytes) -> None:
     """Decode the payload of a hello, which has one encoding only."""
     hello = codec.decode_hello(data)
     assert codec.encode_hello(hello)[FRAME_HEADER.size :] == data
+
+
+def client_hellos() -> list[bytes]:
+    """Return the first bytes of TLS peers: with TLS 1.2 and 1.3."""
+    groups = bytes.fromhex("000a 0006 0004 001d 0017")
+    shares = bytes.fromhex("002b 0003 02 0304 0033 000a 0008 001d 0004 6b6b6b6b")
+    made = []
+    for extensions in (groups, groups + shares):
+        body = b"\3\3" + bytes(32) + b"\0" + bytes.fromhex("0002 1301 0100")
+        body += len(extensions).to_bytes(2, "big") + extensions
+        message = b"\1" + len(body).to_bytes(3, "big") + body
+        made.append(b"\x16\3\1" + len(message).to_bytes(2, "big") + message)
+    return made
+
+
+def check_client_hello(data: bytes) -> None:
+    """Do what a port does with the first bytes of a peer."""
+    if data and hello_bytes(data) <= len(data):
+        hello_failure(data)
 
 
 def streams() -> list[bytes]:
@@ -405,6 +425,7 @@ _DAMAGED = (BadFormat, ChecksumMismatch, RemoteProtocolError)
 DECODERS = (
     *map(_frames, PROTOCOLS),
     Decoder("hello", decode_hello, (RemoteProtocolError,), hellos),
+    Decoder("client-hello", check_client_hello, (), client_hellos),
     Decoder("stream", receive_stream, (), streams),
     Decoder("append-batch", decode_append, (BadRequest, TooLarge), append_batches),
     Decoder(

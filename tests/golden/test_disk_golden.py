@@ -133,7 +133,7 @@ def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_pat
     control.close()
 
 
-def test_our_appends_write_the_bytes_of_0_13(tmp_path):
+def test_appends_write_the_bytes_of_0_13(tmp_path):
     case = load("segment_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = SegmentHeader.decode(data[:128])
@@ -165,7 +165,7 @@ def test_the_record_crc_covers_header_and_data():
 # Our own layouts: bytes of the first released version. They are added to and never changed.
 
 
-def test_our_layouts_have_not_changed():
+def test_the_layouts_of_this_version_have_not_changed():
     golden = load("ours.json")
     assert disk_format.encode_storage_id(bytes(range(16))).hex() == golden["storage_id"]
     entry = LineageEntry(3, 9, 7, 1795227976155, bytes(range(16)))

@@ -21,7 +21,7 @@ def test_hellos_decode_to_their_meaning_and_encode_to_their_bytes():
         assert codec.encode_hello(hello) == data
 
 
-def test_the_clients_hello_of_the_specification():
+def test_the_clients_hello_has_the_bytes_of_the_specification():
     expected = (
         "48 0000 0000001e 00000005 0000 0001 0002 0003 0004 0000000c 57616c747a20436c69656e74"
     )
@@ -29,7 +29,7 @@ def test_the_clients_hello_of_the_specification():
     assert codec.encode_hello(hello) == bytes.fromhex(expected)
 
 
-def test_our_hellos_carry_waltz_0_13s_texts():
+def test_hellos_have_the_texts_of_waltz_0_13():
     texts = {example["decoded"]["message"] for example in EXAMPLES}
     for protocol in (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN):
         hello = codec.decode_hello(Connection(protocol, is_listener=True).first_bytes()[7:])

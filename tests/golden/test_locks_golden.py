@@ -11,17 +11,17 @@ from waltz_core.server.locking.lock_table import indices
 EXAMPLES = json.loads((Path(__file__).parent / "locks.json").read_text(encoding="utf-8"))
 
 
-def test_there_are_examples() -> None:
+def test_the_file_has_at_least_ten_examples() -> None:
     assert len(EXAMPLES) >= 10
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e['name']}-{e['id']}")
-def test_hash_of_a_lock(example: dict[str, object]) -> None:
+def test_a_lock_has_the_hash_of_waltz_0_13(example: dict[str, object]) -> None:
     assert lock_hash(str(example["name"]), int(str(example["id"]))) == example["hash_signed"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e['name']}-{e['id']}")
-def test_slots_of_a_lock(example: dict[str, object]) -> None:
+def test_a_lock_has_the_slots_of_waltz_0_13(example: dict[str, object]) -> None:
     found = indices([int(str(example["hash_signed"]))], int(str(example["tableSize"])))
     assert found[:, 0].tolist() == example["indices"]
 

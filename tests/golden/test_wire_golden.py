@@ -75,7 +75,7 @@ def compare(message, meaning):
         assert (list(found) if isinstance(found, tuple) else found) == value, name
 
 
-def test_vectors_of_older_versions():
+def test_vectors_of_older_versions_decode_and_encode():
     seen = 0
     for example in load("codec_vectors.json"):
         if example["frame_hex"][:2] == "53":

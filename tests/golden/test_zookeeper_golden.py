@@ -152,7 +152,7 @@ VALUES: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_vectors_decode_and_encode(name):
+def test_vectors_decode_and_encode_to_their_bytes(name):
     value, data = VALUES[name], VECTORS[name]
     assert encode(value, "/r/store/partition/2") == data
     assert decode(type(value).__name__, data, "/r/store/partition/2") == value
@@ -173,7 +173,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("text", OURS)
-def test_our_own_nodes_keep_their_bytes(text):
+def test_nodes_of_this_version_keep_their_bytes(text):
     value = OURS[text]
     assert value.to_bytes() == bytes.fromhex(text)
     assert type(value).from_bytes(bytes.fromhex(text)) == value

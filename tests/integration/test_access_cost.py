@@ -1,12 +1,13 @@
-"""The cluster with access control of `bench --access-rounds` denies what is not granted."""
+"""The clusters with access control of `bench`: permissions, and limits of greedy tenants."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Certificates
+from waltz_bench import flood
 from waltz_bench.batch_appends import append_batch
-from waltz_bench.compared import access_cost
+from waltz_bench.compared import access_cost, greed
 from waltz_bench.measuring import BenchLoad, Meter
 from waltz_core.client import WaltzClient
 from waltz_core.config import render_toml
@@ -25,3 +26,26 @@ def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates:
         assert measured.rows > 0
         assert (measured.lost, measured.duplicated, measured.errors) == (0, 0, 0)
         assert meter.spent().keys() == {"zookeeper", "storage", "server", "client"}
+
+
+def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
+    tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "tls.toml"
+    file.write_text(render_toml("tls", certificates.settings))
+    monkeypatch.setattr(flood, "ROUNDS", 1)
+    monkeypatch.setattr(flood, "START_S", 0.1)
+    with greed.limited_tenants(file) as (cluster, calm, greedy):
+        load = BenchLoad(
+            calm, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy
+        )
+        measured = flood.flood(load, Meter(cluster))
+        log = cluster.log_path("server-1").read_text() + cluster.log_path("server-2").read_text()
+    assert measured.rows > 0
+    assert list(measured.extra) == ["appender", "reader", "connections"]
+    for figures in measured.extra.values():
+        assert isinstance(figures, dict)
+        assert figures["flooded_p99_ms"] > 0
+        assert figures["flooded_cores"].keys() == {"zookeeper", "storage", "server", "client"}
+    assert f"{greed.GREEDY} is over its limit of" in log
+    assert f"{greed.CALM} is over its limit of" not in log

@@ -67,7 +67,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         yield made
 
 
-def test_the_status_of_a_partition(archived: Archived):
+def test_the_status_shows_what_is_archived_of_a_partition(archived: Archived):
     found = archived.status()
     assert found["archive"] == archived.url  # as the storages have it
     assert found["first_available"] == 0

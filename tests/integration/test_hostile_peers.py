@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from tests.certificates import Certificates
-from tests.integration.permitted_cluster import MINE, PERMISSIONS, Access, permitted_cluster
+from tests.integration.permitted_cluster import (
+    DAEMONS,
+    MINE,
+    PERMISSIONS,
+    Access,
+    permitted_cluster,
+)
 from tests.patience import HANG_S
 from tests.sample_messages import sample_of
 from waltz_core.access.permissions import KnownToken
@@ -79,6 +85,7 @@ class Attack:
     def __init__(self, protocol: WireProtocol, port: int, authorities: str) -> None:
         self._port = port
         self._context = ssl.create_default_context(cafile=authorities)
+        self._client_hello = client_hello(self._context)
         self._at_once = asyncio.Semaphore(50)
         self.received = set[bytes]()
         self.opened_count = self.closed_count = 0
@@ -99,28 +106,41 @@ class Attack:
         ]
 
     async def connection(self, number: int) -> None:
-        kind = number % 5
+        kind = number % 7
+        is_tls = kind > 3
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             async with self._at_once:
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1",
                     self._port,
-                    ssl=None if kind < 2 else self._context,
-                    ssl_handshake_timeout=None if kind < 2 else HANG_S,
+                    ssl=self._context if is_tls else None,
+                    ssl_handshake_timeout=HANG_S if is_tls else None,
                 )
                 self.opened_count += 1
             try:
                 if kind == 1:  # half of a handshake, or no TLS at all
                     writer.write(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"\x16\3\1\2\0\1\0")
-                elif kind == 3:
+                elif kind == 2:  # a part of a ClientHello
+                    writer.write(self._client_hello[: number % len(self._client_hello)])
+                elif kind == 3:  # one that costs the peer nothing, and no more
+                    writer.write(self._client_hello)
+                elif kind == 5:
                     writer.write(bytes(range(256)))
-                elif kind == 4:
-                    writer.write(self._hello + self._messages[number // 5 % len(self._messages)])
+                elif kind == 6:
+                    writer.write(self._hello + self._messages[number // 7 % len(self._messages)])
                 while data := await reader.read(65_536):
                     self.received.add(data[:20_000])
             finally:
                 writer.transport.abort()
         self.closed_count += 1
+
+
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """Return the first bytes of a client with TLS."""
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
 
 
 async def asked(access: Access, protocol: WireProtocol) -> None:
@@ -157,37 +177,74 @@ async def attacked(access: Access, protocol: WireProtocol, authorities: str) -> 
     return attack
 
 
-@pytest.mark.parametrize("protocol", PORTS)
-def test_a_thousand_strangers_neither_stop_a_client_nor_fill_the_memory(
-    access: Access, certificates: Certificates, protocol: WireProtocol
-):
-    name = PORTS[protocol][0]
+async def pages_attacked(port: int) -> None:
+    """Send nothing, a part of a request, a request, or garbage to the port with the pages."""
+    at_once = asyncio.Semaphore(50)
+
+    async def connection(number: int) -> None:
+        with contextlib.suppress(OSError):
+            async with at_once:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            request = b"GET /metrics HTTP/1.1\r\n\r\n"
+            writer.write((b"", request[:-1], request, bytes(range(256)) * 64)[number % 4])
+            try:
+                while await reader.read(65_536):
+                    pass
+            finally:
+                writer.transport.abort()
+
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+        for number in range(COUNT):
+            tasks.create_task(connection(number))
+
+
+@contextlib.contextmanager
+def calm_client(access: Access, name: str) -> Iterator[None]:
+    """Append during an attack on a daemon, which must neither fail nor use too much memory."""
     process = psutil.Process(access.cluster.member(name).pid)
     log = access.cluster.log_path(name)
-    asyncio.run(asked(access, protocol))
+    before_bytes, logged_before = process.memory_info().rss, len(log.read_text())
     writer = Writer(access.connect("writer"))
     writer.start()
-    before_bytes, logged_before = process.memory_info().rss, len(log.read_text())
     try:
-        attack = asyncio.run(attacked(access, protocol, certificates.authorities))
+        yield
     finally:
         writer.end()
     assert writer.error is None
     assert writer.done_count > 10
-    assert attack.opened_count > COUNT // 2
     assert process.memory_info().rss - before_bytes < GROWTH_BYTES_MAX
     assert process.is_running()
     logged = log.read_text()[logged_before:]
     assert "Traceback" not in logged
     assert logged.count("\n") < 100
+
+
+@pytest.mark.parametrize("protocol", PORTS)
+def test_a_thousand_strangers_neither_stop_a_client_nor_fill_the_memory(
+    access: Access, certificates: Certificates, protocol: WireProtocol
+):
+    asyncio.run(asked(access, protocol))
+    with calm_client(access, PORTS[protocol][0]):
+        attack = asyncio.run(attacked(access, protocol, certificates.authorities))
+    assert attack.opened_count > COUNT // 2
     assert attack.received
     for each in attack.received:
         assert b"Traceback" not in each
         assert b".py" not in each
 
 
+@pytest.mark.parametrize("name", DAEMONS)
+def test_a_thousand_connections_to_the_pages_of_a_daemon_do_not_stop_a_client(
+    access: Access, name: str
+):
+    with calm_client(access, name):
+        asyncio.run(pages_attacked(access.cluster.member(name).http_port))
+
+
 @pytest.mark.parametrize("protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE])
-def test_frames_that_a_tenant_only_states_take_no_memory(access: Access, protocol: WireProtocol):
+def test_announced_frames_without_their_bytes_take_no_memory(
+    access: Access, protocol: WireProtocol
+):
     """A principal with `append` or `replicate` may send large frames."""
     secret = bytes(range(100, 132))
     tenant = "append" if protocol is WireProtocol.CLIENT else "replicate"

@@ -77,7 +77,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_commands_of_a_client_work(connect: str, capsys: pytest.CaptureFixture[str]):
+def test_client_commands_work_with_a_0_13_server(connect: str, capsys: pytest.CaptureFixture[str]):
     at = ("--connect", connect)
     assert run(capsys, "client", "append", "one", "two", "--partition", "1", *at) == (0, "0\n1\n")
     read = run(capsys, "client", "read", "--partition", "1", *at)

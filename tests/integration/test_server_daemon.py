@@ -187,7 +187,7 @@ async def ids(answer: "asyncio.Future[ClientMessage]") -> list[int]:
     return found
 
 
-def test_append_read_and_flush() -> None:
+def test_a_client_appends_reads_and_flushes() -> None:
     async def main() -> None:
         async with cluster() as (world, server):
             client = await connect(server)
@@ -262,7 +262,7 @@ def test_a_server_reads_from_its_own_group_while_that_is_engaged() -> None:
     run(main())
 
 
-def test_requests_to_the_server_without_a_partition() -> None:
+def test_requests_without_a_partition_are_answered_by_the_server() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):
             client = await connect(server)

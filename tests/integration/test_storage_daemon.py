@@ -269,7 +269,7 @@ async def serving(config, cluster=CLUSTER):
             stop.set()
 
 
-def test_readers_and_metrics(tmp_path):
+def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     pages = {}
     http_host = "127.0.0.5"  # not the one of the other ports
 
@@ -415,9 +415,9 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         async with at_an_append(storage, begun) as (owner, stop):
-            queued = storage._machine.queued_bytes
+            queued = storage._machine.queue_limits.owner_bytes
             owner.link.send(owner.owner.append())
-            await until(lambda: storage._machine.queued_bytes > queued)
+            await until(lambda: storage._machine.queue_limits.owner_bytes > queued)
             stop.set()
             await until(storage._serving._alone[0].locked)
             may_go_on.set()

@@ -63,7 +63,7 @@ def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
     config = ClientConfig(request_timeout_ms=5_000)
     with (
         WaltzClient(place_of(cluster), config) as client,
-        pytest.raises(errors.WaltzError, match="expected plain TCP, found TLS"),
+        pytest.raises(errors.WaltzError, match=r"expected plain TCP, found TLS.*add \?tls=FILE"),
     ):
         client.high_water_mark(PARTITION)
     assert "expected TLS, found plain TCP" in cluster.log_path("server-1").read_text()

@@ -21,6 +21,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
+    CheckVersion,
     CreateNode,
     Delete,
     Operation,
@@ -28,7 +29,7 @@ from waltz_core.cluster.znodes.interface import (
     Set,
     Znodes,
 )
-from waltz_core.cluster.zookeeper import zookeeper_session as door
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 pytestmark = pytest.mark.zookeeper
@@ -37,10 +38,10 @@ pytestmark = pytest.mark.zookeeper
 class RealWorld:
     def __init__(self, host: str) -> None:
         self.host = host
-        self.sessions: list[door.ZooKeeperSession] = []
+        self.sessions: list[zookeeper_session.ZooKeeperSession] = []
 
     async def znodes(self) -> Znodes:
-        session = door.ZooKeeperSession(
+        session = zookeeper_session.ZooKeeperSession(
             [self.host],
             connect_timeout_ms=10_000,
             # The longest possible one: it outlives a ZooKeeper that restarts slowly.
@@ -51,7 +52,7 @@ class RealWorld:
         self.sessions.append(session)
         return session
 
-    async def expire(self, znodes: door.ZooKeeperSession) -> None:
+    async def expire(self, znodes: zookeeper_session.ZooKeeperSession) -> None:
         # A second client takes over the session and closes it: ZooKeeper then ends the session.
         identity = znodes._client.client_id
         thief = KazooClient(self.host, client_id=identity)
@@ -81,9 +82,9 @@ def test_scenario(scenario, zookeeper):
     asyncio.run(run())
 
 
-def test_the_connect_string_is_sufficient(zookeeper):
+def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
     async def run():
-        async with door.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
+        async with zookeeper_session.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
             assert coordinator.where == f"{zookeeper}/deep/down/cluster"
             assert coordinator.session_state is SessionState.CONNECTED
             with pytest.raises(errors.BadConfig, match="no cluster at root /deep/down/cluster"):
@@ -97,18 +98,20 @@ def test_the_connect_string_is_sufficient(zookeeper):
 def test_the_session_timeout_is_the_agreed_one(zookeeper):
     async def run():
         # The server ticks every 500 ms and allows 2 to 20 ticks.
-        async with door.connected(f"{zookeeper}/a", session_timeout_ms=60_000) as coordinator:
+        async with zookeeper_session.connected(
+            f"{zookeeper}/a", session_timeout_ms=60_000
+        ) as coordinator:
             assert coordinator.session_timeout_ms == 10_000
 
     asyncio.run(run())
 
 
-def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
+def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
     async def run():
         other = KazooClient(zookeeper)
         other.start()
         async with world_at(zookeeper) as world:
-            session = door.ZooKeeperSession(
+            session = zookeeper_session.ZooKeeperSession(
                 [zookeeper],
                 connect_timeout_ms=10_000,
                 session_timeout_ms=1_000,
@@ -147,7 +150,7 @@ def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkey
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     async def run():
-        session = door.ZooKeeperSession(
+        session = zookeeper_session.ZooKeeperSession(
             [zookeeper],
             connect_timeout_ms=10_000,
             session_timeout_ms=LONG_MS,
@@ -205,7 +208,9 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
     hosts = f"zk-2.example.com:2181,{zookeeper.replace('127.0.0.1', 'localhost')}"
 
     async def run():
-        async with door.connected(f"{hosts}/a", session_timeout_ms=LONG_MS) as coordinator:
+        async with zookeeper_session.connected(
+            f"{hosts}/a", session_timeout_ms=LONG_MS
+        ) as coordinator:
             assert coordinator.session_state is SessionState.CONNECTED
             assert not may_end.is_set()
 
@@ -215,7 +220,7 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
         may_end.set()
 
 
-def test_nothing_listens_at_the_address():
+def test_an_address_where_nothing_listens_is_reported_in_time():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -225,13 +230,15 @@ def test_nothing_listens_at_the_address():
             with pytest.raises(
                 errors.CoordinatorUnavailable, match=f"answered at {host} within 700 ms"
             ):
-                await door.connect(f"{host}/a", connect_timeout_ms=700, session_timeout_ms=LONG_MS)
+                await zookeeper_session.connect(
+                    f"{host}/a", connect_timeout_ms=700, session_timeout_ms=LONG_MS
+                )
 
         asyncio.run(run())
     assert 0.6 < time.monotonic() - begun < SOONER_S
 
 
-def test_a_process_listens_and_never_answers():
+def test_a_process_that_never_answers_is_reported_in_time():
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -240,7 +247,9 @@ def test_a_process_listens_and_never_answers():
         async def run():
             begun = time.monotonic()
             with pytest.raises(errors.CoordinatorUnavailable, match=host):
-                await door.connect(f"{host}/a", connect_timeout_ms=700, session_timeout_ms=LONG_MS)
+                await zookeeper_session.connect(
+                    f"{host}/a", connect_timeout_ms=700, session_timeout_ms=LONG_MS
+                )
             return time.monotonic() - begun
 
         assert asyncio.run(run()) < SOONER_S
@@ -301,7 +310,9 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
 
     async def run():
         async with proxy(zookeeper, fate) as (host, arrived):
-            async with door.connected(f"{host}/a", session_timeout_ms=LONG_MS) as coordinator:
+            async with zookeeper_session.connected(
+                f"{host}/a", session_timeout_ms=LONG_MS
+            ) as coordinator:
                 assert coordinator.session_state is SessionState.CONNECTED
             return arrived
 
@@ -323,7 +334,7 @@ def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
             await created(world, "/lost")
         async with (
             proxy(zookeeper, fate) as (host, arrived),
-            door.connected(f"{host}/lost", session_timeout_ms=LONG_MS) as coordinator,
+            zookeeper_session.connected(f"{host}/lost", session_timeout_ms=LONG_MS) as coordinator,
         ):
             assert await coordinator.next_client_id() == 1
             return arrived
@@ -344,7 +355,7 @@ def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
     asyncio.run(run())
 
 
-def test_zookeeper_is_killed_and_returns(
+def test_followers_continue_after_zookeeper_was_killed_and_restarted(
     own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
 ):
     async def run():
@@ -401,7 +412,7 @@ def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) 
         assert re.fullmatch(pattern, each)
 
 
-def count_attempts(znodes: door.ZooKeeperSession):
+def count_attempts(znodes: zookeeper_session.ZooKeeperSession):
     """Return what counts the connections that kazoo has tried to make from now on."""
     handler, attempts = znodes._client.handler, []
     connect = handler.create_connection
@@ -416,7 +427,7 @@ def count_attempts(znodes: door.ZooKeeperSession):
 
 def any_operation(random: Random, root: str) -> Operation:
     path = root + "".join(random.choices(["/a", "/b"], k=random.randrange(1, 3)))
-    match random.randrange(5):
+    match random.randrange(6):
         case 0 | 1:
             return CreateNode(
                 path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2
@@ -425,6 +436,8 @@ def any_operation(random: Random, root: str) -> Operation:
             return CreateNode(f"{path}_", sequential=True)
         case 3:
             return Set(path, random.randbytes(2), random.randrange(3))
+        case 4:
+            return CheckVersion(random.choice([root, path]), random.randrange(2))
     return Delete(path, random.randrange(2))
 
 
@@ -475,7 +488,7 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
     before = set(threading.enumerate())
 
     async def run():
-        async with door.connected(f"{zookeeper}/a"):
+        async with zookeeper_session.connected(f"{zookeeper}/a"):
             # Not a superset: a thread of an earlier test may end meanwhile.
             assert set(threading.enumerate()) - before
 

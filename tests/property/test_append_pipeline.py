@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached, SubmitBatch
+from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached, SubmitBatch
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
@@ -247,7 +247,7 @@ class World:
             if isinstance(outcome, SubmitBatch):
                 self.in_flight.append(outcome.batch)
                 self.note_cut(outcome.batch)
-            elif isinstance(outcome, Reached):
+            elif isinstance(outcome, BarrierReached):
                 assert outcome.token not in self.reached
                 self.reached.add(outcome.token)
                 waited = self.unanswered_at_flush[outcome.token]

@@ -69,7 +69,7 @@ SEGMENT_HEADERS = st.builds(SegmentHeader, INT64, B16, INT32, IDS)
 
 
 @given(SLOTS, st.none() | st.integers(0, (1 << 32) - 2))
-def test_slots(slot, back):
+def test_slots_round_trip(slot, back):
     if back is not None and back <= slot.last_session:
         slot = replace(slot, engaged=slot.last_session - back)
     assert len(slot.encode()) == SLOT_BYTES
@@ -77,35 +77,35 @@ def test_slots(slot, back):
 
 
 @given(entries(), st.data())
-def test_lineage_entries(entry, data):
+def test_lineage_entries_round_trip(entry, data):
     synced = data.draw(st.integers(-1, entry.first - 1))
     bound = {"segment_crc": data.draw(UINT32), "position": data.draw(IDS)}
     assert decode_entry(encode_entry(entry, synced, **bound), **bound) == (entry, synced)
 
 
 @given(st.builds(ControlHeader, INT64, B16, st.integers(0, PARTITIONS_MAX)))
-def test_control_headers(header):
+def test_control_headers_round_trip(header):
     assert ControlHeader.decode(header.encode()) == header
 
 
 @given(st.builds(PartitionInfo, MARKS, MARKS, MARKS, INT32, INT32))
-def test_partition_infos(info):
+def test_partition_infos_round_trip(info):
     assert PartitionInfo.decode(info.encode()) == info
 
 
 @given(SEGMENT_HEADERS, B16)
-def test_segment_and_lineage_headers(header, chain):
+def test_segment_and_lineage_headers_round_trip(header, chain):
     assert SegmentHeader.decode(header.encode()) == header
     assert LineageHeader.decode(LineageHeader(header, chain).encode()).chain_before == chain
 
 
 @given(B16)
-def test_storage_ids(storage_id):
+def test_storage_ids_round_trip(storage_id):
     assert decode_storage_id(encode_storage_id(storage_id)) == storage_id
 
 
 @given(IDS, st.sampled_from([".seg", ".idx", ".chn"]))
-def test_segment_names(first, suffix):
+def test_segment_names_round_trip(first, suffix):
     name = segment_name(first, suffix)
     assert len(name) == 23
     assert first_of_name(name) == (first if suffix == ".seg" else None)
@@ -118,5 +118,5 @@ def test_any_other_name_names_no_segment(name):
 
 
 @given(st.builds(Wipe, INT32, st.booleans(), MARKS, B16))
-def test_wipe_intents(wipe):
+def test_wipe_intents_round_trip(wipe):
     assert Wipe.decode(wipe.encode()) == wipe

@@ -35,7 +35,7 @@ def broken_link_is_a_rejection() -> Patches:
     def _leave(self, reason, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
-            error = verdicts.not_sent(self._partition_id, 0, reason)
+            error = verdicts.not_sent(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 
@@ -79,7 +79,7 @@ def avoided_link_mounted_again() -> Patches:
 
     def _open_link(self, out):
         original(self, out)
-        self._spoiled.clear()
+        self._avoided_links.clear()
         out[-1] = partition_stream.OpenLink(self.attempt, ())
 
     yield instead(PartitionStream, "_open_link", _open_link)

@@ -277,7 +277,7 @@ def lost_replica_rejoins() -> Patches:
         self.repairs.connection_lost(each)
         each.close()
         each.lost(now_ms, self._rng)
-        each.is_tainted = False
+        each.is_excluded = False
 
     yield instead(StoreSession, "_drop", _drop)
 

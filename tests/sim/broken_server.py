@@ -11,7 +11,7 @@ from waltz_core.records.lock_blocks import Blocks
 from waltz_core.server.append import pipeline
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import Reached
+from waltz_core.server.append.outcomes import BarrierReached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import validation
 from waltz_core.server.locking.dependent_appends import Followers, RecentAppends
@@ -183,7 +183,7 @@ def loss_answered_before_settled() -> Patches:
                 if ticket.settle(pipeline.high_water_mark):
                     pipeline._mounts.invalidate(ticket.req_id.client_id)
                 pipeline._landed(ticket, outcomes)
-            outcomes.extend(Reached(token) for token in flight.waiting)
+            outcomes.extend(BarrierReached(token) for token in flight.waiting)
         self._route(outcomes)
 
     yield instead(Partition, "_session_closed", _session_closed)
@@ -194,7 +194,7 @@ def mount_does_not_wait() -> Patches:
     """A mount is answered before the client's older appends are final."""
 
     def barrier(self, token):
-        return [Reached(token)]
+        return [BarrierReached(token)]
 
     yield instead(AppendPipeline, "barrier", barrier)
 
@@ -337,7 +337,7 @@ def flush_does_not_wait() -> Patches:
     """A flush is answered before the preceding appends are final."""
 
     def flush(self, token):
-        return [Reached(token)]
+        return [BarrierReached(token)]
 
     yield instead(AppendPipeline, "flush", flush)
 

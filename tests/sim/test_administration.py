@@ -53,7 +53,7 @@ class DeclareOperations:
         storages = list(self.cluster.storages.values())
         idle = [each for each in storages if each.replica not in self.cluster.replicas]
         storage = self.rng.choice(storages + 2 * idle)
-        if storage.is_up and storage.service is not None and storage._aside is None:
+        if storage.is_up and storage.service is not None and storage._exclusive_call is None:
             self.request(storage, self.command())
         self.again()
 
@@ -85,7 +85,7 @@ class DeclareOperations:
         for storage in self.cluster.storages.values():
             if storage.engine is None:
                 continue
-            if not storage.engine.is_available(0) and storage._aside is None:
+            if not storage.engine.is_available(0) and storage._exclusive_call is None:
                 self.request(storage, SetAvailable(1, (0,), True))
 
 

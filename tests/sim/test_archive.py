@@ -183,7 +183,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
     world.cluster.run_until_recovered()
 
 
-def test_a_damaged_object_that_no_log_has_comes_back_from_a_copy():
+def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     world = World(restored_count=20)
     archive_faults.damage_objects(world.cluster, First())
     (name,) = world.archive.spoiled
@@ -328,7 +328,7 @@ def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark(restarts)
     opened = world.counts["session opened"]
     world.cluster.run_until_recovered()
     assert world.counts["session opened"] == opened
-    assert world.counts["halted safely"] == 1
+    assert world.counts["quorum lost without a wrong answer"] == 1
 
 
 # ---- crashes

@@ -133,7 +133,7 @@ REPLICAS = ("storage0:1", "storage1:1", "storage2:1")
 # 1, 2, 8: what is acknowledged
 
 
-def test_ack_unique(world):
+def test_fork_detects_two_chains_at_one_committed_id(world):
     with fails("Fork"):
         world.checks.outcomes.exposed(world.history.last, bytes(16))
 
@@ -147,7 +147,7 @@ def test_a_log_that_lacks_committed_batches_is_a_fork(world):
         world.checks.outcomes.exposed(node.last, node.chain)
 
 
-def test_stamp_mono(world):
+def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
     history, last = world.history, world.history.last + 1
     before, rows = history.chains[history.last], (HistoryRow((9, 9), 9),)
     node = BatchNode(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
@@ -163,7 +163,7 @@ def committed(world):
     return session_events.Committed(world.session, last, world.history.chains[last])
 
 
-def test_ack_quorum(world):
+def test_ack_quorum_detects_a_commit_without_a_quorum(world):
     world.performs(committed(world))
     world.sessions.not_synced("storage0:1", -1)
     world.sessions.not_synced("storage1:1", -1)
@@ -199,7 +199,7 @@ def test_no_replica_is_engaged_before_zookeeper_has_it(world):
 
 
 @pytest.mark.parametrize(("field", "back"), [("promised", 1), ("last_session", 1)])
-def test_promise_mono(world, field, back):
+def test_promise_mono_detects_a_promise_that_decreases(world, field, back):
     name = world.storage.name
     world.checks.replicas._check_durable(name, world.storage.log)
     before = world.checks.replicas.durable[name]
@@ -227,14 +227,14 @@ def append(world, one):
     return m.AppendRaw, one.first, b"\0\0\0\x28", bytes(40), 0, bytes(16), (one,)
 
 
-def test_single_writer_on_disks(world):
+def test_single_writer_detects_two_owners_on_disks(world):
     claim = world.sessions.claims[world.session]
     world.sessions.claims[world.session] = claim._replace(nonce=b"another")
     with fails("SingleWriter"):
         world.works(*append(world, entry(world)))
 
 
-def test_single_writer_of_states(world):
+def test_meta_shape_detects_states_written_by_another_server(world):
     with fails("MetaShape"):
         world.writes(world.coordinator.metadata, server="server9")
 
@@ -248,7 +248,7 @@ def test_an_unclaimed_session_is_never_used(world):
 # 5, 6: what is decided
 
 
-def test_fence_first(world):
+def test_fence_first_detects_a_decision_before_the_fencing(world):
     session = world.claim()
     world.fence(session, "storage0:1")
     world.prepared(session, "storage0:1", 1_000)
@@ -436,36 +436,36 @@ def test_no_truncation_is_even_requested_below_the_mark(world):
         world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
 
-def test_lwm_full(world):
+def test_lwm_full_detects_a_mark_above_the_synced_log(world):
     with fails("LwmFull"):
         world.works(m.SetLowWaterMark, 1, bytes(16))
 
 
-def test_identity_of_a_disk_that_is_written_to(world):
+def test_identity_detects_a_write_to_another_storage(world):
     world.coordinator.storage_ids[world.storage.replica] = b"another"
     with fails("Identity"):
         world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
 
 
-def test_identity_reported_by_a_storage(world):
+def test_identity_detects_an_answer_with_another_storage_id(world):
     outcome = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
     with fails("Identity"):
         world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
 
 
-def test_log_matching_of_two_replicas(world):
+def test_log_matching_detects_two_chains_of_one_session(world):
     one = entry(world)
     world.checks.replicas._chain_of[one.last, one.session_id] = b"another"
     with fails("LogMatching"):
         world.works(*append(world, one))
 
 
-def test_log_matching_of_records_that_were_never_written(world):
+def test_log_matching_detects_records_that_were_never_written(world):
     with fails("LogMatching"):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
 
-def test_log_matching_of_records_with_their_requests(world):
+def test_log_matching_detects_a_record_that_differs_from_its_request(world):
     record = world.history.records[-1]
     operation = world.last_operation()
     assert data_in(record) == operation.data
@@ -480,14 +480,14 @@ def rot(world):
     world.storage.disk.flip(path, 128 + 30)
 
 
-def test_fixed_at_the_end():
+def test_fixed_detects_rot_at_the_end():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
         world.checks.at_end()
 
 
-def test_fixed_at_intervals(world):
+def test_fixed_detects_rot_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.check_log_state(world.storage, log)
@@ -520,27 +520,27 @@ class SessionSettled:
         )
 
 
-def test_outcome_truth_of_a_commit(world):
+def test_outcome_truth_detects_a_false_commit(world):
     outcome = SessionSettled(world, reason=m.Reason.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_loss(world):
+def test_outcome_truth_detects_a_false_loss(world):
     outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_definite_failure(world):
+def test_outcome_truth_detects_a_false_failure(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
         world.checks.outcomes._in_the_log(world.history.last)
 
 
-def test_outcome_truth_of_being_ahead(world):
+def test_outcome_truth_detects_a_false_ahead(world):
     outcome = SessionSettled(world, reason=m.Reason.AHEAD)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
@@ -549,7 +549,7 @@ def test_outcome_truth_of_being_ahead(world):
     world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_rejection(world):
+def test_outcome_truth_detects_a_false_rejection(world):
     outcome = SessionSettled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
     effect = client_events.SubmissionRejected(outcome.submission.token, Unreachable("never sent"))
@@ -566,13 +566,13 @@ def test_a_rejection_names_what_is_final(world):
         world.answer(replace(answer, high_water_mark=world.history.last))
 
 
-def test_at_most_once_by_the_request(world):
+def test_at_most_once_detects_a_request_id_that_is_in_the_log_twice(world):
     node = world.history.nodes[world.history.chains[world.history.last]]
     with fails("AtMostOnce"):
         world.history._grow(node)
 
 
-def test_at_most_once_by_the_operation(world):
+def test_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
     operation = world.last_operation()
     operation.transaction_id = 1
     with fails("AtMostOnce"):
@@ -584,20 +584,20 @@ def fed(world, first, count, *, skip=0):
     return client_events.FeedAdvanced(first, count, headers)
 
 
-def test_dense(world):
+def test_dense_detects_a_gap_in_a_feed(world):
     world.client.fed = 3
     world.checks.fed(world.client, fed(world, 4, 2))
     with fails("Dense"):
         world.checks.fed(world.client, fed(world, 5, 2))
 
 
-def test_client_prefix(world):
+def test_client_prefix_detects_wrong_headers_in_a_feed(world):
     world.client.fed = 3
     with fails("ClientPrefix"):
         world.checks.fed(world.client, fed(world, 4, 2, skip=1))
 
 
-def test_hwm_mono_of_a_client(world):
+def test_hwm_mono_detects_a_wrong_mark_of_a_client(world):
     world.checks.mark_moved(world.client, world.history.last)
     with fails("HwmMono"):
         world.checks.mark_moved(world.client, world.history.last - 1)
@@ -605,7 +605,7 @@ def test_hwm_mono_of_a_client(world):
         world.checks.mark_moved(world.client, world.history.last + 1)
 
 
-def test_hwm_mono_of_a_connection(world):
+def test_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
     world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last))
     with fails("HwmMono"):
         world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last - 1))
@@ -670,21 +670,21 @@ def test_nothing_overtakes_a_lost_row(world, loss):
 # 16, 17, 18, 19: locks
 
 
-def test_not_ahead_at_admission(world):
+def test_not_ahead_detects_a_mark_above_the_log_at_admission(world):
     node = next(reversed(world.history.nodes.values()))
     world.history.operations[node.rows[0].number].mark = world.history.last + 1
     with fails("NotAhead"):
         world.checks.outcomes.submitted(node.chain)
 
 
-def test_not_ahead_in_the_log(world):
+def test_not_ahead_detects_a_committed_row_with_a_mark_that_is_not_below_it(world):
     operation = world.last_operation()
     operation.mark, operation.write, operation.read = world.history.last, (), ()
     with fails("NotAhead"):
         world.checks.outcomes._in_the_log(world.history.last)
 
 
-def test_lock_serial(world):
+def test_lock_serial_detects_a_committed_conflict(world):
     operation = world.last_operation()
     world.checks.locking._writers[99] = [world.history.last - 1]
     operation.mark, operation.read = world.history.last - 2, (99,)
@@ -704,7 +704,7 @@ def follower_behind_a_writer(world):
     return node.chain, operation, (history.last - 1, history.log[-2].key)
 
 
-def test_followed_by_a_client_that_did_not_get_all_predecessors(world):
+def test_followed_detects_a_predecessor_that_the_client_did_not_get(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
@@ -712,7 +712,7 @@ def test_followed_by_a_client_that_did_not_get_all_predecessors(world):
     world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
-def test_followed_by_a_client_that_got_another_predecessor(world):
+def test_followed_detects_a_wrong_predecessor(world):
     chain, operation, (position, _) = follower_behind_a_writer(world)
     operation.followed = ((position, (9, 9)),)
     with fails("Followed"):
@@ -731,7 +731,7 @@ def checked(ledger, number, mark, *things):
         ((RowKind.GUARD, 0, 1), (RowKind.GUARD, 1, 0)),
     ],
 )
-def test_serializable(first, second):
+def test_serializable_detects_a_transaction_that_has_not_seen_an_earlier_one(first, second):
     """Two deals computed at one mark: the second has not seen what the first has done."""
     ledger = Ledger()
     one, other = checked(ledger, 5, -1, *first), checked(ledger, 6, -1, *second)
@@ -743,16 +743,16 @@ def test_serializable(first, second):
     assert ledger.checked_count == 2
 
 
-def test_serializable_by_invariants_of_any_order():
+def test_serializable_detects_broken_invariants_in_any_order():
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
-    ledger._thing(RowKind.TRANSFER, 0).values[-1] += 1
+    ledger._versions_of(RowKind.TRANSFER, 0).values[-1] += 1
     with fails("Serializable"):
         ledger.audit()
     ledger = Ledger()
     ledger.take(0, checked(ledger, 5, -1, RowKind.GUARD, 0, 1))
-    ledger._thing(RowKind.GUARD, 1).values[-1] = 0
+    ledger._versions_of(RowKind.GUARD, 1).values[-1] = 0
     with fails("Serializable"):
         ledger.audit()
 
@@ -761,7 +761,7 @@ def test_serializable_is_replayed_from_a_disk():
     world = World(is_over=True)
     taken = list(world.checks.replicas.data_on(world.storage))
     assert taken == [data_in(record) for record in world.history.records]
-    assert world.checks.counts["deals"] > 10
+    assert world.checks.counts["checked transactions"] > 10
 
 
 def written_lock(world):
@@ -770,7 +770,7 @@ def written_lock(world):
     )
 
 
-def test_lock_bound(world):
+def test_lock_bound_detects_a_lock_below_its_writer(world):
     lock = written_lock(world)
     world.checks.locking.check_lock(world.owner, lock)
     world.owner.partition.pipeline._table = LockTable(1009, -1)
@@ -778,7 +778,7 @@ def test_lock_bound(world):
         world.checks.locking.check_lock(world.owner, lock)
 
 
-def test_reserve_held(world):
+def test_reserve_held_detects_entries_above_the_last_assigned_id(world):
     world.checks.locking.check_table(world.owner)
     world.owner.partition.pipeline._table.reset(world.history.last + 1_000)
     with fails("ReserveHeld"):
@@ -800,7 +800,7 @@ def changed(world, **states):
     return replace(metadata, states=now)
 
 
-def test_meta_shape_of_a_claim(world):
+def test_meta_shape_detects_a_wrong_claim(world):
     metadata = world.coordinator.metadata
     for session, nonce in ((metadata.session_id + 2, b"1"), (metadata.session_id + 1, world.nonce)):
         with fails("MetaShape"):
@@ -809,13 +809,13 @@ def test_meta_shape_of_a_claim(world):
         world.writes(replace(changed(world, s0=ReplicaState(0, 3)), session_id=1), b"2")
 
 
-def test_meta_shape_of_the_version(world):
+def test_meta_shape_detects_a_wrong_version(world):
     world.coordinator.metadata_version += 1
     with fails("MetaShape"):
         world.writes(world.coordinator.metadata)
 
 
-def test_meta_shape_of_an_engaged_replica(world):
+def test_meta_shape_detects_a_wrong_state_of_an_engaged_replica(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
         world.writes(changed(world, s0=closed, s1=closed))
@@ -825,7 +825,7 @@ def test_meta_shape_of_an_engaged_replica(world):
         world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
-def test_meta_shape_of_a_closed_replica(world):
+def test_meta_shape_detects_a_wrong_state_of_a_closed_replica(world):
     with fails("MetaShape"):
         world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
@@ -870,7 +870,7 @@ def test_no_rot_served_by_a_storage(world, form):
         world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_no_rot_served_of_a_batch_that_was_never_written(world):
+def test_no_rot_served_as_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.works(m.LineageRequest, 0, 1, outcome=outcome)
@@ -920,14 +920,14 @@ def test_no_rot_served_in_a_single_transaction(world):
 # 25, 26, 27: the end, the bounds, and what must have happened
 
 
-def test_converged_a_replica_with_another_end():
+def test_converged_detects_a_replica_with_another_end():
     world = World(is_over=True)
     world.history.log.append(world.history.log[-1])
     with fails("Converged"):
         world.checks.at_end()
 
 
-def test_converged_a_suspect_replica():
+def test_converged_detects_a_suspect_replica():
     world = World(is_over=True)
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, suspect=True)
@@ -935,7 +935,7 @@ def test_converged_a_suspect_replica():
         world.checks.at_end()
 
 
-def test_converged_an_application_that_was_never_reported():
+def test_converged_detects_an_append_without_an_outcome():
     world = World(is_over=True)
     world.checks.at_end()
     world.last_operation().outcome = ""
@@ -943,7 +943,7 @@ def test_converged_an_application_that_was_never_reported():
         world.checks.at_end()
 
 
-def test_converged_a_feed_that_is_not_at_its_end():
+def test_converged_detects_a_feed_that_is_not_at_its_end():
     world = World(is_over=True)
     world.checks.client_follows(world.client)
     world.client.fed = world.history.last - 1
@@ -952,12 +952,12 @@ def test_converged_a_feed_that_is_not_at_its_end():
         world.checks.at_end()
 
 
-def test_converged_a_stream_that_has_ended(world):
+def test_converged_detects_a_stream_that_has_ended(world):
     with fails("ClientStopped"):
         world.checks.client_stopped(world.client, ClientAhead("the log is gone"))
 
 
-def test_bounded_tries(world):
+def test_bounded_detects_too_many_tries(world):
     for _ in range(DIALS_MAX - 1):
         world.checks.dialed("one", "another")
     world.cluster.world.now_us += 500 * MS
@@ -971,7 +971,7 @@ def test_bounded_tries(world):
             world.performs(session_events.ReadMetadata(1))
 
 
-def test_bounded_lag(world):
+def test_bounded_detects_too_much_lag(world):
     one = entry(world, NO_SESSION)
     limit = world.cluster.store_limits.lag_bytes_max
     with fails("Bounded"):
@@ -985,15 +985,15 @@ def test_bounded_lag(world):
 
 
 @pytest.mark.parametrize("field", ["queue_bytes_max", "in_flight_bytes_max", "fetches_max"])
-def test_bounded_queues(world, field):
+def test_bounded_detects_too_large_queues(world, field):
     limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "fetches_max": 2}
     world.cluster.limits = SimpleNamespace(**{**limits, field: -10})
     with fails("Bounded"):
         world.checks.bounds.stepped(world.owner)
 
 
-def test_bounded_queue_of_a_storage(world):
-    world.storage.service.queued_bytes = 1 << 20
+def test_bounded_detects_a_too_large_queue_of_a_storage(world):
+    world.storage.service.queue_limits.owner_bytes = 1 << 20
     with fails("Bounded"):
         world.works(m.Heartbeat)
 
@@ -1077,7 +1077,7 @@ def test_nothing_in_the_archive_is_overwritten(archived):
 
 
 @pytest.mark.parametrize("fields", [{"last": 0}, {"first": -1}])
-def test_archive_mono(archived, fields):
+def test_archive_mono_detects_an_archived_mark_that_decreases(archived, fields):
     with fails("ArchiveMono"):
         records(archived, **fields)
 
@@ -1101,7 +1101,7 @@ def test_only_the_log_is_archived(archived):
 
 
 @pytest.mark.parametrize("bound", ["recorded", "confirmed", "chain"])
-def test_start_bound(archived, bound):
+def test_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived, bound):
     storage = next(
         each for each in archived.cluster.storages.values() if each.log.start.transaction_id >= 0
     )
@@ -1268,12 +1268,12 @@ def test_a_replica_that_no_session_needs_may_lose_what_is_archived(world):
     assert not checks.replicas._holds[storage.name]
 
 
-def test_sometimes():
+def test_states_that_were_never_reached_are_listed():
     counts = dict.fromkeys(SOMETIMES, 1)
     assert never(counts) == []
-    del counts["late join"]
+    del counts["replica joined an open session"]
     counts["NO_SPACE"] = 0
-    assert never(counts) == ["late join", "NO_SPACE"]
+    assert never(counts) == ["replica joined an open session", "NO_SPACE"]
 
 
 def test_checkers_change_nothing():

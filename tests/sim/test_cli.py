@@ -68,7 +68,7 @@ def test_a_schedule_is_replayed_with_its_trace(capsys, tmp_path):
     assert outcome["trace"] in last
 
 
-def test_a_few_seeds(capsys, tmp_path):
+def test_a_few_seeds_are_run_and_reported(capsys, tmp_path):
     report = tmp_path / "build" / "report.md"
     words = ["--seeds", "2", "--first", "3", "--jobs", "1", "--json"]
     assert main([*words, "--report", str(report)]) == 0

@@ -21,7 +21,7 @@ def test_contexts_commit_what_they_decide_by_their_view():
     assert found.is_good, found.text
     assert found.counts["feed unsubscribed"] > 2
     assert found.counts["context client restarted"] > 0
-    assert found.counts["deals"] > 50
+    assert found.counts["checked transactions"] > 50
 
 
 def test_a_claim_beyond_the_view_is_found():

@@ -31,7 +31,7 @@ def everything(seeds):
     return Coverage(seeds=seeds, counts=Counter(dict.fromkeys(names, 1)))
 
 
-def test_runs_add_up():
+def test_the_counts_of_runs_are_added():
     first = covered([verdict(1, fed=2), verdict(2, "Fork", fed=1)])
     second = covered([verdict(0, "Dense")])
     first.merge(second)

@@ -127,7 +127,7 @@ def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_n
 # ---- disks
 
 
-def test_a_disk_that_returns_old_is_filled_up_again():
+def test_a_disk_that_was_rolled_back_is_repaired():
     cluster = cluster_of()
     storage = cluster.storages[A]
     assert disk_faults.take_snapshot(cluster, Chosen())
@@ -137,7 +137,7 @@ def test_a_disk_that_returns_old_is_filled_up_again():
     assert disk_faults.roll_back_disk(cluster, Chosen())
     assert cluster.world.run(3_000 * MS, until=lambda: storage.log is not None)
     assert cluster.checks.counts["rolled back"] == 1
-    assert healed(cluster)["U>0"] >= 1
+    assert healed(cluster)["recovery decided without some replicas"] >= 1
     assert storage.log.max_id > old
 
 
@@ -383,7 +383,7 @@ def test_two_owners_compete_and_one_wins():
         cluster.world.run(300 * MS)
     assert struck > 5
     counts = healed(cluster)
-    assert counts["nonce mismatch"] > 0
+    assert counts["two owners claimed one session"] > 0
 
 
 def test_a_hanging_server_loses_its_session_and_the_partition_moves():

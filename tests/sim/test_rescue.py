@@ -69,7 +69,7 @@ def lost_end():
     return cluster
 
 
-def test_a_log_that_lacks_something_is_not_marked_before_zookeeper_is_written():
+def test_an_incomplete_log_is_not_marked_before_zookeeper_is_written():
     cluster = lost_end()
     assert accept(cluster, A) is None
     assert cluster.storages[A].log.suspect
@@ -77,7 +77,7 @@ def test_a_log_that_lacks_something_is_not_marked_before_zookeeper_is_written():
     healed(cluster)
 
 
-def test_the_old_order_opens_a_partition_without_what_was_acknowledged():
+def test_the_former_order_of_writes_opens_a_partition_without_acknowledged_rows():
     with broken(marked_before_zookeeper.__name__):
         cluster = lost_end()
         assert accept(cluster, A) is None

@@ -77,7 +77,7 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
         "session closed",
         "reported LOST",
         "reported unknown",
-        "doubt in the log",
+        "unacknowledged rows kept by a recovery",
     )
     assert {name: verdict.counts[name] for name in unwanted} == dict.fromkeys(unwanted, 0)
     assert verdict.counts["session opened"] >= 1
@@ -177,7 +177,7 @@ def test_a_blocked_direction_is_detected_late(two):
     assert min(each.at_us for each in two.answered) - began_us >= 200_000
 
 
-class TestOutliving:
+class TestAbandonedLinks:
     """What was sent arrives when its sender has closed the link, and opened another one."""
 
     def held(self, two):
@@ -189,7 +189,7 @@ class TestOutliving:
 
     def test_held_messages_arrive_in_order_after_the_next_link_opened(self, two):
         late, old = self.held(two), two.link
-        two.network.give_up(old, "abandoned")
+        two.network.abandon(old, "abandoned")
         assert two.outcome("near") == ["abandoned"]
         two.dial()
         two.send(NEAR, 3)
@@ -208,7 +208,7 @@ class TestOutliving:
         late = self.held(two)
         two.send(FAR, 8)
         two.world.run(1_000_000)
-        two.network.give_up(two.link, "abandoned")
+        two.network.abandon(two.link, "abandoned")
         two.send(FAR, 9)
         two.network.release(two.link, "abandoned")
         two.world.run(1_000_000)
@@ -228,7 +228,7 @@ class TestOutliving:
     def test_a_repaired_network_delivers_at_once(self, two):
         late = self.held(two)
         two.network.repair()
-        two.network.give_up(two.link, "later")
+        two.network.abandon(two.link, "later")
         two.world.run(10_000)
         two.network.release(two.link, "later")
         two.world.run(1_000_000)
@@ -258,7 +258,7 @@ class TestOutliving:
 
     def test_messages_to_a_closed_end_do_not_count_as_late(self, two):
         late = self.held(two)
-        two.network.give_up(two.link, "abandoned")
+        two.network.abandon(two.link, "abandoned")
         two.far.die()
         two.network.died(two.far, is_silent=False)
         two.network.release(two.link, "abandoned")

@@ -139,7 +139,7 @@ def test_every_row_of_a_table_is_read_back(
     assert_df_equality(back, table, ignore_row_order=True, ignore_nullable=True)
 
 
-def test_payloads_that_cannot_be_unpacked(
+def test_a_payload_that_cannot_be_unpacked_is_an_error_or_null(
     spark: SparkSession, connect: str, marks: dict[int, int]
 ) -> None:
     with WaltzClient(connect) as client:
@@ -160,7 +160,9 @@ def test_payloads_that_cannot_be_unpacked(
     ]
 
 
-def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
     snapshot = waltz_spark.snapshot(spark, connect)
     count = snapshot.read().count()
     assert count == sum(mark + 1 for mark in snapshot.high_water_marks.values())
@@ -257,7 +259,9 @@ def test_a_named_write_is_written_once(
     assert found == Counter(dict.fromkeys(range(400), 1))
 
 
-def test_sql(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+def test_views_and_inserts_of_sql_work_over_connect(
+    spark: SparkSession, connect: str, marks: dict[int, int]
+) -> None:
     base = f"connect '{connect}', columns 'partition,data'"
     for name, options in (
         ("log_in", base),
@@ -276,7 +280,7 @@ def finished(query: StreamingQuery) -> StreamingQuery:
     return query
 
 
-def test_streams_in_and_out(
+def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     """From the log into files and on from the checkpoint; from files into the log, once."""

@@ -15,7 +15,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
-from waltz_spark.option_table import Use
+from waltz_spark.option_table import OptionUse
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import close_clients
 
@@ -42,7 +42,7 @@ class Archived(NamedTuple):
         return {"connect": self.cluster.connect, "archive": self.url}
 
     def reader(self, columns: str) -> WaltzBatchReader:
-        options = parse_read({**self.options, "columns": columns}, Use.BATCH)
+        options = parse_read({**self.options, "columns": columns}, OptionUse.BATCH)
         schema = StructType([StructField(each, TYPES[each]) for each in options.columns])
         return WaltzBatchReader(options, schema)
 

@@ -55,7 +55,7 @@ def test_every_row_of_a_table_is_read_back(
     assert_df_equality(back.load(connect), table, ignore_row_order=True, ignore_nullable=True)
 
 
-def test_raw_columns(spark: SparkSession, connect: str) -> None:
+def test_raw_columns_are_written_and_read_back(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
     rows = [(0, 5, "a"), (1, None, "b"), (0, -7, "c")]
     table = spark.createDataFrame(rows, "partition int, header int, data string").coalesce(1)
@@ -78,7 +78,9 @@ def test_raw_columns(spark: SparkSession, connect: str) -> None:
     assert all(row.commit_time is not None for row in found.collect())
 
 
-def test_ranges_partitions_headers_and_columns(spark: SparkSession, connect: str) -> None:
+def test_options_select_ranges_partitions_headers_and_columns(
+    spark: SparkSession, connect: str
+) -> None:
     before = marks_of(spark, connect)
     table = spark.range(1000).selectExpr(
         "2 AS partition", "CAST(id % 3 AS int) AS header", "CAST(id AS string) AS data"
@@ -139,7 +141,9 @@ def dispatches(spark: SparkSession, writer_name: str, first: int, last: int) -> 
 
 
 @pytest.mark.core
-def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
+def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
+    spark: SparkSession, connect: str
+) -> None:
     marks = marks_of(spark, connect)
     first = waltz_spark.append(
         dispatches(spark, "anna", 0, 39), connect, high_water_marks=marks, dataFormat="msgpack"

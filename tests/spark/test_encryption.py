@@ -126,7 +126,7 @@ def test_a_read_needs_its_keys_in_tasks_only(
     assert wrong.option("columns", "header").load(connect).count() == 2  # no payload, no key
 
 
-def test_the_snippet_of_the_page(spark: SparkSession, connect: str, directory: Path) -> None:
+def test_the_snippet_of_the_page_works(spark: SparkSession, connect: str, directory: Path) -> None:
     page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(
         r"^```python\n(payments = spark.*?)^```$", page, re.MULTILINE | re.DOTALL

@@ -54,7 +54,9 @@ def planned(connect: str, schema: StructType = LOG, **options: str) -> None:
         ),
     ],
 )
-def test_wrong_read_options(connect: str, options: dict[str, str], sentence: str) -> None:
+def test_wrong_read_options_are_reported(
+    connect: str, options: dict[str, str], sentence: str
+) -> None:
     with pytest.raises(errors.WaltzError, match=sentence):
         planned(connect, **options)
 
@@ -131,7 +133,7 @@ def test_an_error_is_shown_without_a_stack_and_with_its_class(
         ("data", BinaryType(), {"dataFormat": "msgpack"}, "needs a schema with the payload's col"),
     ],
 )
-def test_wrong_schemas(
+def test_wrong_schemas_are_reported(
     connect: str, name: str, kind: DataType, options: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(errors.BadRequest, match=sentence):
@@ -145,7 +147,9 @@ def test_a_duplicate_column_is_reported(spark: SparkSession, connect: str) -> No
 
 
 @pytest.mark.parametrize("place", ["nowhere://there/is", "/proc/nothing/of/ours"])
-def test_results_without_a_shared_directory(spark: SparkSession, connect: str, place: str) -> None:
+def test_a_results_path_that_cannot_be_used_is_reported(
+    spark: SparkSession, connect: str, place: str
+) -> None:
     with pytest.raises(AnalysisException, match="option 'resultsPath': cannot use") as failed:
         rows(spark).write.format("waltz").mode("append").option("resultsPath", place).save(connect)
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadConfig)
@@ -160,7 +164,7 @@ def test_other_modes_are_rejected_before_anything_runs(spark: SparkSession, conn
             rows(spark).write.format("waltz").mode(mode).save(connect)
 
 
-def test_a_list_of_clusters(spark: SparkSession, connect: str) -> None:
+def test_a_read_from_a_list_of_clusters_is_rejected(spark: SparkSession, connect: str) -> None:
     with pytest.raises(AnalysisException, match="a read is from one cluster"):
         spark.read.format("waltz").load([connect, connect]).count()
 

@@ -24,7 +24,7 @@ def test_a_lock_column_equals_the_lock_of_the_client(spark: SparkSession) -> Non
         ]
 
 
-def test_narrow_integers(spark: SparkSession) -> None:
+def test_narrow_integers_have_the_lock_of_their_value(spark: SparkSession) -> None:
     kinds = ("tinyint", "smallint", "int")
     casts = ", ".join(f"CAST(v AS {kind}) AS {kind}" for kind in kinds)
     table = spark.sql(f"SELECT {casts} FROM VALUES (0), (1), (-5) AS t(v)")
@@ -45,7 +45,7 @@ def test_another_type_of_key_is_rejected(spark: SparkSession) -> None:
         table.select(lock("account", "key")).collect()
 
 
-def test_the_partition_of_a_hash(spark: SparkSession) -> None:
+def test_the_partition_of_a_hash_is_that_of_the_client(spark: SparkSession) -> None:
     hashes = [0, 1, -1, 2**31 - 1, -(2**31), *[client_lock("k", n) for n in range(50)]]
     table = spark.createDataFrame([(h,) for h in hashes], "h int")
     counts = (1, 3, 4, 1000)

@@ -21,7 +21,14 @@ from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch_write import DAY_MS, Named, WaltzBatchWriter, finish, forget, new_job
+from waltz_spark.writer.batch_write import (
+    DAY_MS,
+    NamedWrite,
+    WaltzBatchWriter,
+    finish,
+    forget,
+    new_job,
+)
 from waltz_spark.writer.task import Job, TaskResult
 
 pytestmark = pytest.mark.spark
@@ -72,7 +79,7 @@ class Write:
 
     def finish(self, job: Job, *tasks: TaskResult) -> None:
         """Commit a run, as the driver does."""
-        finish(job, tasks, Named(self.name, 7))
+        finish(job, tasks, NamedWrite(self.name, 7))
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""
@@ -371,7 +378,7 @@ def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
     assert write.in_log() == Counter(rows)
 
 
-def test_results_without_columns_of_the_input(connect: str, tmp_path: Path) -> None:
+def test_results_may_have_no_columns_of_the_input(connect: str, tmp_path: Path) -> None:
     write = Write(connect, "t-results", resultsPath=str(tmp_path), batchSize="1")
     schema = StructType([StructField("data", BinaryType())])
     job = write.job_of(schema)
@@ -419,7 +426,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))
 
 
-def test_a_server_that_dies_between_two_attempts(
+def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
     write: Write, cluster: waltz_core.local.LocalCluster
 ) -> None:
     """The next owner has forgotten the fenced attempt; the generation and the node record it."""

@@ -30,7 +30,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.client.links.connections import ServerLink
 from waltz_core.local import LocalCluster
 from waltz_spark.datasource.batch_read import WaltzBatchReader
-from waltz_spark.option_table import Use
+from waltz_spark.option_table import OptionUse
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import close_client
 
@@ -88,7 +88,7 @@ def zookeeper_packets(cluster: LocalCluster) -> int:
 
 
 def planned(cluster: LocalCluster, **options: str) -> WaltzBatchReader:
-    read = parse_read({"connect": cluster.connect, **options}, Use.BATCH)
+    read = parse_read({"connect": cluster.connect, **options}, OptionUse.BATCH)
     return WaltzBatchReader(read, StructType().add("transaction_id", LongType()))
 
 

@@ -80,7 +80,7 @@ def rows(spark: SparkSession, item: int) -> DataFrame:
     return order.withColumn("write_locks", F.array(lock("item", F.col("item"))))
 
 
-def test_the_snippet_of_the_readme(own: SparkSession, connect: str) -> None:
+def test_the_snippet_of_the_readme_works(own: SparkSession, connect: str) -> None:
     (snippet,) = snippets("README.md")
     names = Reader(own, connect, "README.md").run(
         snippet,
@@ -92,7 +92,7 @@ def test_the_snippet_of_the_readme(own: SparkSession, connect: str) -> None:
 
 
 @needs_pyspark(4, 2, "there is no lag")
-def test_the_snippets_of_the_spark_page(
+def test_the_snippets_of_the_spark_page_work(
     own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The last one needs a server of Spark Connect; test_connect.py opens such sessions.

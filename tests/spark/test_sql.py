@@ -65,7 +65,9 @@ def marks(spark: SparkSession, connect: str) -> dict[int, int]:
 
 
 @needs_pyspark(4, 1, "an INSERT names all columns")
-def test_every_statement_of_the_docs(sql: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_every_statement_of_the_docs_works_or_is_rejected_as_documented(
+    sql: SparkSession, connect: str, tmp_path: Path
+) -> None:
     def here(text: str) -> str:
         text = text.replace("zk1:2181/waltz/payments", connect)
         return text.replace("/results/accounts", str(tmp_path / "results"))
@@ -122,7 +124,7 @@ def test_a_view_with_columns_is_joined_with_a_table(
     assert [tuple(row) for row in found.collect()] == [(2, 180), (4, 9)]
 
 
-def test_locks_of_an_insert(
+def test_an_insert_with_locks_is_rejected_after_a_conflict(
     sql: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
     columns = "(data STRING, write_locks ARRAY<INT>)"

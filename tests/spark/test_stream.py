@@ -16,7 +16,7 @@ from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark import LagListener, lag_of
-from waltz_spark.option_table import Use
+from waltz_spark.option_table import OptionUse
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
 
@@ -182,7 +182,9 @@ def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
         spark.streams.removeListener(listener)
 
 
-def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
+def test_a_start_by_time_reads_from_the_first_later_transaction(
+    spark: SparkSession, connect: str
+) -> None:
     append(connect, 5, partition=3, tag="old")
     rows = spark.read.format("waltz").option("partitions", 3).load(connect)
     last = rows.orderBy("transaction_id", ascending=False).first()
@@ -220,7 +222,7 @@ def test_a_wrong_option_is_reported_before_anything_runs(
 ) -> None:
     for options, sentence in WRONG:
         with pytest.raises(BadConfig, match=sentence):
-            parse_read({"connect": connect, **options}, Use.STREAM)
+            parse_read({"connect": connect, **options}, OptionUse.STREAM)
     options, sentence = WRONG[0]
     with pytest.raises(Exception, match=sentence) as failed:
         finished(into_files(stream(spark, connect, **options), tmp_path))

@@ -112,7 +112,9 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
     assert place.in_log() == once(1)
 
 
-def test_a_micro_batch_whose_tasks_are_done_but_which_was_not_committed(place: Place) -> None:
+def test_a_micro_batch_that_was_written_but_not_committed_is_not_written_again(
+    place: Place,
+) -> None:
     """The driver dies between the tasks and our commit; the next one finds all rows there."""
 
     class Dies(WaltzDataSource):
@@ -158,7 +160,7 @@ def test_each_micro_batch_has_its_own_results(place: Place, tmp_path: Path) -> N
         )
 
 
-def test_foreach_batch_with_a_name_and_a_number(place: Place) -> None:
+def test_foreach_batch_with_a_name_and_a_number_is_written_once(place: Place) -> None:
     def write(table: DataFrame, number: int) -> None:
         options = {"writeId": "foreach-test", "batchId": str(number)}
         table.write.format("waltz").mode("append").options(**options).save(place.connect)

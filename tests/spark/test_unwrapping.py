@@ -43,7 +43,7 @@ def is_one_sentence(error: BaseException) -> bool:
     return shown == [last] and "\n" not in str(error) and "\tat org.apache" not in str(error)
 
 
-def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
+def test_a_wrong_option_is_raised_as_a_waltz_error(spark: SparkSession, connect: str) -> None:
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMark="x")
     assert str(caught.value) == (
@@ -67,7 +67,7 @@ def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -
     assert (type(again), str(again)) == (errors.BadConfig, str(caught.value))
 
 
-def test_a_rejected_row(spark: SparkSession, connect: str) -> None:
+def test_a_rejected_row_is_raised_as_a_waltz_error(spark: SparkSession, connect: str) -> None:
     marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
     begun = json.dumps({str(partition): mark for partition, mark in marks.items()})
@@ -77,7 +77,7 @@ def test_a_rejected_row(spark: SparkSession, connect: str) -> None:
     assert is_one_sentence(caught.value)
 
 
-def test_no_zookeeper(spark: SparkSession) -> None:
+def test_a_missing_zookeeper_is_raised_as_a_waltz_error(spark: SparkSession) -> None:
     with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered") as caught:
         write(locked(spark, 2), UNREACHABLE)
     assert is_one_sentence(caught.value)
@@ -101,7 +101,9 @@ def test_every_action_raises_the_same_error(spark: SparkSession, connect: str) -
         assert "\tat " not in str(caught.value.__cause__)
 
 
-def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+def test_an_error_of_a_stream_is_raised_as_a_waltz_error(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
     spark.range(1).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))

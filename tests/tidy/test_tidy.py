@@ -67,8 +67,8 @@ LIBRARY_FILES = {
     "nats": ("waltz_bench/compared/nats_peer.py",),
     "msgpack": (
         "waltz_core/client/model/serializers.py",
+        "waltz_core/records/unpacking.py",
         "waltz_spark/rows.py",
-        "waltz_spark/unpacking.py",
     ),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local/local_cluster.py", "waltz_bench/measuring.py"),
@@ -84,7 +84,11 @@ ARROW_FILES = (
     "waltz_core/encryption/envelopes.py",
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
+    "waltz_core/records/payload_types.py",
+    "waltz_core/records/unpacking.py",
+    "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
+    "waltz_core/cli/client/client_export.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.

@@ -19,8 +19,8 @@ from waltz_core.metrics import (
     serve_pages,
 )
 
-WELL = Health(is_healthy=True, details={"partitions": [0, 1]})
-ILL = Health(is_healthy=False, details={"reason": "no quorum"})
+HEALTHY = Health(is_healthy=True, details={"partitions": [0, 1]})
+UNHEALTHY = Health(is_healthy=False, details={"reason": "no quorum"})
 
 
 def test_metric_names_have_their_prefix_and_unit():
@@ -126,7 +126,7 @@ def test_two_daemons_in_one_process_do_not_mix():
     assert second.value("waltz_server_partitions") == 0
 
 
-def test_process_figures_come_when_requested():
+def test_the_metrics_of_the_process_are_optional():
     assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
     assert b"process_cpu_seconds_total" not in Metrics("server").page()
 
@@ -135,11 +135,11 @@ def test_process_figures_come_when_requested():
 
 
 async def well():
-    return WELL
+    return HEALTHY
 
 
 async def ill():
-    return ILL
+    return UNHEALTHY
 
 
 def served(scenario, health=well):
@@ -176,7 +176,7 @@ def get(path, health=well):
     )
 
 
-def test_ping_and_metrics():
+def test_the_pages_ping_and_metrics_are_served():
     assert get("/ping") == ("HTTP/1.1 200 OK", b"pong\n")
     status, body = get("/metrics?name=x")
     assert status == "HTTP/1.1 200 OK"
@@ -193,7 +193,7 @@ def test_a_port_in_use_is_named():
     assert served(taken)
 
 
-def test_health_is_yes_or_no_with_the_reason():
+def test_health_has_a_status_and_a_reason():
     status, body = get("/health")
     assert (status, json.loads(body)) == (
         "HTTP/1.1 200 OK",
@@ -238,7 +238,7 @@ def test_many_connections_get_no_more_than_the_limit():
 
 
 def test_a_page_that_fails_ends_neither_the_server_nor_the_next_page(caplog):
-    answers = iter([RuntimeError("broken"), WELL])
+    answers = iter([RuntimeError("broken"), HEALTHY])
 
     async def health():
         answer = next(answers)

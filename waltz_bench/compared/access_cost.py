@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,27 +92,46 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
 
 @contextmanager
 def _running(tls: Path, access: str) -> Iterator[_Side]:
-    """Run a temporary cluster; with `access` "on" its permissions exist before its daemons."""
+    """Run one of the clusters."""
+    with permitted(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
+        yield _Side(cluster, connects[_CLIENT])
+
+
+@contextmanager
+def permitted(
+    tls: Path,
+    access: str,
+    limits: Mapping[str, PrincipalLimits],
+    others: Mapping[str, object] | None = None,
+) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
+    """Run a temporary cluster; its permissions exist before its daemons.
+
+    Yield it, and the connect string of each principal in `limits`: all of them may read and append.
+    `others` are further settings of all daemons.
+    """
     # No certificate has a name of this kind: so the daemons have no other principal.
-    settings: dict[str, object] = {"access": access, "principal_pattern": "NONE=(.+)"}
+    settings = {"access": access, "principal_pattern": "NONE=(.+)", **(others or {})}
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
         cluster = LocalCluster(Path(directory) / "cluster", bound=True, tls=tls, settings=kinds)
-        token = Path(directory) / "token"
         try:
             cluster.prepare()
-            secret = secrets.token_bytes(TOKEN_BYTES)
-            token.write_text(secret.hex())
-            asyncio.run(_permit(cluster, secret))
+            known = {name: secrets.token_bytes(TOKEN_BYTES) for name in limits}
+            for name, secret in known.items():
+                (Path(directory) / name).write_text(secret.hex())
+            asyncio.run(_permit(cluster, known, limits))
             cluster.up()
-            yield _Side(cluster, f"{cluster.connect}&token_file={token}")
+            place = f"{cluster.connect}&token_file={directory}"
+            yield cluster, {name: f"{place}/{name}" for name in limits}
         finally:
             if cluster.exists():
                 cluster.down()
 
 
-async def _permit(cluster: LocalCluster, secret: bytes) -> None:
-    """Permit the daemons to replicate, and the client with a token to read and append."""
+async def _permit(
+    cluster: LocalCluster, known: Mapping[str, bytes], limits: Mapping[str, PrincipalLimits]
+) -> None:
+    """Permit the daemons to replicate, and the clients with tokens to read and append."""
     now_ms = time.time_ns() // 1_000_000
     partitions = ((0, cluster.partition_count - 1),)
     permissions = Permissions(
@@ -123,11 +142,17 @@ async def _permit(cluster: LocalCluster, secret: bytes) -> None:
         grants=(
             Grant(ANONYMOUS, False, AccessVerb.READ, None),  # noqa: FBT003 - no group
             Grant(ANONYMOUS, False, AccessVerb.REPLICATE, None),  # noqa: FBT003
-            Grant(_CLIENT, False, AccessVerb.READ, partitions),  # noqa: FBT003
-            Grant(_CLIENT, False, AccessVerb.APPEND, partitions),  # noqa: FBT003
+            *(
+                Grant(name, False, verb, partitions)  # noqa: FBT003
+                for name in limits
+                for verb in (AccessVerb.READ, AccessVerb.APPEND)
+            ),
         ),
-        limits={_CLIENT: _LIMITS},
-        tokens={hash_of(secret): KnownToken("t1", _CLIENT, now_ms + _LATER_MS)},
+        limits=dict(limits),
+        tokens={
+            hash_of(secret): KnownToken(f"t{number}", name, now_ms + _LATER_MS)
+            for number, (name, secret) in enumerate(known.items(), 1)
+        },
     )
     async with zookeeper_session.connected(parse_connect_string(cluster.connect)) as coordinator:
         await coordinator.permissions.create(permissions, Author("bench", now_ms))

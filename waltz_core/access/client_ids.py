@@ -2,6 +2,9 @@
 
 A server stores nothing for an ID that it issues: the proof is valid at every server, and in every
 generation. IDs below `FIRST_ISSUED` are those that clients took from ZooKeeper themselves.
+
+Where the counter of issued IDs begins again, after a rebuild or a restore, the permissions get a
+new key. So proofs of IDs that were issued before do not match IDs that are issued again.
 """
 
 import hmac
@@ -14,6 +17,7 @@ from waltz_core.records.record import ClientId
 FIRST_ISSUED: Final = ClientId(1 << 30)
 NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 PROOF_BYTES: Final = 16
+KEY_BYTES: Final = 32
 # There is no proof: of an ID from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
 _LABEL: Final = b"waltz client id"

@@ -90,7 +90,8 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
     found: dict[AccessVerb, None] = {}
     for word in text.split(","):
         if word.strip() not in known:
-            raise BadConfig(f"expected verbs of {', '.join(known)}, such as read,append: {text!r}")
+            expected = f"expected verbs of {', '.join(known)}, such as read,append"
+            raise BadConfig(f"{expected}, found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
 
@@ -117,9 +118,9 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
     lost = _replicated(before, count) - _replicated(after, count)
     if lost:
         raise BadRequest(
-            f"no principal would have replicate for partitions {ranges_text(ranges_of(lost))}, so "
-            "their servers could not open sessions; nothing was changed. Hint: grant it to another "
-            "principal first, or add --force."
+            "the change would leave no principal with `replicate` for partitions "
+            f"{ranges_text(ranges_of(lost))}, so their servers could not open sessions; nothing "
+            "was changed. Hint: grant it to another principal first, or add --force."
         )
 
 

@@ -38,6 +38,8 @@ OTHER_LABEL: Final = "other"
 # Above this number, quotas of principals without connections are dropped, unless they are in use.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
+# A larger request counts as several rejections: it was received.
+REJECTION_BYTES: Final = 32 * 1024
 # The pause before another connection or feed is tried.
 COUNT_RETRY_MS: Final = 1_000
 # A large request and a small limit give more than the 32 bits of the field in answers.
@@ -111,8 +113,9 @@ class IssuedIdLimit:
         wait_ns = bucket.wait_ns(now_ns)
         if wait_ns:
             raise Overloaded(
-                f"{principal} has got {IDS_AT_ONCE} client IDs and {IDS_PER_S} per second from "
-                "this server. Hint: open fewer clients, or write with fewer tasks.",
+                f"{principal} is over this server's limit of client IDs: {IDS_AT_ONCE} at once, "
+                f"then {IDS_PER_S} per second. Hint: open fewer clients, or write with fewer "
+                "tasks.",
                 -(-wait_ns // 1_000_000),
             )
         bucket.take(1, now_ns)
@@ -186,19 +189,21 @@ class Quota:
         self.usage.delayed += wait_ns > 0
         return wait_ns
 
-    def rejected(self, now_ns: int) -> None:
+    def rejected(self, size_bytes: int, now_ns: int) -> None:
         """Count a rejected request of any kind (rule 4)."""
-        self._rejections.take(1, now_ns)
+        self._rejections.take(1 + size_bytes // REJECTION_BYTES, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
         """Return the time until a connection may be read that has had a rejection (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
-    def sent(self, size_bytes: int, now_ns: int) -> None:
-        """Charge the bytes of a range."""
+    def sent(self, size_bytes: int, now_ns: int) -> int:
+        """Charge the bytes of an answer or a feed; return the time until they are paid for."""
         self.usage.bytes += size_bytes
-        if self._bytes is not None:
-            self._bytes.take(size_bytes, now_ns)
+        if self._bytes is None:
+            return 0
+        self._bytes.take(size_bytes, now_ns)
+        return self._bytes.wait_ns(now_ns)
 
     def _over(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1

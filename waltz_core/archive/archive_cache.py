@@ -21,7 +21,7 @@ READ_AHEADS_MAX: Final = 4
 _Value = TypeVar("_Value")
 
 
-class _Kept(NamedTuple):
+class _CacheEntry(NamedTuple):
     value: object
     byte_count: int
 
@@ -34,7 +34,7 @@ class ArchiveCache:
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the newest use is the last
+        self._kept: OrderedDict[Hashable, _CacheEntry] = OrderedDict()  # the newest use is the last
         self._loads: dict[Hashable, Future[object]] = {}
         self._ahead: set[Hashable] = set()
         self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
@@ -45,15 +45,15 @@ class ArchiveCache:
         Raises:
             WaltzError: that of `load`.
         """
-        mine: Future[object] = Future()
+        own_load: Future[object] = Future()
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
                 self._kept.move_to_end(key)
                 return cast("_Value", kept.value)
-            current = self._loads.setdefault(key, mine)
-        if current is mine:
-            return self._loaded(key, load, mine)
+            current = self._loads.setdefault(key, own_load)
+        if current is own_load:
+            return self._loaded(key, load, own_load)
         return cast("_Value", current.result())  # rule 2
 
     def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
@@ -88,11 +88,11 @@ class ArchiveCache:
             raise
         with self._lock:
             del self._loads[key]
-            self._keep(key, _Kept(value, byte_count))
+            self._keep(key, _CacheEntry(value, byte_count))
         outcome.set_result(value)
         return value
 
-    def _keep(self, key: Hashable, made: _Kept) -> None:
+    def _keep(self, key: Hashable, made: _CacheEntry) -> None:
         if made.byte_count > self.bytes_max:
             return
         self._kept[key] = made

@@ -168,16 +168,16 @@ def _listed(
 
 def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]) -> None:
     """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
-    mine = {name for name in listed if name.rpartition("/")[0] in folders}
-    missing = sorted(mine - {each.name for each in found})
+    own_files = {name for name in listed if name.rpartition("/")[0] in folders}
+    missing = sorted(own_files - {each.name for each in found})
     if missing:
         raise ObjectMissing(
-            f"archive: expected the {len(mine)} files that the manifest lists in "
+            f"archive: expected the {len(own_files)} files that the manifest lists in "
             f"{' and '.join(folders)}, found that {len(missing)} are missing, such as {missing[0]}"
         )
 
 
-class _Head(NamedTuple):
+class _ManifestVersion(NamedTuple):
     """A manifest, complete or not: its session and version are in its name."""
 
     session_id: SessionId
@@ -191,16 +191,16 @@ def _check_versions(found: "list[ListedFile]") -> None:
     for file in found:
         version, origin = version_of(file.name), origin_of(file.name)
         if version is not None and origin is not None:
-            heads.append(_Head(origin.session_id, version, file.name))
-    newest: _Head | None = None  # of all earlier sessions
+            heads.append(_ManifestVersion(origin.session_id, version, file.name))
+    newest: _ManifestVersion | None = None  # of all earlier sessions
     for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
         of_session = list(group)
         if newest is not None and of_session[0].version < newest.version:
             raise BadRequest(
-                f"archive: expected no manifest below version {newest.version} after session "
-                f"{newest.session_id}, which wrote {newest.name}, found {of_session[0].name}: "
-                "ZooKeeper was rolled back, so nothing is deleted: backups may need files that "
-                "ZooKeeper does not record any more. "
+                f"archive: expected a version above {newest.version} (manifest {newest.name} of "
+                f"session {newest.session_id}) from every later session, found "
+                f"{of_session[0].name}: ZooKeeper was rolled back. Nothing is deleted, because "
+                "backups may need files that ZooKeeper does not record any more. "
                 "Hint: docs/archive.md, section 'Garbage, and stores that hang'"
             )
         newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)

@@ -25,7 +25,7 @@ from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import WHICH_CLUSTER, VerbFunction
+from waltz_core.cli.verbs import NO_CLUSTER_SPECIFIED, VerbFunction
 from waltz_core.cluster.change.audit import DONE, AuditEntry
 from waltz_core.cluster.change.changes import Plan
 from waltz_core.cluster.change.storages import Progress
@@ -119,13 +119,13 @@ def with_cluster_argument(function: VerbFunction) -> VerbFunction:
         "--connect",
         envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        help=f"the cluster, as an option [default: ${options.CONNECT_VARIABLE}]",
+        help=f"the connect string, if it is no argument [default:  ${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)
     def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401
         chosen = place or connect
         if chosen is None:
-            raise BadConfig(WHICH_CLUSTER)
+            raise BadConfig(NO_CLUSTER_SPECIFIED)
         own_transport.use_scheme_of(chosen)
         return function(connect=chosen, **words)
 

@@ -16,7 +16,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
 # option -> setting; the directory of a cluster fixes all of them
-FIXED = {
+FIXED_OPTIONS = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",
     "--servers": "server_count",
@@ -32,7 +32,7 @@ _directory = click.option(
 
 def _fixed(function: VerbFunction) -> VerbFunction:
     docs = {each.name: each.metadata["doc"] for each in fields(LocalConfig)}
-    for flag, name in reversed(FIXED.items()):
+    for flag, name in reversed(FIXED_OPTIONS.items()):
         text = f"{docs[name]} [default: {getattr(LocalConfig(), name)}]"
         function = click.option(flag, name, metavar="N", help=text)(function)
     return function
@@ -79,7 +79,7 @@ def up(
         flags["ready_timeout_ms"] = str(round(timeout_s * 1000))
     settings = _settings(directory, config, flags)
     found = settings.config
-    _check_made(LocalCluster(Path(found.directory)), settings)
+    _check_created_with(LocalCluster(Path(found.directory)), settings)
     if archive:
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - loads Arrow
 
@@ -104,14 +104,14 @@ def up(
     return 0
 
 
-def _check_made(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
+def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
     """Raise BadConfig if counts or ports differ from those of the directory's cluster."""
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
     made = {"partition_count": cluster.partition_count, "port_base": cluster.port_base}
     made |= {f"{kind}_count": kinds.count(kind) for kind in ("zookeeper", "storage", "server")}
-    for flag, name in FIXED.items():
+    for flag, name in FIXED_OPTIONS.items():
         found = getattr(settings.config, name)
         origin = settings.origins.get(name)
         if origin and found != made[name]:

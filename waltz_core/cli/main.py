@@ -278,6 +278,9 @@ NOUNS: Mapping[str, NounEntry] = {
                 "watch": "print transactions as they are committed, until interrupted",
                 "high-water-mark": "print the ID of the last transaction",
             },
+            "client.client_export": {
+                "export": "write transactions as Parquet, CSV or JSON",
+            },
             "client.client_check": {
                 "validate": "let clients write under one lock and check that all see the same log",
                 "produce": "append like one client of `validate`, without checks",
@@ -287,6 +290,7 @@ NOUNS: Mapping[str, NounEntry] = {
         (
             "client append --connect zk1:2181/waltz/payments --write-lock account:7 hello",
             "client watch --connect zk1:2181/waltz/payments --partition 0",
+            "client export --connect zk1:2181/waltz/payments --format parquet --output log.parquet",
             "client validate --connect zk1:2181/waltz/payments --clients 4",
         ),
         {"create-producer": "produce", "create-consumer": "consume"},

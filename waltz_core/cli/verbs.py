@@ -19,7 +19,7 @@ import click
 from waltz_core.config.settings import nearest
 
 USAGE_ERROR = 2
-WHICH_CLUSTER = (
+NO_CLUSTER_SPECIFIED = (
     "no cluster is specified. Hint: use --connect zk1:2181,zk2:2181/waltz/payments or set "
     "$WALTZ_CONNECT (`waltz-core local up` starts a cluster on this machine and prints its value)"
 )
@@ -61,7 +61,7 @@ class Verb(click.Command):
         others = [each for each in missing if each != "--connect"]
         sentences = [f"the following arguments are required: {', '.join(others)}"] if others else []
         if "--connect" in missing:
-            sentences.append(WHICH_CLUSTER)
+            sentences.append(NO_CLUSTER_SPECIFIED)
         return "; and ".join(sentences)
 
     def invoke(self, ctx: click.Context) -> int:

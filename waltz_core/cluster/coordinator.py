@@ -32,7 +32,7 @@ from waltz_core.cluster.membership.applied import AppliedRevisions
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
-from waltz_core.cluster.membership.reachability import ReachBoard
+from waltz_core.cluster.membership.reachability import PublishedReachability
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.writes import WriteRegistry
 from waltz_core.cluster.znodes import access_node, model
@@ -111,7 +111,7 @@ class Coordinator:
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
-        self.reach = ReachBoard(self._nodes)
+        self.reach = PublishedReachability(self._nodes)
         self.permissions = StoredPermissions(self._nodes)
         self._applied = AppliedRevisions(self._nodes)
         self.paths = self._nodes.paths

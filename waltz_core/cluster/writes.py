@@ -20,7 +20,8 @@ Rules (docs/spark.md, "Exactly once"):
        have split the rows into other tasks.
     7. Beginning and removing a write also writes the parent of all writes, at the version that was
        read before anything else: a process that was paused cannot begin a write that was removed
-       meanwhile, nor remove one that was begun again.
+       meanwhile, nor remove one that was begun again. Other changes of nodes that exist check this
+       version only: a node that was created again has the versions of the earlier one.
     8. A registry of a principal (`WriteRegistry.of`) rejects the writes of other principals. A
        write belongs to the principal that began it; if there is none, or it is `anonymous`, to the
        first principal that enters it. Its owner never changes again (decision 048, AC 14). `enter`
@@ -36,7 +37,14 @@ from typing import Any, NamedTuple
 
 from waltz_core import errors
 from waltz_core.access.principals import ANONYMOUS
-from waltz_core.cluster.znodes.interface import CreateNode, Delete, Node, Operation, Set
+from waltz_core.cluster.znodes.interface import (
+    CheckVersion,
+    CreateNode,
+    Delete,
+    Node,
+    Operation,
+    Set,
+)
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
@@ -258,6 +266,12 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         return [] if node is None else [Set(path, b"", node.stat.version)]
 
+    async def _check_of_fence(self) -> list[Operation]:
+        """Return a step that fails as well, but lets other changes succeed (rule 7)."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        return [] if node is None else [CheckVersion(path, node.stat.version)]
+
     async def enter(
         self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
     ) -> TaskState:
@@ -273,6 +287,7 @@ class WriteRegistry:
             await self._check_continues(write, task)
             if not await self._take_ownership(write):
                 continue
+            same = await self._check_of_fence()
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -284,7 +299,8 @@ class WriteRegistry:
             old = decode_node(path, node, TaskState.from_bytes)
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
-            is_written = await self._try_write([Set(path, new.to_bytes(), node.stat.version)])
+            change = Set(path, new.to_bytes(), node.stat.version)
+            is_written = await self._try_write([change, *same])
             if is_written and await self._take_ownership(write):
                 return new
         raise errors.CoordinatorUnavailable(
@@ -302,9 +318,12 @@ class WriteRegistry:
         found = self._state(path, node)
         if found.principal not in _WITHOUT_OWNER:
             return True
+        same = await self._check_of_fence()
+        if await self._znodes.get(path) != node:
+            return False
         taken = replace(found, principal=self._principal)
         self._owners.pop(write, None)
-        return await self._try_write([Set(path, taken.to_bytes(), node.stat.version)])
+        return await self._try_write([Set(path, taken.to_bytes(), node.stat.version), *same])
 
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -357,19 +376,23 @@ class WriteRegistry:
             PermissionDenied: the write belongs to another principal (rule 8).
             TooLarge: the summary does not fit into a node.
         """
-        path = self._path(write)
+        path, marks = self._path(write), None
         for _ in range(ATTEMPTS_MAX):
             await self._znodes.sync()
+            same = await self._check_of_fence()
             node = await self._znodes.get(path)
             if node is None:
                 raise _superseded_error(
                     write, None, "it was completed or superseded, and then removed"
                 )
             found = self._state(path, node)
+            if marks not in (None, found.marks):
+                raise _superseded_error(write, None, "it was removed, and begun again")
             if found.is_done:
                 return found
+            marks = found.marks
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
-            if await self._try_write([Set(path, _checked(done), node.stat.version)]):
+            if await self._try_write([Set(path, _checked(done), node.stat.version), *same]):
                 return done
         raise errors.CoordinatorUnavailable(
             f"{path}: other processes changed it during each attempt to write it"

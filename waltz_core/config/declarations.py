@@ -317,8 +317,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     queue_bytes_max: int = _bytes(
         64 * MIB,
         "Bytes of appends that wait for a writer thread, over all partitions. Over the limit, the "
-        "storage does not read from connections. Too small: each sync covers few appends. Too "
-        "large: memory and latency.",
+        "storage does not read from connections. Reads for clients have the same limit of their "
+        "own. Too small: each sync covers few appends. Too large: memory and latency.",
         minimum=32 * MIB,
     )
     archive_url: str = setting(

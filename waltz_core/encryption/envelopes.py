@@ -185,10 +185,10 @@ class _EncryptionCall:
                 f"encryption key {key_id!r}: expected a key in {keys.name}, found none. Hint: "
                 "create it before it is used."
             )
-        named = _named(key_id)
+        encoded_key_id = _encoded_key_id(key_id)
         salt = os.urandom(SALT_BYTES)
-        self._head = named + salt
-        self._associated = named
+        self._head = encoded_key_id + salt
+        self._associated = encoded_key_id
         self._partition = partition
         self._aead = key.derived(salt)
         self._rows = 0
@@ -229,7 +229,7 @@ class _DecryptionCall:
             return DecryptedPayload(None, found)
         row_end = head_bytes + _ROW.size
         nonce = _NONCE_HEAD + data[head_bytes:row_end]
-        associated = found.named + _PLACE.pack(self._partition, header)
+        associated = found.encoded_key_id + _PLACE.pack(self._partition, header)
         try:
             return DecryptedPayload(found.aead.decrypt(nonce, data[row_end:], associated))
         except self._invalid_tag:
@@ -243,8 +243,8 @@ class _DecryptionCall:
 
     def _found(self, head: bytes) -> "_Head | str":
         """Return the derived key of the envelopes with a head, or the reason why there is none."""
-        named, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
-        key_id = _key_id_of(named)
+        encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
+        key_id = _key_id_of(encoded_key_id)
         if not is_key_id(key_id):
             return f"the envelope is damaged: {key_id!r} is not a key ID"
         key = self._keys.find(key_id)
@@ -254,24 +254,24 @@ class _DecryptionCall:
             f"the payload does not match key {key_id!r}: it was changed or moved, or the key was "
             "replaced"
         )
-        return _Head(key.derived(salt), named, mismatch)
+        return _Head(key.derived(salt), encoded_key_id, mismatch)
 
 
 class _Head(NamedTuple):
     """What the envelopes of one call have in common; `mismatch` is the reason for a wrong tag."""
 
     aead: "AESGCM"
-    named: bytes
+    encoded_key_id: bytes
     mismatch: str
 
 
-def _named(key_id: str) -> bytes:
+def _encoded_key_id(key_id: str) -> bytes:
     """Return magic and key ID, as they begin an envelope."""
     return MAGIC + bytes((len(key_id),)) + key_id.encode("ascii")
 
 
-def _key_id_of(named: bytes) -> str:
-    return named[len(MAGIC) + 1 :].decode("ascii", "replace")
+def _key_id_of(encoded_key_id: bytes) -> str:
+    return encoded_key_id[len(MAGIC) + 1 :].decode("ascii", "replace")
 
 
 def _head_bytes(data: bytes) -> int:

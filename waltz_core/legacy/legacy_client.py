@@ -144,15 +144,17 @@ class LegacyClientAdapter:
             ended_s = self._ended_s.get(partition_id)
             if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
                 return EndConnection(
-                    f"the mount of partition {partition_id} has ended, but the client continues"
+                    f"the client sends requests for partition {partition_id} after its mount ended"
                 )
         if isinstance(message, MountRequest):
             self._ended_s.pop(partition_id, None)
             if message.client_high_water_mark < BEFORE_FIRST:
-                return EndConnection(f"a mount with the mark {message.client_high_water_mark}")
+                return EndConnection(
+                    f"mount: expected a mark of -1 or more, found {message.client_high_water_mark}"
+                )
             self._mounts[partition_id] = _Mount(message.req_id)
         if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-            return None if message.partitions else EndConnection("a preference for no partition")
+            return None if message.partitions else EndConnection("preferences: found no partition")
         return None
 
     # -----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def segment_path(directory: Path, first: int, suffix: str) -> Path:
     return directory / f"{first:0{_NAME_DIGITS}d}{suffix}"
 
 
-def firsts_in(directory: Path) -> list[int]:
+def first_ids_in(directory: Path) -> list[int]:
     """Return the first IDs of a partition's segments, in order."""
     return [first for name in names_in(directory) if (first := first_of(name)) is not None]
 
@@ -142,12 +142,12 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     if not path.is_dir():
         raise BadRequest(f"{path}: expected a segment or a directory, found nothing")
     directories = [path]
-    if is_storage(path) or not firsts_in(path):
+    if is_storage(path) or not first_ids_in(path):
         directories = [path / str(number) for number in chosen(path, partitions)]
     found = [
         segment_path(directory, first, SEGMENT_SUFFIX)
         for directory in directories
-        for first in firsts_in(directory)
+        for first in first_ids_in(directory)
     ]
     if not found:
         raise BadRequest(f"{path}: expected segments, found none")

@@ -85,7 +85,7 @@ class ControlFileHeader(NamedTuple):
     wrong: tuple[str, ...]
 
 
-class Info(NamedTuple):
+class ControlInfo(NamedTuple):
     """One of the two structures that Waltz 0.13 keeps of each partition."""
 
     session: int
@@ -100,12 +100,12 @@ class ControlEntry(NamedTuple):
     """The control file's entry of one partition; `current` is 0, 1, or None if none counts."""
 
     number: int
-    infos: tuple[Info, Info]
+    infos: tuple[ControlInfo, ControlInfo]
     current: int | None
     wrong: tuple[str, ...]
 
     @property
-    def info(self) -> Info | None:
+    def info(self) -> ControlInfo | None:
         """The structure that counts."""
         return None if self.current is None else self.infos[self.current]
 
@@ -137,7 +137,7 @@ def control_entry(data: Bytes, position: int) -> ControlEntry:
     return ControlEntry(number, infos, current, tuple(wrong))
 
 
-def _info(data: bytes) -> Info:
+def _info(data: bytes) -> ControlInfo:
     session, mark, local, flags, sequence, stated = struct.unpack(">qqqiiI", data)
     wrong: list[str] = []
     _expect_crc(wrong, data[:-4], stated)
@@ -146,7 +146,7 @@ def _info(data: bytes) -> Info:
             wrong.append(f"expected a {what} of at least -1, found {value}")
     if flags & ~(AVAILABLE | ASSIGNED):
         wrong.append(f"expected flags of {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
-    return Info(session, mark, local, flags, sequence, tuple(wrong))
+    return ControlInfo(session, mark, local, flags, sequence, tuple(wrong))
 
 
 def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:

@@ -11,8 +11,8 @@ from waltz_core.errors import BadRequest
 from waltz_core.offline.file_findings import Findings
 from waltz_core.offline.files import (
     chosen,
+    first_ids_in,
     first_of,
-    firsts_in,
     is_storage,
     locked_shared,
     partitions_in,
@@ -54,7 +54,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
             logs = {-1: verify_segment(path, findings)}
         elif path.is_dir() and is_storage(path):
             logs = _verify_storage(path, partitions, findings)
-        elif path.is_dir() and (firsts_in(path) or (path / SLOTS_NAME).exists()):
+        elif path.is_dir() and (first_ids_in(path) or (path / SLOTS_NAME).exists()):
             logs = _verify_partition(path, findings)
         else:
             raise BadRequest(

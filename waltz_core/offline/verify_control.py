@@ -35,8 +35,8 @@ from waltz_core.offline.layout import (
     UNBATCHED,
     ControlEntry,
     ControlFileHeader,
+    ControlInfo,
     ControlSlot,
-    Info,
     control_entry,
     control_header,
     control_slot,
@@ -138,7 +138,7 @@ def expected_log(
         report.note(None, "is missing: only Waltz 0.13 has written here")
     current = None if slots is None else _check_slots(slots, number, report)
     key = None
-    info: Info | None = None
+    info: ControlInfo | None = None
     if control is not None and not control.header.wrong:
         key = control.header.cluster_key
         info = control.entries[number].info if number < len(control.entries) else None
@@ -198,7 +198,8 @@ def _check_slots(
     elif abs(slots[0].sequence - slots[1].sequence) != 1:
         report.wrong(
             None,
-            f"expected two sequences in a row, found {slots[0].sequence} and {slots[1].sequence}",
+            f"expected two consecutive sequences, found {slots[0].sequence} and "
+            f"{slots[1].sequence}",
         )
     return current
 
@@ -219,7 +220,7 @@ def compare(
         of_old.wrong(
             None,
             f"partition {expected.partition}: expected a log up to the low-water mark "
-            f"{info.local_low_water_mark}, found it to end at {seen.last}",
+            f"{info.local_low_water_mark}, found one that ends at {seen.last}",
         )
     if expected.slot is None:
         return
@@ -251,7 +252,7 @@ def _compare_marks(
     for what, mark in marks:
         if mark > seen.last:
             report.wrong(
-                None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
+                None, f"expected a log up to the {what} {mark}, found one that ends at {seen.last}"
             )
     at_start = seen.chains_at.get(slot.start, slot.start_chain)
     if at_start != slot.start_chain:

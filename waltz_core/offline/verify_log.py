@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core.offline.file_findings import Findings, records_text
-from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
+from waltz_core.offline.files import OpenFile, first_ids_in, names_in, segment_path
 from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import BatchesEnd, ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
@@ -63,7 +63,7 @@ class _LogCheck:
         self._start = BatchesEnd(-1, GENESIS)
         if slot is not None:
             self._start = BatchesEnd(slot.start, slot.start_chain)
-        self._firsts = firsts_in(directory)
+        self._firsts = first_ids_in(directory)
         self._durable = expected.durable
         self._chain: ChainCheck | None = None
 

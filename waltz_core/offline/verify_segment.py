@@ -172,12 +172,12 @@ class SegmentCheck:
     def _check_created(self, times: dict[str, int]) -> None:
         if len(times) < 3 or times[".seg"] == times[".idx"]:
             return
-        for odd, suffix, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
+        for outlier, suffix, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
             if times[suffix] == times[other]:
-                self._report[odd].note(
+                self._report[outlier].note(
                     _CREATED_AT,
-                    f"header: created at {times[odd]} ms, {suffix} and {other} at {times[suffix]}; "
-                    "nothing depends on it",
+                    f"header: created at {times[outlier]} ms, {suffix} and {other} at "
+                    f"{times[suffix]}; nothing depends on it",
                 )
 
     # ---- records
@@ -315,9 +315,9 @@ class _IndexCheck:
             whole = FILE_HEADER_BYTES + OFFSET_BYTES * (next_first - self._first)
         if size not in {expected, whole}:
             where = max(FILE_HEADER_BYTES, min(size, expected))
-            odd = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
+            transaction_id = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
             self._report.found(
                 where,
                 f"expected {expected} bytes, for {due - self._first} records, found {size}",
-                is_wrong=self._is_wrong(odd),
+                is_wrong=self._is_wrong(transaction_id),
             )

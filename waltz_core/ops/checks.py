@@ -19,16 +19,16 @@ from waltz_core.records.record import PartitionId
 # check -> its condition, in the order of `verify` of Waltz 0.13
 CHECKS: Final = {
     "assignment": "ZooKeeper has a server and replicas for it, spread over groups",
-    "server": "its server serves it",
-    "connectivity": "its server reaches its storages",
+    "server": "its owner serves it",
+    "connectivity": "its owner reaches its storages",
     "storage": "its storages answer, and each has its replica",
     "quorum": "a quorum of its replicas is engaged",
     "recovery": "every replica is engaged in the newest session",
-    "health": "its server has an open session",
+    "health": "its owner has an open session",
 }
 
 
-class Failed(NamedTuple):
+class FailedCheck(NamedTuple):
     """A failed check (rule 1)."""
 
     check: str
@@ -36,12 +36,12 @@ class Failed(NamedTuple):
     partitions: tuple[PartitionId, ...]
 
 
-def failed_checks(found: Sequence[Failed], partition_id: PartitionId) -> set[str]:
+def failed_checks(found: Sequence[FailedCheck], partition_id: PartitionId) -> set[str]:
     """Return the checks that a partition has failed."""
     return {each.check for each in found if partition_id in each.partitions}
 
 
-def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed]:
+def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[FailedCheck]:
     """Return a sentence for everything that is wrong with the chosen partitions."""
     standings = [PartitionCondition(cluster, each) for each in chosen]
     found = [*_of_assignment(cluster, standings)]
@@ -52,7 +52,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
     for now in standings:
         found += _of_replicas(now)
     return found + [
-        Failed(
+        FailedCheck(
             "assignment",
             f"partition {each}: its replicas are in fewer groups than they could be: "
             "`waltz-core cluster auto-assign` spreads them",
@@ -65,61 +65,72 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
 
 def _of_assignment(
     cluster: ClusterFacts, standings: Sequence[PartitionCondition]
-) -> Iterator[Failed]:
+) -> Iterator[FailedCheck]:
     chosen = tuple(each.partition_id for each in standings)
     if not cluster.is_settled:
-        yield Failed("assignment", "the assignment does not match the live servers yet", chosen)
+        yield FailedCheck(
+            "assignment", "the assignment does not match the live servers yet", chosen
+        )
     if not cluster.servers:
-        yield Failed("assignment", "no server is registered: start one", chosen)
+        yield FailedCheck("assignment", "no server is registered: start one", chosen)
         return
     for each in standings:
         if each.owner is None:
             text = f"partition {each.partition_id} has no server"
-            yield Failed("assignment", text, (each.partition_id,))
+            yield FailedCheck("assignment", text, (each.partition_id,))
 
 
-def _of_server(server: ServerFacts, standings: Sequence[PartitionCondition]) -> Iterator[Failed]:
-    address, its = server.address, [each for each in standings if each.owner is server]
+def _of_server(
+    server: ServerFacts, standings: Sequence[PartitionCondition]
+) -> Iterator[FailedCheck]:
+    address, affected = server.address, [each for each in standings if each.owner is server]
     if server.failure:
-        owned = tuple(each.partition_id for each in its)
-        yield Failed("server", f"server {address} does not answer: {server.failure}", owned)
+        owned = tuple(each.partition_id for each in affected)
+        yield FailedCheck("server", f"server {address} does not answer: {server.failure}", owned)
         return
-    for each in its:
+    for each in affected:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
         if not each.is_served:
-            text = f"{where} does not serve it, although it is its owner"
-            yield Failed("server", text, partitions)
+            text = f"{where} owns it, but does not serve it"
+            yield FailedCheck("server", text, partitions)
         elif not each.is_open:
             text = f"{where} has no open session with a quorum of replicas"
-            yield Failed("health", text, partitions)
+            yield FailedCheck("health", text, partitions)
     for storage in server.out_of_reach:
-        owned = tuple(each.partition_id for each in its if storage in each.assigned)
-        yield Failed("connectivity", f"server {address} cannot reach storage {storage}", owned)
+        owned = tuple(each.partition_id for each in affected if storage in each.assigned)
+        yield FailedCheck("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
-def _of_storage(storage: StorageFacts, standings: Sequence[PartitionCondition]) -> Iterator[Failed]:
-    address, its = storage.address, [each for each in standings if storage.address in each.assigned]
-    wanted = tuple(each.partition_id for each in its)
+def _of_storage(
+    storage: StorageFacts, standings: Sequence[PartitionCondition]
+) -> Iterator[FailedCheck]:
+    address, affected = (
+        storage.address,
+        [each for each in standings if storage.address in each.assigned],
+    )
+    wanted = tuple(each.partition_id for each in affected)
     # A 0.13 storage registers nothing and does not state its identity.
     if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
         text = (
             f"storage {address} has never started, or is a Waltz 0.13 storage: its identity is "
             "not registered"
         )
-        yield Failed("storage", text, wanted)
+        yield FailedCheck("storage", text, wanted)
     if storage.failure:
-        yield Failed("storage", f"storage {address} does not answer: {storage.failure}", wanted)
+        yield FailedCheck(
+            "storage", f"storage {address} does not answer: {storage.failure}", wanted
+        )
     elif not storage.is_of_cluster:
-        yield Failed("storage", f"the storage at {address} belongs to another cluster", wanted)
+        yield FailedCheck("storage", f"the storage at {address} belongs to another cluster", wanted)
     elif storage.admin_failure:
         text = f"storage {address} does not answer at its admin port: {storage.admin_failure}"
-        yield Failed("storage", text, wanted)
+        yield FailedCheck("storage", text, wanted)
     else:
-        for each in its:
+        for each in affected:
             text = _unavailable_text(each, storage)
             if text:
                 where = f"partition {each.partition_id}: storage {address}"
-                yield Failed("storage", f"{where} {text}", (each.partition_id,))
+                yield FailedCheck("storage", f"{where} {text}", (each.partition_id,))
 
 
 def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
@@ -140,22 +151,22 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
     return texts[reason]
 
 
-def _of_replicas(now: PartitionCondition) -> Iterator[Failed]:
+def _of_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that the newest session does not count, or that are too few."""
-    name, its = f"partition {now.partition_id}", (now.partition_id,)
+    name, affected = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:
         text = f"{name} has no replicas: `waltz-core cluster auto-assign`"
-        yield Failed("assignment", text, its)
+        yield FailedCheck("assignment", text, affected)
         return
     if not now.replicas.was_opened:
-        yield Failed("recovery", f"{name} was never opened", its)
+        yield FailedCheck("recovery", f"{name} was never opened", affected)
         return
     if now.is_of_other_replicas:
         text = f"{name}: no session yet with its replicas {', '.join(now.assigned)}"
-        yield Failed("recovery", text, its)
+        yield FailedCheck("recovery", text, affected)
     if len(now.replicas.in_sync) < now.quorum:
-        yield Failed("quorum", f"{name} has no quorum of engaged replicas", its)
+        yield FailedCheck("quorum", f"{name} has no quorum of engaged replicas", affected)
     elif now.not_engaged:
         are = "is" if len(now.not_engaged) == 1 else "are"
         text = f"{name}: {', '.join(now.not_engaged)} {are} not engaged"
-        yield Failed("recovery", text, its)
+        yield FailedCheck("recovery", text, affected)

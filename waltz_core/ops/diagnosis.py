@@ -106,12 +106,24 @@ class _Case:
     found: list[Finding] = field(default_factory=list)
 
     def report(self, name: str, about: object, **fields: object) -> None:
-        self.found.append(finding(name, about, connect=self.connect, **fields))
+        places = {
+            "connect": self.connect,
+            "scheme_free": self.scheme_free,
+            "with_token": self.with_token,
+        }
+        self.found.append(finding(name, about, **places, **fields))
 
     @property
     def scheme_free(self) -> str:
         """The connect string with TLS as in the cluster, except for the file's name."""
         return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
+
+    @property
+    def with_token(self) -> str:
+        """The connect string with another token."""
+        place = parse_connect_string(self.facts.connect)
+        place = replace(place, token_file="FILE", token_env="")  # noqa: S106 - no secret
+        return shlex.quote(str(place))
 
     @property
     def connect(self) -> str:
@@ -237,7 +249,7 @@ class _Cluster:
         for storage in self._cluster.storages.values():
             self._check_storage(storage)
         storages = self._cluster.storages.values()
-        if storages and all(each.is_tls_mismatch for each in storages):
+        if storages and all(each.is_tls_mismatch or each.is_denied for each in storages):
             return  # rule 1: their state cannot be seen from here
         self._check_speed()
         self._check_archive()
@@ -266,11 +278,10 @@ class _Cluster:
                 name = "server-silent" if server.is_silent else "server-unavailable"
                 if server.is_tls_mismatch:
                     name = "server-tls-failed"
-                start, scheme_free = self._case.start("server", address), self._case.scheme_free
-                why = server.failure
-                self._report(
-                    name, address, server=address, why=why, start=start, scheme_free=scheme_free
-                )
+                if server.is_denied:
+                    name = "server-access-denied"
+                start, why = self._case.start("server", address), server.failure
+                self._report(name, address, server=address, why=why, start=start)
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
@@ -304,23 +315,25 @@ class _Cluster:
 
     # --- storages
 
+    def _failure_name(self, storage: StorageFacts) -> str:
+        if storage.is_denied:
+            return "storage-access-denied"
+        if storage.is_tls_mismatch:
+            return "storage-tls-failed"
+        if self.is_starting(storage):
+            return "storage-starting"
+        if storage.registered_id is None:
+            return "storage-never-started"
+        return "storage-silent" if storage.is_silent else "storage-unavailable"
+
     def _check_storage(self, storage: StorageFacts) -> None:
         address = storage.address
         start = self._case.start("storage", address)
-        if storage.failure:
-            if self._case.is_reported_down(address):
-                return
-            name = "storage-silent" if storage.is_silent else "storage-unavailable"
-            if storage.registered_id is None:
-                name = "storage-never-started"
-            if self.is_starting(storage):
-                name = "storage-starting"
-            if storage.is_tls_mismatch:
-                name = "storage-tls-failed"
-            why, scheme_free = storage.failure, self._case.scheme_free
-            self._report(
-                name, address, storage=address, why=why, start=start, scheme_free=scheme_free
-            )
+        if storage.failure and self._case.is_reported_down(address):
+            return
+        if storage.failure or storage.is_denied:
+            name, why = self._failure_name(storage), storage.failure or storage.admin_failure
+            self._report(name, address, storage=address, why=why, start=start)
         elif not storage.is_of_cluster:
             self._report("storage-cluster-mismatch", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:

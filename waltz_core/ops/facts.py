@@ -7,7 +7,8 @@ Rules:
     1. A process that could not be queried is included with the reason, in its `failure`, which is
        empty for those that have answered. Its other fields then have their defaults.
     2. `is_silent` distinguishes two kinds of trouble: a connection was accepted, but there was no
-       answer. `is_tls_mismatch` is a third one: the process is there, and the TLS handshake failed.
+       answer. `is_denied`: it rejects the token of the doctor, or its principal's requests.
+       `is_tls_mismatch` is another one: the process is there, and the TLS handshake failed.
 """
 
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ class ServerFacts:
     failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
+    is_denied: bool = False
     latency_ms: float = 0.0
     # By served partition: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class StorageFacts:
     failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
+    is_denied: bool = False
     latency_ms: float = 0.0
     admin_failure: str = ""
     is_hanging: bool = False

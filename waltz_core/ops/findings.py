@@ -58,12 +58,13 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 
 _START = "{start}"
 _DOCTOR = "waltz-core doctor --connect {scheme_free}"
+_AS_ANOTHER = "waltz-core doctor --connect {with_token}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _REPEAT_DOCTOR = "waltz-core doctor --connect {connect}"
 _ARCHIVE_STATUS = "waltz-core archive status --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
-_DROP_AND_TAKE = (
+_OFFLINE_AND_ONLINE = (
     f"waltz-core storage availability {_AT} --online false && "
     f"waltz-core storage availability {_AT} --online true"
 )
@@ -140,6 +141,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _DOCTOR,
         ),
         _row(
+            "server-access-denied",
+            "server {server} rejects the doctor's requests: {why}. Hint: name a token whose "
+            "principal has read and administer.",
+            _AS_ANOTHER,
+        ),
+        _row(
             "server-unreachable",
             "server {server} is assigned no partitions, because other servers cannot connect to it"
             " ({why}). Hint: check its advertised_host and advertised_port, its certificate, and "
@@ -184,6 +191,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "the TLS handshake with storage {storage} fails ({why}). Hint: name the cluster's TLS "
             "settings in the connect string (?tls=), or check the storage's certificate.",
             _DOCTOR,
+        ),
+        _row(
+            "storage-access-denied",
+            "storage {storage} rejects the doctor's requests: {why}. Hint: name a token whose "
+            "principal has read and administer.",
+            _AS_ANOTHER,
         ),
         _row(
             "storage-unresponsive",
@@ -338,13 +351,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "replica-suspect",
             "partition {partition}: the log of the replica on {storage} is not trusted and does "
             "not count towards a quorum until a new session has repaired it",
-            _DROP_AND_TAKE,
+            _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-not-engaged",
             "partition {partition}: the replica of {storage} answers, but the session does not "
-            "count it towards a quorum; it ends at {last}",
-            _DROP_AND_TAKE,
+            "count it towards a quorum; its log ends at {last}",
+            _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-lagging",

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
 NOT_JSON = "JSON has neither NaN nor infinities"
-TOO_DEEP = "nested too deeply: expected at most some hundred lists and objects in one another"
+TOO_DEEP = "nested too deeply: expected at most a few hundred levels of lists and objects"
 
 
 def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value

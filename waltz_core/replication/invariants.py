@@ -39,7 +39,7 @@ def _check_touch(session: StoreSession) -> None:
         for each in session.replicas.values():
             assert each.stage not in MARKED
     for each in session.replicas.values():
-        if each.is_tainted:
+        if each.is_excluded:
             assert not each.is_connected, "a tainted replica is connected"
 
 

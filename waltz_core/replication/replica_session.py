@@ -111,7 +111,7 @@ class ReplicaSession:
         self.repair: ReplicaRepair | None = None
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
         self.is_broken = False  # the connection is known to be lost
-        self.is_tainted = False  # rule 3
+        self.is_excluded = False  # rule 3
         self.supports_archiving = False  # as PREPARED shows
         self.redial_at_ms = 0
         # The live log at this replica: what it has synced, and the next ID to send.
@@ -185,7 +185,7 @@ class ReplicaSession:
     def _forget(self) -> None:
         unanswered = (type(request.message) for request in self._requests.values())
         may_change = any(kind in _CHANGING for kind in unanswered)
-        self.is_tainted = self.is_tainted or self.is_marked or may_change
+        self.is_excluded = self.is_excluded or self.is_marked or may_change
         self.stage = ReplicaStage.ABSENT
         self.repair = None
         self.ticket = NO_TICKET

@@ -242,7 +242,7 @@ class StoreSession:
         each = self.replicas.get(replica)
         if each is None or each.stage is not ReplicaStage.DIALING:
             return
-        if each.is_tainted:
+        if each.is_excluded:
             self._returned(each, now_ms)
             return
         each.stage = ReplicaStage.PREPARING

@@ -6,8 +6,12 @@ Rules:
     1. An administrative request may begin when its line is in the file. If the file cannot be
        written, or `QUEUE_LINES_MAX` lines wait, it must be rejected.
     2. It has a second line, with its outcome, and with the same number as the first one.
-    3. Each second, the log takes `DENIALS_PER_PEER_MAX` denials of one principal, as many of one
-       host, and `DENIALS_MAX` in total. The next one that it takes has the number of the others.
+    3. Denials of one minute that have the same principal, host, message, verbs and partitions are
+       one line, and a second one at the end of the minute with the number of the others. Each
+       minute, the log takes `DENIALS_PER_PEER_MAX` different denials of one principal, as many of
+       one host, and `DENIALS_MAX` in total. It takes none while the file has
+       `DENIALS_FILE_BYTES_MAX`: a flood must not use the space of administrative requests. The next
+       denial that it takes has the number of those that it did not.
     4. A thread writes the lines in their order. While the file cannot be written, outcomes and
        revisions wait for the next line, and denials are dropped.
     5. All characters of a line are printable ASCII, so no value can begin a line or hide one. If
@@ -41,12 +45,15 @@ from waltz_core.wire.messages import Message
 _log = logging.getLogger(__name__)
 
 QUEUE_LINES_MAX: Final = 10_000
-DENIALS_PER_PEER_MAX: Final = 10
-DENIALS_MAX: Final = 100
+DENIALS_PER_PEER_MAX: Final = 60
+DENIALS_MAX: Final = 300
+DENIALS_FILE_BYTES_MAX: Final = 1 << 30
+_MINUTE_S: Final = 60
 CLOSE_S_MAX: Final = 2.0
 _BATCH_LINES_MAX: Final = 1_000
 _TEXT_CHARACTERS_MAX: Final = 1_000
 _PARTITIONS_MAX: Final = 20_000  # of a request that a line names
+_COMPARED_MAX: Final = 16  # partitions of two denials, in addition to their number
 _FILE_MODE: Final = 0o640
 # Fields of messages that the object has, or that mean nothing to a reader.
 _FIELDS_LEFT_OUT: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
@@ -92,6 +99,8 @@ class AuditFile:
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
         self._denials = _Denials()
+        self._minute_end: asyncio.TimerHandle | None = None
+        self._is_full = False
         self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
         # Of the thread: lines that wait for the next one, and lines that were lost.
         self._kept: list[_Line] = []
@@ -107,28 +116,54 @@ class AuditFile:
         fields = {"request": next(self._numbers), **_fields_of(peer, requirement, message)}
         return AuditedRequest(self, fields)
 
-    def takes_denial(self, peer: Peer) -> bool:
-        """Whether `deny` must be called for a denial now (rule 3); otherwise it is counted."""
-        if self._queue.qsize() >= QUEUE_LINES_MAX:
-            self._denials.omitted_count += 1
-            return False
-        return self._denials.takes(peer, self._clock_ms() // 1000)
-
     def deny(
         self,
         peer: Peer,
-        requirement: Requirement | None,
+        requirement: Requirement | str,
         message: Message,
         *,
         error: str,
         is_enforced: bool,
     ) -> None:
-        """Write a denial; without a requirement it is a token that was not accepted."""
+        """Write a denial, or count it (rule 3).
+
+        A text instead of a requirement names a token that is not accepted.
+        """
+        minute = self._clock_ms() // 1000 // _MINUTE_S
+        if minute != self._denials.minute:
+            self._end_minute()
+            self._denials.minute = minute
+        kind = _DenialKind.of(peer, requirement, message)
+        if not self._denials.takes(kind, has_room=self._has_room()):
+            return
         fields = _fields_of(peer, requirement, message)
-        outcome = "denied" if is_enforced else "would_be_denied"
+        fields["outcome"] = "denied" if is_enforced else "would_be_denied"
+        self._denials.taken[kind] = _TakenDenial(fields)
         omitted = self._denials.take_omitted()
         more = {"omitted": omitted} if omitted else {}
-        self._put(_Line(self._encoded(fields, outcome, error=error, **more)))
+        self._put(_Line(self._encoded({**fields, **more}, error=error)))
+        if self._minute_end is None:
+            self._minute_end = self._loop.call_later(_MINUTE_S, self._end_minute)
+
+    def _has_room(self) -> bool:
+        """Whether there is room for denials, in the queue and in the file (rule 3)."""
+        is_full = self._file.size_bytes >= DENIALS_FILE_BYTES_MAX
+        if is_full and not self._is_full:
+            _log.warning(
+                "audit.denials_omitted path=%s bytes=%d", self._file.path, self._file.size_bytes
+            )
+        self._is_full = is_full
+        return not is_full and self._queue.qsize() < QUEUE_LINES_MAX
+
+    def _end_minute(self) -> None:
+        """Write how often denials were repeated, and begin to count again."""
+        if self._minute_end is not None:
+            self._minute_end.cancel()
+            self._minute_end = None
+        has_room = self._has_room()
+        for each in self._denials.take_all():
+            if each.repeated_count and has_room:
+                self._put(_Line(self._encoded({**each.fields, "repeated": each.repeated_count})))
 
     def revise(self, permissions: Permissions) -> None:
         """Write that this revision is in use now."""
@@ -139,7 +174,7 @@ class AuditFile:
             "object": "permissions",
             "message": f"revision {permissions.revision} of {_time_text(permissions.changed_ms)}",
         }
-        self._put(_Line(self._encoded(fields, "in_use"), is_kept=True))
+        self._put(_Line(self._encoded({**fields, "outcome": "in_use"}), is_kept=True))
 
     def open_again(self) -> None:
         """Open the file of this name again, after the lines that wait; log the outcome."""
@@ -147,6 +182,7 @@ class AuditFile:
 
     async def close(self) -> None:
         """Write the lines that wait, within `CLOSE_S_MAX`: the disk may hang."""
+        self._end_minute()
         self._queue.put(_Command(is_end=True))
         await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
 
@@ -156,15 +192,14 @@ class AuditFile:
                 begun, Overloaded(f"{QUEUE_LINES_MAX} lines wait for the audit log")
             )
             return
-        self._put(_Line(self._encoded(fields, "begun"), begun=begun))
+        self._put(_Line(self._encoded({**fields, "outcome": "begun"}), begun=begun))
 
     def _end(self, fields: dict[str, object], outcome: str, error: str) -> None:
-        self._put(_Line(self._encoded(fields, outcome, error=error), is_kept=True))
+        line = self._encoded({**fields, "outcome": outcome}, error=error)
+        self._put(_Line(line, is_kept=True))
 
-    def _encoded(
-        self, fields: dict[str, object], outcome: str, *, error: str = "", **more: object
-    ) -> bytes:
-        line = {"time": _time_text(self._clock_ms()), **fields, "outcome": outcome, **more}
+    def _encoded(self, fields: dict[str, object], *, error: str = "") -> bytes:
+        line = {"time": _time_text(self._clock_ms()), **fields}
         if error:
             line["error"] = _cut(error)
         return json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"  # rule 5
@@ -254,28 +289,60 @@ class AuditedRequest:
         self._log._end(self._fields, outcome, error)
 
 
+class _DenialKind(NamedTuple):
+    """What denials have in common that share a line (rule 3)."""
+
+    principal: str
+    host: str
+    message: type[Message]
+    requirement: Requirement | str
+    partitions: tuple[int, ...]
+
+    @staticmethod
+    def of(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
+        partitions: tuple[int, ...] = ()
+        if isinstance(requirement, Requirement) and requirement.scope is Scope.OWN:
+            named = message.own_partitions()  # a peer can name thousands
+            partitions = (len(named), *named[:_COMPARED_MAX])
+        host = network_of(peer.address.rpartition(":")[0])
+        return _DenialKind(peer.principal, host, type(message), requirement, partitions)
+
+
+@dataclasses.dataclass(slots=True)
+class _TakenDenial:
+    """The fields of its line, and how often it was repeated."""
+
+    fields: dict[str, object]
+    repeated_count: int = 0
+
+
 class _Denials:
-    """The denials of the current second (rule 3), with `DENIALS_MAX` keys of a kind at most."""
+    """The denials of the current minute (rule 3), `DENIALS_MAX` at most."""
 
     def __init__(self) -> None:
         self.omitted_count = 0
-        self._second = 0
-        self._count = 0
+        self.minute = 0
+        self.taken: dict[_DenialKind, _TakenDenial] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def takes(self, peer: Peer, second: int) -> bool:
-        if second != self._second:
-            self._second, self._count = second, 0
-            self._counts.clear()
-        host = network_of(peer.address.rpartition(":")[0])
-        keys = ("principal", peer.principal), ("host", host)
+    def takes(self, kind: _DenialKind, *, has_room: bool) -> bool:
+        """Whether to write a denial, and add it to `taken`; otherwise it is counted here."""
+        earlier = self.taken.get(kind)
+        if earlier is not None:
+            earlier.repeated_count += 1
+            return False
+        keys = ("principal", kind.principal), ("host", kind.host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
-        if is_over or self._count >= DENIALS_MAX:
+        if is_over or len(self.taken) >= DENIALS_MAX or not has_room:
             self.omitted_count += 1
             return False
-        self._count += 1
         self._counts.update(keys)
         return True
+
+    def take_all(self) -> list[_TakenDenial]:
+        taken, self.taken = list(self.taken.values()), {}
+        self._counts.clear()
+        return taken
 
     def take_omitted(self) -> int:
         omitted, self.omitted_count = self.omitted_count, 0
@@ -288,7 +355,7 @@ class _File:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
-        size = os.fstat(self._fd).st_size
+        self.size_bytes = size = os.fstat(self._fd).st_size
         # The last process may have left a part of a line.
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
@@ -307,6 +374,7 @@ class _File:
                 break
             end += len(line)
             whole_count += 1
+        self.size_bytes += done_bytes
         if done_bytes:
             self._is_torn = done_bytes != end
         return whole_count, failure
@@ -320,9 +388,10 @@ def is_administrative(requirement: Requirement) -> bool:
     return requirement.is_all and ADMINISTER in requirement.verbs
 
 
-def _fields_of(peer: Peer, requirement: Requirement | None, message: Message) -> dict[str, object]:
-    verbs, named = "", ""
-    if requirement is not None:
+def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
+    if isinstance(requirement, str):
+        verbs, named = "", requirement
+    else:
         joined = " and " if requirement.is_all else " or "
         verbs = joined.join(each.value for each in requirement.verbs)
         named = _object_of(requirement, message)

@@ -1,12 +1,20 @@
-"""Parts of a dial that need no link: the own token, and a TCP connection to a host."""
+"""Parts of a dial that need no link: the own token, a TCP connection to a host, and log lines."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from ssl import SSLContext, SSLError
+from typing import Final
 
 from waltz_core.access.tokens import Token
-from waltz_core.errors import AuthenticationFailed, BadConfig
+from waltz_core.errors import AuthenticationFailed, BadConfig, Overloaded, TlsFailed
 from waltz_core.transport import lookup, tls
+
+_log = logging.getLogger(__name__)
+
+TLS_HINT: Final = (
+    "Hint: the peer expects TLS; add ?tls=FILE with the trusted authorities to the connect string."
+)
 
 
 async def read_token(address: str, ssl: SSLContext | None) -> Token | None:
@@ -43,3 +51,17 @@ async def connect(
         raise next(iter(errors.values()))
     failures = (f"{address}: {tls.failure_text(error)}" for address, error in errors.items())
     raise OSError("; ".join(failures))
+
+
+def log_rejection(address: str, error: BaseException) -> None:
+    """Log why a peer does not accept the connection, once a minute for each reason.
+
+    The caller retries, and its own caller may wait shorter than that.
+    """
+    reason = str(error).removeprefix(f"{address}: ")
+    if isinstance(error, TlsFailed):
+        tls.log_failure(address, reason)
+        return
+    is_rejection = isinstance(error, AuthenticationFailed | Overloaded)
+    if is_rejection and tls.is_new_failure(address, tls.kind_of(reason)):
+        _log.warning("access.rejected peer=%s error=%s", address, reason)

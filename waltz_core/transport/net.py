@@ -153,8 +153,7 @@ async def dial(
             kind = TlsFailed if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
-        if isinstance(error, TlsFailed):
-            tls.log_failure(address, str(error).removeprefix(f"{address}: "))
+        dialing.log_rejection(address, error)
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
         link.abort("the dial was cancelled")
         raise
@@ -373,6 +372,11 @@ class Link:
         return not self._drained.is_set()
 
     @property
+    def pauses_feeds(self) -> bool:
+        """Whether feeds should send nothing: it is congested, or their part is not paid for."""
+        return self.is_congested or (self._throttle is not None and self._throttle.is_pausing_feeds)
+
+    @property
     def write_backlog_bytes(self) -> int:
         """The bytes that the kernel has not accepted yet."""
         if self._transport is None or self.is_closed:
@@ -422,7 +426,10 @@ class Link:
         on_closed: ClosedCallback,
         on_drained: DrainedCallback | None = None,
     ) -> None:
-        """Call back for messages, the end, and the end of a congestion from now on (rule 1)."""
+        """Call back for messages and the end from now on (rule 1).
+
+        `on_drained` is called at the end of a congestion, and at the end of a pause of feeds.
+        """
         assert self._on_messages is None
         self._on_messages = on_messages
         self._on_closed = on_closed
@@ -470,8 +477,9 @@ class Link:
         else:
             self._transport.writelines(buffers)
         self._sent(sum(map(len, buffers)))
-        if self._throttle is not None:
-            self._throttle.sent(message)
+        throttle = None if self.access is None else self._limiting()
+        if throttle is not None:
+            throttle.sent(message)
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages in order with one system call; see `send`."""
@@ -483,12 +491,15 @@ class Link:
         self._sent(sum(map(len, buffers)))
 
     def send_frames(self, frames: bytes) -> None:
-        """Send complete frames of the agreed version; see `send`."""
+        """Send complete frames of a feed, of the agreed version; see `send`."""
         if self.is_closed:
             return
         assert self._transport is not None
         self._transport.write(frames)
         self._sent(len(frames))
+        throttle = self._limiting()
+        if throttle is not None:
+            throttle.feed_sent(len(frames))
 
     def _sent(self, size_bytes: int) -> None:
         assert self._transport is not None
@@ -618,8 +629,8 @@ class Link:
         except AuthenticationFailed as error:
             if tls.is_new_failure(self.host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
-            if self.access is not None:
-                self.access.token_rejected(first, str(error))
+            if self.access is not None and credential is not None:
+                self.access.token_rejected(credential, str(error))
             self._reject(first, error)
         except Overloaded as error:
             self._reject(first, error)
@@ -659,12 +670,19 @@ class Link:
 
     def _pass_on(self, messages: list[Message], count: int) -> None:
         """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""
-        if self._throttle is None:
-            if self.access is None or self.access.quota is None:
-                self._hand_over(messages, count)
-                return
-            self._throttle = Throttle(self.access, self._hand_over_throttled)
-        self._throttle.receive(messages)
+        throttle = self._limiting()
+        if throttle is None:
+            self._hand_over(messages, count)
+        else:
+            throttle.receive(messages)
+
+    def _limiting(self) -> Throttle | None:
+        """Return its throttle; None while the principal has had no limits."""
+        has_limits = self.access is not None and self.access.quota is not None
+        if self._throttle is None and has_limits:
+            assert self.access is not None
+            self._throttle = Throttle(self.access, self._hand_over_throttled, self._resume_feeds)
+        return self._throttle
 
     def _hand_over_throttled(self, messages: list[Message]) -> None:
         if messages and not self.is_closed:
@@ -693,7 +711,11 @@ class Link:
         else:
             self._drained.set()
         self._update_reading()
-        if not is_congested and self._on_drained is not None:
+        if not is_congested:
+            self._resume_feeds()
+
+    def _resume_feeds(self) -> None:
+        if self._on_drained is not None:
             self._on_drained()
 
     def _update_reading(self) -> None:
@@ -789,7 +811,9 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
-    if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
+    if broken is not None and str(broken) == FOUND_TLS:
+        return TlsFailed(f"{address}: {broken}. {dialing.TLS_HINT}")
+    if link._has_tls_failed:
         return TlsFailed(f"{address}: {broken or link.closed_reason}")
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")

@@ -50,6 +50,7 @@ from waltz_core.errors import (
 )
 from waltz_core.transport.audit_log import AuditedRequest, AuditFile, Peer, is_administrative
 from waltz_core.wire.admin_messages import AuthenticateForAdmin
+from waltz_core.wire.authentication import Credential
 from waltz_core.wire.messages import (
     Authenticate,
     AuthenticateAtStorage,
@@ -73,7 +74,8 @@ _KNOWN_SINCE: Final = {
     WireProtocol.ADMIN: AuthenticateForAdmin.since,
 }
 _ADAPTED_MAX: Final = 4
-_NOT_VALID: Final = "the token is unknown, revoked or expired"
+# Revoked tokens that a port remembers, to name them.
+_REVOKED_MAX: Final = 10_000
 # The partitions of a request that names none.
 _NO_PARTITION: Final = (None,)
 
@@ -110,6 +112,8 @@ class PortAccess:
         self._connections: dict[ConnectionAccess, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s: dict[tuple[str, str], float] = {}
+        # Tokens of earlier revisions, by hash; the oldest first.
+        self._revoked: dict[str, KnownToken] = {}
 
     def learn(self, permissions: Permissions | None) -> None:
         """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
@@ -124,6 +128,7 @@ class PortAccess:
                 known.revision,
             )
             return
+        self._note_revoked(permissions)
         self.permissions, self.grants = permissions, Grants(permissions)
         if self.is_enforced:  # rule 6
             self.quotas.learn(permissions, self.grants)
@@ -167,8 +172,29 @@ class PortAccess:
             raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
         known = self.permissions.valid_token(token_hash, self._clock_ms())
         if known is None:
-            raise AuthenticationFailed(_NOT_VALID)
+            raise AuthenticationFailed(self.reason_invalid(token_hash))
         return known
+
+    def _note_revoked(self, permissions: Permissions) -> None:
+        for token_hash, token in self.permissions.tokens.items() if self.permissions else ():
+            if token_hash not in permissions.tokens:
+                self._revoked[token_hash] = token
+        while len(self._revoked) > _REVOKED_MAX:
+            del self._revoked[next(iter(self._revoked))]
+
+    def named_token(self, token_hash: str) -> KnownToken | None:
+        """Return a token, also one that has expired, or was revoked while the port was open."""
+        listed = self.permissions.tokens.get(token_hash) if self.permissions else None
+        return listed or self._revoked.get(token_hash)
+
+    def reason_invalid(self, token_hash: str) -> str:
+        """Return why a token is not valid; only a peer that has the token gets its name."""
+        named = self.named_token(token_hash)
+        if named is None:
+            return "the token is unknown or revoked"
+        is_listed = self.permissions is not None and token_hash in self.permissions.tokens
+        state = "has expired" if is_listed else "is revoked"
+        return f"token {named.token_id} of {named.principal} {state}"
 
     def watch_expiry(self) -> None:
         """Check every `EXPIRY_CHECK_S` which credentials have expired, while there are any."""
@@ -282,6 +308,10 @@ class ConnectionAccess:
         """End the connection: a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} have changed")
 
+    def fail(self, error: Exception) -> None:
+        """End the connection: its requests or feeds could not continue after a wait."""
+        self._end(f"the daemon could not continue after a wait: {error!r:.200}")
+
     @property
     def now_ns(self) -> int:
         """The time for `quota`."""
@@ -300,8 +330,8 @@ class ConnectionAccess:
     def check_expiry(self, now_ms: int) -> None:
         """End the connection if its credential has expired."""
         if self.expires_ms is not None and now_ms >= self.expires_ms:
-            is_token = self._token_hash is not None
-            self._end(_NOT_VALID if is_token else "the certificate has expired")
+            token_hash, reason = self._token_hash, "the certificate has expired"
+            self._end(reason if token_hash is None else self._port.reason_invalid(token_hash))
 
     def check_again(self, *, is_first: bool = False) -> None:
         """Compare with a new revision; end the connection by rules 3 and 4."""
@@ -419,9 +449,16 @@ class ConnectionAccess:
             f"it belongs to {self.principal}, found ID {client_id} without one.{hint}"
         )
 
-    def token_rejected(self, message: Message, error: str) -> None:
-        """Write to the audit log that a token was not accepted, also with "report"."""
-        self._audit_denial(None, message, error, is_enforced=True)
+    def token_rejected(self, message: Credential, error: str) -> None:
+        """Write to the audit log that a token was not accepted, also with "report".
+
+        The line names the token if the port knows it: its peer has the secret.
+        """
+        named = self._port.named_token(hash_of(message.token))
+        peer, name = Peer(self.principal, self.peer), "unknown token"
+        if named is not None:
+            peer, name = Peer(named.principal, self.peer), f"token {named.token_id}"
+        self._audit_denial(peer, name, message, error, is_enforced=True)
 
     def audited(self, request: Message) -> AuditedRequest | None:
         """Return the request for the audit log; None: it need not be written."""
@@ -435,11 +472,16 @@ class ConnectionAccess:
         return error is None or not self._port.is_enforced
 
     def _audit_denial(
-        self, requirement: Requirement | None, message: Message, error: str, *, is_enforced: bool
+        self,
+        peer: Peer,
+        requirement: Requirement | str,
+        message: Message,
+        error: str,
+        *,
+        is_enforced: bool,
     ) -> None:
-        audit, peer = self._port.audit, Peer(self.principal, self.peer)
-        if audit is not None and audit.takes_denial(peer):
-            audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
+        if self._port.audit is not None:
+            self._port.audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
     def _denied(
         self,
@@ -454,9 +496,25 @@ class ConnectionAccess:
         return self._reported(
             requirement,
             message,
-            lambda: PermissionDenied(
-                _denied_text(self.principal, requirement, missing, partition, message)
-            ),
+            lambda: PermissionDenied(self._denied_text(requirement, missing, partition, message)),
+        )
+
+    def _denied_text(
+        self, requirement: Requirement, missing: AccessVerb, partition: int | None, message: Message
+    ) -> str:
+        where = "all partitions" if requirement.scope is Scope.ALL else "any partition"
+        hint = "Hint: `waltz-core access grant` grants it"
+        if partition is not None:
+            where = f"partition {partition}"
+            if any(self._granted.partitions.get(each) for each in requirement.verbs):
+                hint += "; clients with permissions for some partitions name them (docs/access.md)"
+        joined = (" and " if requirement.is_all else " or ").join(
+            each.value for each in requirement.verbs
+        )
+        lacking = missing.value if requirement.is_all else joined
+        return (
+            f"{type(message).__name__} requires {joined} for {where}, and {self.principal} is not "
+            f"granted {lacking} there. {hint}."
         )
 
     def _reported(
@@ -469,7 +527,8 @@ class ConnectionAccess:
         if not (is_enforced or must_log or self._port.audit):
             return None
         error = make()
-        self._audit_denial(requirement, message, str(error), is_enforced=is_enforced)
+        peer = Peer(self.principal, self.peer)
+        self._audit_denial(peer, requirement, message, str(error), is_enforced=is_enforced)
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
@@ -515,23 +574,3 @@ def _requirement_of(message: Message) -> Requirement | Exempt:
             f"{type(message).__name__}: expected {declared.field} of {expected}, found {found}"
         )
     return declared.requirements[found]
-
-
-def _denied_text(
-    principal: str,
-    requirement: Requirement,
-    missing: AccessVerb,
-    partition: int | None,
-    message: Message,
-) -> str:
-    where = "all partitions" if requirement.scope is Scope.ALL else "any partition"
-    if partition is not None:
-        where = f"partition {partition}"
-    joined = (" and " if requirement.is_all else " or ").join(
-        each.value for each in requirement.verbs
-    )
-    lacking = missing.value if requirement.is_all else joined
-    return (
-        f"{type(message).__name__} requires {joined} for {where}, and {principal} is not granted "
-        f"{lacking} there. Hint: `waltz-core access grant` grants it."
-    )

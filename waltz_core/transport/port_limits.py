@@ -15,12 +15,15 @@ Rules:
 
 import ipaddress
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from waltz_core.access.quotas import COUNT_RETRY_MS
 from waltz_core.errors import Overloaded
+
+if TYPE_CHECKING:
+    from asyncio import Future
 
 LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
@@ -116,6 +119,35 @@ class HandshakeLimits:
             self._tokens.clear()
 
 
+class HandshakeTurns:
+    """Rule 5; `call_soon` is the loop's."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self._call_soon = call_soon
+        # By host; the first one has the next turn.
+        self._waiting: dict[str, deque[Future[None]]] = {}
+
+    def add(self, address: str, turn: "Future[None]") -> None:
+        """Set the result of `turn` when it is the turn of a handshake of this host."""
+        if not self._waiting:
+            self._call_soon(self._begin_one)
+        self._waiting.setdefault(network_of(address), deque()).append(turn)
+
+    def _begin_one(self) -> None:
+        is_begun = False
+        while self._waiting and not is_begun:
+            host = next(iter(self._waiting))
+            turns = self._waiting.pop(host)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[host] = turns
+            if not turn.done():  # it was not cancelled meanwhile
+                turn.set_result(None)
+                is_begun = True
+        if self._waiting:
+            self._call_soon(self._begin_one)
+
+
 class LinkLimits:
     """Rules 2 to 4."""
 
@@ -200,8 +232,8 @@ class LinkLimits:
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
-                f"incomplete frames have more than {self._incomplete_bytes_max} bytes, and this "
-                "connection has most of those of its principal"
+                f"the incomplete frames of all connections exceed {self._incomplete_bytes_max} "
+                "bytes; this connection has the most of its principal"
             )
 
     def _largest(self) -> LimitedLink:

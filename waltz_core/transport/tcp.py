@@ -1,4 +1,4 @@
-"""Whether the peer's host of a TCP connection still answers, according to the kernel.
+"""Whether a TCP connection's peer has closed it, or its host still answers, as the kernel reports.
 
 `TCP_USER_TIMEOUT` also ends a connection whose peer reads nothing: the kernel counts the time in
 which a full window keeps data from being sent, although the peer's host answers every probe.
@@ -16,6 +16,8 @@ _UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK_MS: Final = struct.Struct("=56xI")
 SILENCE_MS_MAX: Final = 10_000
 UNANSWERED_MIN: Final = 3
+# Linux, enum of tcp_states: TCP_CLOSE and TCP_CLOSE_WAIT.
+_CLOSED: Final = (7, 8)
 
 
 class Socket(Protocol):
@@ -48,6 +50,15 @@ def silence_of(info: bytes) -> int | None:
     is_unanswered = unacknowledged > 0 and info[_RETRANSMITS] >= UNANSWERED_MIN
     is_unanswered = is_unanswered or info[_PROBES] >= UNANSWERED_MIN
     return last_ms if is_unanswered and last_ms >= SILENCE_MS_MAX else None
+
+
+def has_closed(sock: Socket) -> bool:
+    """Whether the peer has closed its side, also if not all of its bytes were read yet.
+
+    False if the system does not report it.
+    """
+    option = getattr(socket, "TCP_INFO", None)
+    return option is not None and sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] in _CLOSED
 
 
 def set_options(sock: socket.socket) -> None:

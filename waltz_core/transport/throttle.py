@@ -17,9 +17,15 @@ Rules (decision 048, AC 10):
     6. A feed counts from its request on, until its mount fails, or a mount without a feed succeeds.
        Other errors say nothing about a feed, and a peer chooses the IDs of its requests: so a mount
        that succeeds without being known as pending counts as a feed.
+    7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction, also
+       for those that a filter leaves out. Until it is paid for, the connection's feeds pause. It is
+       paid in shares, and each waits in turn with requests: feeds of all connections of a principal
+       delay a request by a quarter of a second at most, and a flood of requests does not stop them.
+    8. An error of a timer ends the connection, which would otherwise wait without an end.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,13 +34,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from waltz_core.access.quotas import SECOND_NS, CountedFeed, Quota
+from waltz_core.access.quotas import REQUEST_BYTES_MIN, SECOND_NS, CountedFeed, Quota
 from waltz_core.errors import Overloaded
+from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
     ClientMessage,
     ErrorResponse,
+    FeedBatch,
     Message,
     Mounted,
     MountOutcome,
@@ -54,6 +62,8 @@ if TYPE_CHECKING:
     from waltz_core.records.record import ReqId
     from waltz_core.transport.port_access import ConnectionAccess
 
+_log = logging.getLogger(__name__)
+
 SLACK_NS: Final = SECOND_NS // 100
 OVERRUN_MAX: Final = 1_000
 MOUNTS_MAX: Final = 10_000
@@ -68,13 +78,21 @@ class _Mount(Enum):
 
 
 class Throttle:
-    """See the module's rules. `pass_on` gets requests whose turn it is; it never calls back."""
+    """See the module's rules.
+
+    `pass_on` gets requests whose turn it is; it never calls back. `resume_feeds` is called at the
+    end of a pause of feeds.
+    """
 
     def __init__(
-        self, access: "ConnectionAccess", pass_on: Callable[[list[Message]], None]
+        self,
+        access: "ConnectionAccess",
+        pass_on: Callable[[list[Message]], None],
+        resume_feeds: Callable[[], None],
     ) -> None:
         self._access = access
         self._pass_on = pass_on
+        self._resume_feeds = resume_feeds
         self._waiting: deque[Message] = deque()
         self._is_charged = False  # the first one of them (rule 3)
         self._since_ns = 0  # when it arrived
@@ -82,11 +100,18 @@ class Throttle:
         self._overrun: dict[CountedFeed, None] = {}  # rule 4
         self._mounts: dict[ReqId, _Mount] = {}  # without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
+        self._unpaid_bytes = 0  # of feeds (rule 7)
+        self._feed_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_pausing(self) -> bool:
         """Whether the connection is not read (rule 2)."""
         return self._timer is not None
+
+    @property
+    def is_pausing_feeds(self) -> bool:
+        """Whether the connection's feeds must send nothing (rule 7)."""
+        return self._feed_timer is not None
 
     def receive(self, messages: list[Message]) -> None:
         """Take requests that have arrived."""
@@ -98,10 +123,24 @@ class Throttle:
 
     def stop(self) -> None:
         """Drop the requests that wait: the connection is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._feed_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._feed_timer = None
         self._waiting.clear()
+
+    def _after(self, pause_ns: int, call: Callable[[], None]) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(pause_ns / SECOND_NS, self._guarded, call)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Call; after an error, end the connection (rule 8)."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - rule 8
+            _log.exception("net.throttle_failed peer=%s", self._access.peer)
+            self.stop()
+            self._access.fail(error)
 
     def _turn(self) -> None:
         self._timer = None
@@ -120,7 +159,7 @@ class Throttle:
             pause_ns = quota.rejection_wait_ns(now_ns)
         self._has_rejected = False
         if pause_ns:
-            self._timer = asyncio.get_running_loop().call_later(pause_ns / SECOND_NS, self._turn)
+            self._timer = self._after(pause_ns, self._turn)
         self._pass_on(passed)
 
     def _begin(self, message: Message, now_ns: int) -> int:
@@ -150,7 +189,7 @@ class Throttle:
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.over_limit(message, error)
-        quota.rejected(now_ns)
+        quota.rejected(_size_bytes(message), now_ns)
         self._has_rejected = True
 
     def _note_overrun(self, key: CountedFeed) -> None:
@@ -192,7 +231,7 @@ class Throttle:
         return replace(message, bytes_max=min(message.bytes_max, bytes_max))
 
     def sent(self, answer: Message) -> None:
-        """Charge the range in an answer (rule 5), or end a feed that has failed."""
+        """Charge a range or a part of a feed (rules 5 and 7), or end a feed that has failed."""
         quota = self._access.quota
         if quota is None:
             return
@@ -201,8 +240,9 @@ class Throttle:
                 granted = np.frombuffer(answer.lengths, dtype=">i4")
                 quota.sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
-                size_bytes = len(answer.records) + len(answer.lengths)
-                quota.sent(size_bytes, self._access.now_ns)
+                quota.sent(_range_bytes(answer), self._access.now_ns)
+            case FeedBatch():
+                self.feed_sent(answer.count * FEED_HEADER_BYTES)
             case TransactionDataResponse(result=(bytes() | memoryview() as data, _)):
                 quota.sent(len(data), self._access.now_ns)
             case Mounted() | MountResponse(state=MountState.READY) | MountOutcome(is_ready=True):
@@ -214,6 +254,36 @@ class Throttle:
             case _:
                 pass
 
+    def feed_sent(self, size_bytes: int) -> None:
+        """Charge a part of a feed (rule 7)."""
+        self._unpaid_bytes += size_bytes
+        if self._feed_timer is None:
+            self._pay()
+
+    def _pay(self) -> None:
+        """Pay for what feeds have sent, until a share must wait."""
+        self._feed_timer = None
+        quota = self._access.quota
+        while quota is not None and self._unpaid_bytes:
+            size_bytes = min(self._unpaid_bytes, self._feed_share_bytes(quota))
+            self._unpaid_bytes -= size_bytes
+            wait_ns = quota.sent(size_bytes, self._access.now_ns)
+            if wait_ns > SLACK_NS:
+                self._feed_timer = self._after(wait_ns, self._pay_again)
+                return
+        self._unpaid_bytes = 0
+
+    def _pay_again(self) -> None:
+        self._pay()
+        if self._feed_timer is None:
+            self._resume_feeds()
+
+    def _feed_share_bytes(self, quota: Quota) -> int:
+        per_s = quota.limits.bytes_per_s
+        if per_s is None:
+            return self._unpaid_bytes
+        return max(per_s // RANGE_SHARE // max(len(quota.connections), 1), REQUEST_BYTES_MIN)
+
     def feeds_ended(self, partition_id: int) -> None:
         """The daemon serves a partition no more."""
         quota = self._access.quota
@@ -224,6 +294,14 @@ class Throttle:
 
 def _feed_key(message: ClientMessage) -> CountedFeed:
     return message.req_id.partition_id, message.req_id.client_id
+
+
+def _range_bytes(answer: RangeData | RangeBytes) -> int:
+    """Return the bytes of a range; as in a feed, transactions that a filter leaves out count."""
+    size_bytes = len(answer.records) + len(answer.lengths)
+    if isinstance(answer, RangeData) and answer.lineage:  # none: only the client's own headers
+        return max(size_bytes, (answer.next - answer.first) * FEED_HEADER_BYTES)
+    return size_bytes
 
 
 def _size_bytes(message: Message) -> int:

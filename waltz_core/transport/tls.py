@@ -54,6 +54,8 @@ HANDSHAKE: Final = 0x16
 ALERT: Final = 0x15
 # The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
 UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
+# The answer to a ClientHello that must not be processed: handshake_failure.
+HANDSHAKE_FAILURE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 40))
 
 LOG_INTERVAL_S: Final = 60.0
 _LAST_LOGGED_MAX: Final = 1_024
@@ -73,7 +75,8 @@ _SENTENCES: Final = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, found none",
     # TLS 1.2 uses this one for that, and for other failures.
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate, "
+    "or a key exchange with X25519 or P-256",
 }
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
@@ -187,8 +190,8 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
         raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
     if config.tls_require_certificate and not chosen.tls_authorities:
         raise BadConfig(
-            "tls_authorities: expected a file, to verify peers for tls_require_certificate = true, "
-            "or tls_require_certificate = false"
+            "tls_authorities: expected a file, with which tls_require_certificate = true verifies "
+            "peers. Hint: name the authorities, or set tls_require_certificate = false."
         )
     context = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _Handshake

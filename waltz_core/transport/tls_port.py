@@ -7,7 +7,8 @@ Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
     2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
-       rate.
+       rate. It begins when the whole ClientHello has arrived, in its turn, because the answer takes
+       most of the CPU time of a handshake.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
        handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
@@ -17,17 +18,30 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import Final
 
-from waltz_core.transport import tls
-from waltz_core.transport.port_limits import HandshakeLimits
+from waltz_core.transport import tcp, tls
+from waltz_core.transport.port_limits import HandshakeLimits, HandshakeTurns
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 4_096
 BACKLOG: Final = 1_024
+
+# A record begins with its type, the version of TLS (3.x) and its size; a handshake message with its
+# type and a size of 3 bytes.
+_RECORD_HEADER_BYTES: Final = 5
+_MESSAGE_HEADER_BYTES: Final = 4
+_CLIENT_HELLO: Final = 1
+_HELLO_BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
+# Extensions of a ClientHello, and codes in them.
+_SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
+_TLS_1_3: Final = 0x0304
+_FAST_GROUPS: Final = frozenset({0x0017, 0x001D})  # P-256, X25519
+_SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-384, P-521, FFDHE
 # After a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
 
@@ -49,6 +63,7 @@ class TlsPort:
             burst=context.handshake_burst_max,
             per_s=context.handshakes_per_s_max,
         )
+        self._turns = HandshakeTurns(self._loop.call_soon)
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -102,9 +117,9 @@ class TlsPort:
         duplicate: socket.socket | None = None
         is_handed_over = False
         try:
-            first = await self._first_byte(accepted)
+            first = await self._first_bytes(accepted, host)
             if self._is_acceptable(first, accepted, host):
-                is_tls = first == tls.HANDSHAKE
+                is_tls = first[0] == tls.HANDSHAKE
                 # The loop closes its transport before it reports a failure; this socket stays open.
                 duplicate = accepted.dup()
                 is_handed_over = True
@@ -135,26 +150,61 @@ class TlsPort:
             if not is_handed_over:
                 accepted.close()
 
-    async def _first_byte(self, accepted: socket.socket) -> int | None:
-        """Wait for the first byte, without reading it; None: the peer has closed (rule 1)."""
+    async def _first_bytes(self, accepted: socket.socket, host: str) -> bytes:
+        """Wait for the first bytes, then for a turn (rule 2); do not read them; b"": it has closed.
+
+        A peer has `HANDSHAKE_S_MAX` for them, without the time in which it waits for its turn.
+        """
         accepted.settimeout(0)
-        readable = self._loop.create_future()
-        self._loop.add_reader(accepted, _set, readable)
+        late_s = self._loop.time() + HANDSHAKE_S_MAX
+        wanted = 1
+        async with asyncio.timeout_at(late_s) as deadline:
+            while True:
+                # It becomes readable with these bytes: a slow peer takes three turns at most.
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                deadline.reschedule(late_s)
+                await self._turn(accepted, host, deadline)
+                try:
+                    found = accepted.recv(_HELLO_BYTES_MAX, socket.MSG_PEEK)
+                except ConnectionResetError:
+                    return b""
+                if len(found) < wanted:
+                    return b""
+                wanted = hello_bytes(found)
+                if len(found) >= wanted:
+                    break
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return found
+
+    async def _turn(self, accepted: socket.socket, host: str, deadline: asyncio.Timeout) -> None:
+        turn = self._loop.create_future()
+
+        def is_readable() -> None:
+            self._loop.remove_reader(accepted)
+            if not turn.done():  # it is not late
+                deadline.reschedule(None)
+                self._turns.add(host, turn)
+
+        self._loop.add_reader(accepted, is_readable)
         try:
-            async with asyncio.timeout(HANDSHAKE_S_MAX):
-                await readable
+            await turn
         finally:
             self._loop.remove_reader(accepted)
-        try:
-            first = accepted.recv(1, socket.MSG_PEEK)
-        except ConnectionResetError:
-            return None
-        return first[0] if first else None
 
-    def _is_acceptable(self, first: int | None, accepted: socket.socket, host: str) -> bool:
-        """Whether a connection with this first byte may continue; reject it otherwise (rule 1)."""
-        if first is None or first == tls.HANDSHAKE:
-            return first is not None
+    def _is_acceptable(self, first: bytes, accepted: socket.socket, host: str) -> bool:
+        """Whether a peer with these first bytes may continue; reject it otherwise (rule 1)."""
+        if not first:
+            return False
+        if first[0] == tls.HANDSHAKE:
+            failure = hello_failure(first)
+            if failure:
+                tls.log_failure(host, failure)
+                accepted.recv(_HELLO_BYTES_MAX)  # with unread bytes the system would drop the alert
+                accepted.send(tls.HANDSHAKE_FAILURE)
+            elif tcp.has_closed(accepted):
+                failure = "the peer closed the connection while its handshake waited for its turn"
+                tls.log_failure(host, failure)
+            return not failure
         if self._context.plain_peers:  # rule 4
             if self._context.plain_peers == "dial":
                 tls.log_plain_peer(host)
@@ -165,9 +215,59 @@ class TlsPort:
         return False
 
 
-def _set(readable: "asyncio.Future[None]") -> None:
-    if not readable.done():
-        readable.set_result(None)
+def hello_bytes(first: bytes) -> int:
+    """Return how many first bytes of a peer must have arrived before its handshake may begin."""
+    if first[0] != tls.HANDSHAKE or first[1:2] not in (b"", b"\x03"):
+        return 1  # not a handshake, or one that OpenSSL rejects
+    if len(first) < _RECORD_HEADER_BYTES:
+        return _RECORD_HEADER_BYTES
+    return min(_HELLO_BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES]))
+
+
+def hello_failure(first: bytes) -> str:
+    """Return why OpenSSL must not get a peer's first record (rules 2 and 5); "": it may get it.
+
+    OpenSSL rejects a damaged one.
+    """
+    message = first[_RECORD_HEADER_BYTES:]
+    if first[1:2] != b"\x03" or message[:1] != bytes((_CLIENT_HELLO,)):
+        return ""
+    size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
+    if _number(first[3:_RECORD_HEADER_BYTES]) < size:  # its end would be answered without a turn
+        return "expected a ClientHello in one record of TLS, found a part of one"
+    extensions = _extensions(message[:size])
+    groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
+    is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
+    if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
+        shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
+        known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
+        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it has
+    return "expected a key exchange with X25519 or P-256" if is_slow else ""
+
+
+def _extensions(hello: bytes) -> dict[int, bytes]:
+    at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
+    for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
+        at += size_bytes + _number(hello[at : at + size_bytes])
+    return _sized(hello[at + 2 :])
+
+
+def _sized(data: bytes) -> dict[int, bytes]:
+    """Return the parts of a list, by their code; each has code, size and bytes."""
+    found, at = dict[int, bytes](), 0
+    while at + 4 <= len(data):
+        code, size = struct.unpack_from(">HH", data, at)
+        found[code] = data[at + 4 : at + 4 + size]
+        at += 4 + size
+    return found
+
+
+def _numbers(data: bytes) -> set[int]:
+    return {_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "big")
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:

@@ -323,7 +323,7 @@ class Copy(AdminMessage):
 
 @value(frozen=True, slots=True)
 class Copied(AdminMessage):
-    """Everything up to this id is on disk, synced; answers 73 as a request."""
+    """Everything up to this ID is on disk, synced; answers 73 as a request."""
 
     code = 74
     requires = ANSWER

@@ -51,7 +51,7 @@ class FieldKind(Enum):
     CRC32 = "4 bytes, unsigned: a CRC-32 as `checksum.py` returns it"
     RAW16 = "16 bytes: a UUID, a nonce, a chain"
     RAW32 = "32 bytes: the secret of a token"
-    REQ_ID = "16 bytes: client id, generation, partition id, sequence"
+    REQ_ID = "16 bytes: client ID, generation, partition ID, sequence"
     BLOB = "n, then n bytes; never null"
     TEXT = "n, then n bytes of UTF-8; never null"
     TEXT_OR_NULL = "n, then n bytes of UTF-8; null allowed"
@@ -60,7 +60,7 @@ class FieldKind(Enum):
     PACKED_INT64S = "n, then n int64; kept as 8 n big-endian bytes"
     TEXTS = "n, then n texts"
     LINEAGE = "n, then n entries of 48 bytes: first, last, session, stamp (int64 each), chain (16)"
-    RECORDS = "n, then n records: id, request id, header, data, crc of data"
+    RECORDS = "n, then n records: ID, request ID, header, data, crc of data"
     TEXT_BOOL_MAP = "n, then n pairs of text and bool"
     INT32_BOOL_MAP = "n, then n pairs of int32 and bool"
     DATA_OR_ERROR = "bool; if true data (blob) and its crc, else an error text that may be null"
@@ -140,7 +140,7 @@ class RangeForm(IntEnum):
     """The part of each transaction that a range answer contains."""
 
     WHOLE = 0  # records as in the segment file
-    HEADERS = 1  # 28 bytes each: id, request id, header
+    HEADERS = 1  # 28 bytes each: ID, request ID, header
 
 
 # RANGE_REQUEST: like HEADERS, only those of the request's client ID (protocol L; 2 is LOCATIONS).
@@ -153,8 +153,8 @@ LATEST_MARK = -2
 TEXT_BYTES_MAX = 64 * 1024
 # Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
 ENTRIES_MAX = 64 * 1024
-# Headers of a filtered feed: the server keeps them and looks for them as long as the mount lasts.
-FEED_HEADERS_MAX = 1_000
+# Headers of a filter: the server looks for them in each range, or as long as a mount lasts.
+FILTER_HEADERS_MAX = 1_000
 
 
 @value(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Hello:
 
 
 # ---------------------------------------------------------------------------------------------
-# L: client and server. Prefix: type (1 byte), request id (16)
+# L: client and server. Prefix: type (1 byte), request ID (16)
 
 
 @value(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class AppendRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedRequest(ClientMessage):
-    """Request the next part of the feed; the request id is the mount's."""
+    """Request the next part of the feed; the request ID is the mount's."""
 
     code = 3
     requires = all_of(READ)
@@ -269,7 +269,7 @@ class FeedRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedData(ClientMessage):
-    """One committed transaction; the request id is that of the append which wrote it."""
+    """One committed transaction; the request ID is that of the append which wrote it."""
 
     code = 4
     requires = ANSWER
@@ -323,7 +323,7 @@ class FlushResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class LockFailure(ClientMessage):
-    """An append was rejected; the id is the estimate that exceeded the client's mark."""
+    """An append was rejected; the ID is the estimate that exceeded the client's mark."""
 
     code = 10
     requires = ANSWER
@@ -436,7 +436,7 @@ class PartitionsHealthRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class PartitionsHealthResponse(ClientMessage):
-    """Partition id to whether its store session is open."""
+    """Partition ID to whether its store session is open."""
 
     code = 22
     requires = ANSWER
@@ -473,7 +473,7 @@ class AppendTimesResponse(ClientMessage):
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
-    Row i has the sequence number of the request id plus i, also when earlier rows are rejected.
+    Row i has the sequence number of the request ID plus i, also when earlier rows are rejected.
     The mark applies to every row unless the batch has a mark column.
     """
 
@@ -490,7 +490,7 @@ class AppendResult(ClientMessage):
     """The outcome of every row of an append, sent when all of them are final.
 
     `transaction_ids` holds -1 for rejected rows, `reasons` one byte each (`Reason`), `conflicting`
-    the id that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
+    the ID that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
     """
 
     code = 65
@@ -599,7 +599,7 @@ class RangeRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeData(ClientMessage):
-    """A part of a range. `next` is the next id to read: above the requested last id at the end.
+    """A part of a range. `next` is the next ID to read: above the requested last ID at the end.
 
     WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
     `lengths`, `records` are 28 bytes each. `lineage` covers the part; its first and last entries
@@ -622,12 +622,12 @@ class RangeData(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedBatch(ClientMessage):
-    """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
+    """Committed transactions first..first+count-1 as 20 bytes each: request ID, header.
 
     In a filtered feed only some of them have headers here: `picked` are their ascending offsets
     from `first`, empty if all have. The others of the part do not pass the filter.
 
-    `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros if the
+    `chain` is the log's chain at `chain_at` (a batch's last ID, or BEFORE_FIRST and zeros if the
     server does not know one inside the part), by which a client detects a changed history.
     """
 
@@ -869,7 +869,7 @@ class RegistryResponse(ClientMessage):
 
 
 # ---------------------------------------------------------------------------------------------
-# S: server and storage. Prefix: type (1), session id (8), sequence (8), partition id (4).
+# S: server and storage. Prefix: type (1), session ID (8), sequence (8), partition ID (4).
 # Answers echo session, sequence and partition of their request.
 
 
@@ -945,7 +945,7 @@ class Prepared(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaEnd(StorageMessage):
-    """The request is done: the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
+    """The request is done: the last ID on disk and the chain there. Answers 67, 68, 69 and 75."""
 
     code = 66
     requires = ANSWER
@@ -1013,7 +1013,7 @@ class AppendRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Appended(StorageMessage):
-    """Everything up to this id is on disk, synced."""
+    """Everything up to this ID is on disk, synced."""
 
     code = 71
     requires = ANSWER
@@ -1026,7 +1026,7 @@ class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` (one batch or record at least).
 
     `reader`: the sender is not an owner; answered only while this storage is engaged in the session
-    of the prefix, and only up to what it has synced. `whole_batches`: first is a batch's first id,
+    of the prefix, and only up to what it has synced. `whole_batches`: first is a batch's first ID,
     and the answer ends at a batch's last one (repair, catch-up).
     """
 

@@ -33,7 +33,7 @@ TICKET_BYTES: Final = 24
 
 
 class FileLocation(NamedTuple):
-    """A run of bytes of the segment whose first id is `segment`."""
+    """A run of bytes of the segment whose first ID is `segment`."""
 
     segment: TransactionId
     offset: int

@@ -90,7 +90,7 @@ class Checks(Evidence):
         """A log is open; opening may have cut a torn tail."""
         self._opening.pop(storage.name, None)
         if self.replicas.bytes_of(storage) < bytes_before:
-            self.count("torn tail")
+            self.count("torn record at the end of a log")
         self.replicas.opened(storage, log)
         if self.archive is not None:
             self.archive.opened(storage, log)
@@ -305,7 +305,7 @@ class Checks(Evidence):
         for transaction_id, data in enumerate(chain(archived, self.replicas.data_on(storage))):
             ledger.take(transaction_id, data)
         ledger.audit()
-        self.counts["deals"] += ledger.checked_count
+        self.counts["checked transactions"] += ledger.checked_count
 
 
 def states_in_words(metadata: PartitionMetadata) -> str:

@@ -301,7 +301,7 @@ class SimServer(Process):
             case session_events.WriteMetadata():
                 self.cluster.coordinator.write(self, effect)
             case session_events.Released():
-                self.cluster.checks.count("released")
+                self.cluster.checks.count("partition released")
                 self.world.note(f"{self.name} releases the partition: {effect.reason}")
                 ownership = self._ownership
                 self.after(RELEASED_PAUSE_US, lambda: self._retake_ownership(ownership))

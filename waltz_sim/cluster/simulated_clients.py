@@ -218,7 +218,7 @@ class SimClient(Process):
                 return
             self.cluster.checks.dialed(self.name, server.name)
             for link in self._links.values():
-                if link.ends[1] is server and link.number not in effect.spoiled:
+                if link.ends[1] is server and link.number not in effect.avoided_links:
                     self._linked(effect, link, assignment)
                     return
             self.cluster.network.dial(
@@ -247,7 +247,7 @@ class SimClient(Process):
             if other is not link:
                 del self._links[other.number]
                 self.cluster.network.close(other, NEAR)
-                self._unasked(other)
+                self._fail_requests(other)
                 self.step(stream_events.LinkLost(other.number, "replaced by another link"))
         self._links[link.number] = link
         sequence = self.cluster.coordinator.next_connection_sequence()
@@ -265,12 +265,12 @@ class SimClient(Process):
 
     def _lost(self, link: SimLink, reason: str) -> None:
         self._links.pop(link.number, None)
-        self._unasked(link)
+        self._fail_requests(link)
         self.step(stream_events.LinkLost(link.number, reason))
 
-    def _unasked(self, link: SimLink) -> None:
-        for req_id, (asked_on, answered) in list(self._requested.items()):
-            if asked_on is link:
+    def _fail_requests(self, link: SimLink) -> None:
+        for req_id, (requested_on, answered) in list(self._requested.items()):
+            if requested_on is link:
                 del self._requested[req_id]
                 answered(None)
 

@@ -428,4 +428,8 @@ class SimCluster:
             self.world.run(OPERATOR_MS * MS)
             self.operate()
         self.world.run(OPERATOR_MS * MS)
-        self.checks.count("healed without a budget" if self.is_whole() else "halted safely")
+        self.checks.count(
+            "recovered after more faults than tolerated"
+            if self.is_whole()
+            else "quorum lost without a wrong answer"
+        )

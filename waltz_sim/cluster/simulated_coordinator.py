@@ -126,7 +126,7 @@ class SimCoordinator:
         delay_us = self._delay_us()
         is_lost = self._chance() < self.lost_answers
         if is_lost:
-            self._cluster.checks.count("CAS lost reply")
+            self._cluster.checks.count("reply to a compare-and-set lost")
             unknown = session_events.MetadataUnknown(effect.attempt, "connection loss")
             self._world.after(delay_us, lambda: self._answer(server, unknown))
             roll = self._chance()

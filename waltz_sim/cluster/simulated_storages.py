@@ -92,7 +92,7 @@ class SimStorage(Process):
         )
         self.rejected: WaltzError | None = None  # why it did not start
         self._is_dropping = False
-        self._aside: Callable[[], None] | None = None
+        self._exclusive_call: Callable[[], None] | None = None
         self.is_uploading = False
         self.is_denying = False  # the servers are not permitted to replicate
         self.started()
@@ -112,7 +112,7 @@ class SimStorage(Process):
     def started(self) -> None:
         """Open the directory and serve the partition."""
         self._is_dropping = False
-        self._aside = None
+        self._exclusive_call = None
         try:
             self._come_up()
         except PowerLoss:
@@ -194,17 +194,17 @@ class SimStorage(Process):
         If the process dies first, the call never happens.
         """
         assert self.service is not None
-        assert self._aside is None
-        self._aside = call
+        assert self._exclusive_call is None
+        self._exclusive_call = call
         if self._is_dropping:
             return
         if self._cluster.partition_id in self.service.partitions:
             self._drop()
         else:
-            self._go_aside()
+            self._run_exclusive_call()
 
-    def _go_aside(self) -> None:
-        call, self._aside = self._aside, None
+    def _run_exclusive_call(self) -> None:
+        call, self._exclusive_call = self._exclusive_call, None
         if call is not None:
             try:
                 call()
@@ -387,7 +387,7 @@ class SimStorage(Process):
                 self._checks.reported(self.name, effect)
             case service_effects.Idle():
                 self._is_dropping = False
-                self.after(0, self._go_aside)
+                self.after(0, self._run_exclusive_call)
             case service_effects.CheckSpace(space):
                 self._check_space(space)
             case _:

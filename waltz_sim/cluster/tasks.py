@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ROWS: Final = 3
 POLL_INTERVAL_US: Final = 10_000
 POLLS_MAX: Final = 300
-AGAIN_US: Final = 50_000
+RETRY_US: Final = 50_000
 ATTEMPTS_MAX: Final = 100
 # What ends an attempt: it is fenced, or its generation is over.
 FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
@@ -89,7 +89,7 @@ class TwoAttempts(Process):
 
         def again() -> None:
             if left and not self._is_over:
-                self.after(AGAIN_US, lambda: self._attempt(sequence, left - 1))
+                self.after(RETRY_US, lambda: self._attempt(sequence, left - 1))
 
         def mount(link: SimLink) -> None:
             request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Single, Submission
+from waltz_core.client.stream.monitor import SingleRow, Submission
 from waltz_core.errors import BelowStart, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
@@ -107,7 +107,7 @@ class Workload:
         self._submissions[self._tokens] = operations
         if len(operations) == 1:
             operation = operations[0]
-            content = Single(
+            content = SingleRow(
                 7, operation.data, operation.write, operation.read, operation.append, follows
             )
             return Submission(
@@ -223,9 +223,9 @@ class _Application:
         self._act_later()
 
     def _act_later(self) -> None:
-        self._client.after(self._workload.think_us(self._client), self._go)
+        self._client.after(self._workload.think_us(self._client), self._run_next_action)
 
-    def _go(self) -> None:
+    def _run_next_action(self) -> None:
         if self._workload.is_over:
             return
         is_stuck = self._waiting >= PENDING_MAX
@@ -271,9 +271,9 @@ class _Application:
     def _row(self) -> RowPlan:
         if self._chance() < CHECKED_SHARE:
             return self._workload.checked_transaction_of(self._client)
-        return self._some(0.5), self._some(0.3), self._some(0.2)
+        return self._random_locks(0.5), self._random_locks(0.3), self._random_locks(0.2)
 
-    def _some(self, share: float) -> tuple[int, ...]:
+    def _random_locks(self, share: float) -> tuple[int, ...]:
         if self._chance() >= share:
             return ()
         keys = self._cluster.setup.keys

@@ -160,8 +160,8 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 def _is_of(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
     """Whether a disk is an older copy of the storage's own: undetectable (budget.py, rule 2)."""
-    path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
-    return mine is None or (other.disk.exists(path) and mine in other.disk.content(path))
+    path, own_id = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
+    return own_id is None or (other.disk.exists(path) and own_id in other.disk.content(path))
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:

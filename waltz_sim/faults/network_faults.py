@@ -180,10 +180,10 @@ def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
         return False
     link = rng.choice(links)
     network.hold(link, counted(cluster, "outlived_link"))
-    given_up_us = rng.choice((2, 10, 40, 100)) * MS
+    abandoned_after_us = rng.choice((2, 10, 40, 100)) * MS
     shortest, longest = LATE_MS
     late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
-    world.after(given_up_us, partial(network.give_up, link, "abandoned"))
+    world.after(abandoned_after_us, partial(network.abandon, link, "abandoned"))
     end_us = rng.choice((0, 1, 20)) * MS
-    world.after(given_up_us + late_us, partial(network.release, link, "abandoned", end_us))
+    world.after(abandoned_after_us + late_us, partial(network.release, link, "abandoned", end_us))
     return False

@@ -121,7 +121,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     before it learns of the move. Its clients may leave it, and may be sent back.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
-    heirs = _heirs(cluster)
+    heirs = _possible_successors(cluster)
     if owner is None or not heirs:
         return False
     coordinator.cut_off[owner.name] = None
@@ -158,7 +158,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-def _heirs(cluster: SimCluster) -> list[str]:
+def _possible_successors(cluster: SimCluster) -> list[str]:
     """Return the servers that could take over from the serving owner; none without one."""
     coordinator, owner = cluster.coordinator, cluster.owner
     if owner is None or owner.is_paused or owner.name in coordinator.cut_off:

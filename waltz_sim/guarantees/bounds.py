@@ -94,8 +94,10 @@ class Bounds:
         # The lag counts record bytes; the queue also counts the rest of each request, and the
         # answer to a read. Each session may send one more read before its connection is paused.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
-        if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
-            self._facts.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
+        held = service.queue_limits
+        for queued_bytes in (held.owner_bytes, held.reader_bytes):
+            if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
+                self._facts.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
         """Check the queues of a server."""
@@ -104,12 +106,17 @@ class Bounds:
             return
         pipeline = partition.pipeline
         queued, queued_max = pipeline.queued_bytes, 2 * limits.queue_bytes_max
-        flying, flying_max = pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max
+        in_flight_bytes, in_flight_bytes_max = (
+            pipeline.in_flight_bytes,
+            2 * limits.in_flight_bytes_max,
+        )
         fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
         if queued > queued_max:
             self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
-        if flying > flying_max:
-            self._too_much(server, f"{flying} bytes in flight, {flying_max} allowed")
+        if in_flight_bytes > in_flight_bytes_max:
+            self._too_much(
+                server, f"{in_flight_bytes} bytes in flight, {in_flight_bytes_max} allowed"
+            )
         if fetches > fetches_max:
             self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
 

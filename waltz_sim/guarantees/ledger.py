@@ -120,7 +120,7 @@ class Ledger:
         for data in predecessors:
             after.update(_written_by(data))
         values = [
-            after.get((checked.kind, position), self._thing(checked.kind, position).at(mark))
+            after.get((checked.kind, position), self._versions_of(checked.kind, position).at(mark))
             for position in (checked.first, checked.second)
         ]
         return _BODY.pack(checked.kind, checked.first, checked.second, *values)
@@ -135,7 +135,7 @@ class Ledger:
         kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
         if kind == RowKind.PLAIN:
             return
-        left, right = self._thing(kind, first), self._thing(kind, second)
+        left, right = self._versions_of(kind, first), self._versions_of(kind, second)
         now = [left.at(transaction_id), right.at(transaction_id)]
         if read != now:
             raise Violation(
@@ -145,7 +145,7 @@ class Ledger:
             )
         self.checked_count += 1
         for thing, value in _written_by(data):
-            self._thing(*thing).put(transaction_id, value)
+            self._versions_of(*thing).put(transaction_id, value)
 
     def audit(self) -> None:
         """Check that a serial order can lead to the state; raises Violation."""
@@ -157,7 +157,7 @@ class Ledger:
             if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
                 raise Violation("Serializable", f"both guards of the pair of {position} have left")
 
-    def _thing(self, kind: int, position: int) -> _Versions:
+    def _versions_of(self, kind: int, position: int) -> _Versions:
         found = self._things.get((kind, position))
         if found is None:
             value = {RowKind.TRANSFER: BALANCE, RowKind.PUSH: 0, RowKind.GUARD: 1}[RowKind(kind)]

@@ -82,7 +82,7 @@ class Outcomes:
                 )
         self._check_all_reported(operation, chain)
         if operation.mark > history.last:
-            evidence.count("followed in flight")
+            evidence.count("dependent append sent before its predecessors committed")
 
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: its author was notified of every later row that wrote one of its locks."""

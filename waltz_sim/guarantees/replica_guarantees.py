@@ -170,7 +170,7 @@ class ReplicaGuarantees:
                 self._cut(storage, work.log, self._cutting[storage.name])
             elif isinstance(message, Repair):
                 is_live = work.log.is_engaged(SessionId(message.session_id))
-                self._facts.counts["damage repaired live"] += is_live
+                self._facts.counts["damage repaired in an open session"] += is_live
                 self._facts.count("damage repaired")
             else:
                 self._answered(storage, outcome)

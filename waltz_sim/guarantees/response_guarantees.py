@@ -238,7 +238,7 @@ class ResponseGuarantees:
             return
         if not 0 <= position < len(records) or bytes(found) != data_in(records[position]):
             self._facts.fail("NoRotServed", f"{name} sends wrong data for {position}")
-        self._facts.count("read alone")
+        self._facts.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
         """Check that a lock conflict names a committed transaction; it may have waited for that."""
@@ -247,7 +247,7 @@ class ResponseGuarantees:
         if Reason.LOCK not in reasons:
             return
         if claimed is not None and claimed not in self._in_step[name]:
-            self._facts.count("follower of another session rejected")
+            self._facts.count("dependent append of another session rejected")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != Reason.LOCK:
@@ -258,7 +258,7 @@ class ResponseGuarantees:
                     "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
                 )
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
-                self._facts.count("lock wait")
+                self._facts.count("rejection delayed until the conflict committed")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
         """Check that no row commits after a lost row of the same mount (rule 3)."""
@@ -328,7 +328,7 @@ class ResponseGuarantees:
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:
-                self._facts.count("proven mark")
+                self._facts.count("mark confirmed by a quorum")
                 if message.high_water_mark < known:
                     self._facts.fail(
                         "StaleMark",

@@ -152,14 +152,14 @@ class Sessions:
         self._nonces[marker.nonce] = session
         self.claims[session] = Claimed(server, marker.nonce, after.states)
         if before.session_id in self.opened and before.session_id not in self._submitted:
-            self._facts.count("session with 0 appends")
+            self._facts.count("session without appends")
         if len(self._tried.get(session, ())) > 1:
-            self._facts.count("nonce mismatch")
+            self._facts.count("two owners claimed one session")
         claimants = self._last_claimants
         if not claimants or claimants[-1] != server:
             claimants.append(server)
             if claimants[-3:-2] == [server]:
-                self._facts.count("owner bounce")
+                self._facts.count("partition returned to its previous owner")
 
     def _check_states(
         self,
@@ -192,7 +192,7 @@ class Sessions:
         if not ever:
             self._check_previous_assignment(claim, session)
         elif len(engaged) > len(ever):
-            self._facts.count("late join")
+            self._facts.count("replica joined an open session")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._facts.history.last)
@@ -283,7 +283,7 @@ class Sessions:
         answered = [name for name in claim.engaged if (session, name) in self._prepared]
         known = self._known(session, claim)
         if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
-            self._facts.count("undecidable wait")
+            self._facts.count("recovery waited for more trusted replicas")
 
     def _known(self, session: SessionId, claim: Claimed) -> list[int]:
         """Return the last IDs of the trusted engaged replicas."""
@@ -344,7 +344,7 @@ class Sessions:
             known.sort(reverse=True)
             least = TransactionId(known[quorum - unknown_count - 1])
         if unknown_count:
-            self._facts.count("U>0")
+            self._facts.count("recovery decided without some replicas")
         decided = self.decided[session] = Decided(least, unknown_count)
         return decided
 
@@ -410,7 +410,7 @@ class Sessions:
                 claim = self.claims.get(metadata.session_id)
                 is_new = marker.nonce not in tried
                 if is_new and claim is not None and claim.nonce != marker.nonce:
-                    self._facts.count("nonce mismatch")
+                    self._facts.count("two owners claimed one session")
                 tried[marker.nonce] = None
             case session_events.SessionOpened() if self.is_rewritten:
                 self._check_covers(effect)
@@ -425,7 +425,7 @@ class Sessions:
             case session_events.Committed():
                 self._committed(effect)
             case session_events.MarkUnproved():
-                self._facts.count("unproved mark")
+                self._facts.count("mark not confirmed by a quorum")
             case _:
                 pass
 
@@ -454,7 +454,7 @@ class Sessions:
                 f"{self._facts.history.last} is in the log",
             )
         if effect.high_water_mark > self._facts.history.last:
-            self._facts.count("doubt in the log")
+            self._facts.count("unacknowledged rows kept by a recovery")
 
     def _committed(self, effect: session_events.Committed) -> None:
         """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""

@@ -9,41 +9,41 @@ from typing import Final
 
 # Names of counters of checkers, of the simulated ZooKeeper, or of reports by machines.
 SOMETIMES: Final = (
-    "undecidable wait",
-    "U>0",
-    "torn tail",
+    "recovery waited for more trusted replicas",
+    "recovery decided without some replicas",
+    "torn record at the end of a log",
     "damage repaired",
-    "damage repaired live",
+    "damage repaired in an open session",
     "scrub found damage",
     "storage.scrub_finished",
     "storage.read_failed",
-    "late join",
-    "CAS lost reply",
-    "nonce mismatch",
-    "lock wait",
+    "replica joined an open session",
+    "reply to a compare-and-set lost",
+    "two owners claimed one session",
+    "rejection delayed until the conflict committed",
     "reported LOCK",
     "reported AHEAD",
-    "session with 0 appends",
+    "session without appends",
     "segment roll during recovery",
-    "owner bounce",
+    "partition returned to its previous owner",
     "NO_SPACE",
     "flushed",
-    "proven mark",
-    "unproved mark",
+    "mark confirmed by a quorum",
+    "mark not confirmed by a quorum",
     "mark requested from an old owner",
     "read",
-    "read alone",
+    "single transaction read",
     "reported LOST",
     "reported unknown",
-    "doubt in the log",
+    "unacknowledged rows kept by a recovery",
     "replica.rejected",
     "session.abandoned",
     "coordinator.unavailable",
     "locks.refilled",
     "locks.partially_refilled",
-    "released",
-    "followed in flight",
-    "follower of another session rejected",
+    "partition released",
+    "dependent append sent before its predecessors committed",
+    "dependent append of another session rejected",
     "append on an older connection",
     "session of a hanging server expired",
     "rescue interrupted",
@@ -65,7 +65,9 @@ SOMETIMES: Final = (
     "read below the first available ID",
 )
 # Reports of machines -> the names above.
-REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}
+REPORTED: Final[Mapping[str, str]] = {
+    "recovery.waiting": "recovery waited for more trusted replicas"
+}
 
 
 def never(counts: Mapping[str, int]) -> list[str]:

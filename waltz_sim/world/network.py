@@ -254,7 +254,7 @@ class Network:
         """Hold back messages to the far end, until `release`."""
         link.held = HeldBytes([], on_late)
 
-    def give_up(self, link: SimLink, reason: str) -> None:
+    def abandon(self, link: SimLink, reason: str) -> None:
         """End a held link for its near end only."""
         if link.held is not None:
             self._lose(link, NEAR, reason)

@@ -41,8 +41,8 @@ def objects_of(
     found: dict[int, ArchivedObjects] = {}
     for partition in dict.fromkeys(span.partition for span in whole):
         archived = sources[partition].archived
-        mine = [span for span in whole if span.partition == partition]
-        first, last = min(span.first for span in mine), max(span.last for span in mine)
+        own_spans = [span for span in whole if span.partition == partition]
+        first, last = min(span.first for span in own_spans), max(span.last for span in own_spans)
         if archived is None or archived.last < first:
             continue
         try:

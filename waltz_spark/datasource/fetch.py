@@ -22,12 +22,13 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ArchivedObjects, RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
+from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.archive_read import chunks_of
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
 from waltz_spark.planning import TransactionRange
+from waltz_spark.rows import is_case_sensitive
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.unpacking import Unpacker, is_case_sensitive
 
 _log = logging.getLogger("waltz")
 

@@ -20,14 +20,14 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
+from waltz_core.records.unpacking import columns_named
 from waltz_spark.failures import without_stack
-from waltz_spark.option_table import Use
+from waltz_spark.option_table import OptionUse
 from waltz_spark.options import (
     OnCorrupt,
     ReadOptions,
     WriteOptions,
     check_names,
-    columns_named,
     parse_read,
     parse_write,
 )
@@ -69,7 +69,7 @@ class WaltzDataSource(DataSource):
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's."""
-        options = self._read_options(schema, Use.BATCH)
+        options = self._read_options(schema, OptionUse.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
         return WaltzBatchReader(options, schema)
@@ -81,12 +81,12 @@ class WaltzDataSource(DataSource):
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
-            options = self._read_options(schema, Use.STREAM)
+            options = self._read_options(schema, OptionUse.STREAM)
         except WaltzError as error:
             return stream_reader(stream_read.FailingStreamReader(error))
         return stream_reader(stream_read.WaltzStreamReader(options, schema))
 
-    def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
+    def _read_options(self, schema: StructType, use: OptionUse) -> ReadOptions:
         options = parse_read(self.options, use)
         check_log_types(schema, options)
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)

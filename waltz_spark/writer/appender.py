@@ -25,11 +25,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
+from waltz_core.errors import (
+    BadRequest,
+    ClientAhead,
+    NoSpace,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.records.batches import encode_append_arrow
-from waltz_spark.encrypting import ROW_BYTES_MAX, Sealer
+from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 if TYPE_CHECKING:
@@ -46,6 +54,10 @@ _RETRIED = (
     Reason.OVERLOADED,
     Reason.NO_SPACE,
 )
+_KINDS: dict[Reason, type[Unavailable]] = {
+    Reason.NO_SPACE: NoSpace,
+    Reason.OVERLOADED: Overloaded,
+}
 _FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
@@ -148,7 +160,8 @@ class _Lane:
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
     failures: int = 0
-    last_failure: str = ""
+    last_reason: Reason = Reason.LOST
+    last_detail: str = ""
 
 
 class Appender:
@@ -166,13 +179,13 @@ class Appender:
         self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
         # Encryption is the last step before an append: waiting rows are plain text.
-        self._sealer = None if options.encryption_keys is None else Sealer(options)
+        self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
         self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
         self._in_flight = 0
 
-    def send(self, batches: Iterable[Shaped]) -> Iterator[FinalRows]:
+    def send(self, batches: Iterable[ShapedRows]) -> Iterator[FinalRows]:
         """Send everything; yield outcomes as they become known.
 
         Raises:
@@ -187,7 +200,7 @@ class Appender:
 
     # -- in -----------------------------------------------------------------------------------
 
-    def _enqueue(self, shaped: Shaped) -> None:
+    def _enqueue(self, shaped: ShapedRows) -> None:
         order = np.argsort(shaped.partitions, kind="stable")
         partitions, starts = np.unique(shaped.partitions[order], return_index=True)
         bounds = [*starts.tolist(), len(order)]
@@ -320,7 +333,8 @@ class Appender:
         if lost.any():
             lane.order.processed_count += 1
             lane.resend.append(chunk.take(np.flatnonzero(lost)))
-            lane.last_failure = Reason(int(reasons[lost][0])).name
+            lane.last_reason = Reason(int(reasons[lost][0]))
+            lane.last_detail = f": {outcome.detail}" if outcome.detail else ""
         elif not lane.resend:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
@@ -369,9 +383,9 @@ class Appender:
                 chunk.retries + 1,
             )
             lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
-            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
-            if len(given_up):
-                yield _omitted_rows(waiting, given_up)
+            omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
+            if len(omitted):
+                yield _omitted_rows(waiting, omitted)
 
     def _await_rejected(self) -> None:
         due = [each.due for lane in self._lanes.values() for each in lane.rejected]
@@ -384,10 +398,10 @@ class Appender:
         lane.failing_since = lane.failing_since or now
         if now - lane.failing_since > RETRY_SECONDS_MAX:
             chunk = lane.resend[0]
-            kind = NoSpace if lane.last_failure == "NO_SPACE" else Unavailable
+            kind = _KINDS.get(lane.last_reason, Unavailable)
             raise kind(
                 f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
-                f"(last answer: {lane.last_failure}); "
+                f"(last answer: {lane.last_reason.name}{lane.last_detail}); "
                 f"{sum(c.append.num_rows for c in lane.resend)} rows are not in the log"
             )
         pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)

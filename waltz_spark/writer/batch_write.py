@@ -63,7 +63,7 @@ _HINT_OF_RACE = (
 )
 
 
-class Named(NamedTuple):
+class NamedWrite(NamedTuple):
     """A write that can run again; `hint` is for a repetition with other rows."""
 
     write: str
@@ -143,7 +143,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Keep the results and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
-        named = None if write is None or not self._job.is_named else Named(write, days)
+        named = None if write is None or not self._job.is_named else NamedWrite(write, days)
         finish(self._job, messages, named)
         forget(self._job, [] if write is None or named is not None else [write])
 
@@ -160,7 +160,9 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         )
 
 
-def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Named | None) -> None:
+def finish(
+    job: Job, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
+) -> None:
     """Keep the results, mark a write with a name as done, and log the outcome of the job.
 
     Args:
@@ -201,7 +203,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
     )
 
 
-def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
+def _repeat(job: Job, tasks: list[TaskResult], named: NamedWrite) -> None:
     """Report a write that was done before and had the same rows; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:

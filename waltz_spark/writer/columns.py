@@ -1,7 +1,7 @@
 """Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
 
 It rejects every invalid column: on the driver by type (`check_schema`), on the executor by value
-(`Shaper`).
+(`RowShaper`).
 
 Rules:
     1. It processes whole columns: Python code runs per row only to pack payloads and hash strings.
@@ -52,7 +52,7 @@ RESULT_COLUMNS = (
 # Additional columns of rejected rows for the function of option `recompute`.
 ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
 _INTEGERS = (IntegerType, LongType, ShortType)
-_GOLDEN = np.uint32(0x9E3779B1)
+_GOLDEN_RATIO = np.uint32(0x9E3779B1)
 
 
 def check_schema(schema: StructType, options: WriteOptions) -> None:
@@ -90,7 +90,7 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
         if near:
             raise BadRequest(
                 f"column {name!r} is not a column of the log; did you mean {near[0]!r}? Hint: "
-                "rename it, to that or to a less similar name."
+                f"rename it to {near[0]!r}; if it has other data, choose a less similar name."
             )
 
 
@@ -193,7 +193,7 @@ def _check_locks(name: str, kind: DataType) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
+class ShapedRows:
     """Rows to send: the log partition of each, the append columns, the result columns.
 
     `is_free` marks the rows whose partition is arbitrary (round robin). `source` has the input
@@ -209,7 +209,7 @@ class Shaped:
     source: pa.RecordBatch | None = None
 
 
-class Shaper:
+class RowShaper:
     """Shapes the record batches of one task.
 
     Args:
@@ -241,7 +241,7 @@ class Shaper:
         self._turn = first_turn % len(self._own)
         self._rows = 0  # of earlier batches, to name a row by its position in the task
 
-    def shape(self, batch: pa.RecordBatch) -> Shaped:
+    def shape(self, batch: pa.RecordBatch) -> ShapedRows:
         """Return the append columns of a batch.
 
         Raises:
@@ -262,7 +262,7 @@ class Shaper:
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute is None else batch
         self._rows += count
-        return Shaped(partitions, append, self.identity(batch), is_free, source)
+        return ShapedRows(partitions, append, self.identity(batch), is_free, source)
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """Return the input columns for the results; None without results."""
@@ -404,7 +404,7 @@ class Shaper:
 
     def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Return `record.spread` of a whole column."""
-        mixed = (hashes * _GOLDEN).astype(np.uint64)
+        mixed = (hashes * _GOLDEN_RATIO).astype(np.uint64)
         return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
 
     def _row_marks(

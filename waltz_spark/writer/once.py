@@ -31,7 +31,7 @@ from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
 from waltz_spark.encrypting import KEY_COLUMN
 from waltz_spark.writer.appender import FinalRows
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.row_keys import RowKeys
 
 
@@ -78,7 +78,7 @@ class EarlierRows:
         """The number of records without a matching row so far."""
         return len(self._left)
 
-    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[FinalRows]]:
+    def split(self, shaped: ShapedRows) -> tuple[ShapedRows | None, list[FinalRows]]:
         """Return the rows to append, and the outcomes of those in the log.
 
         Raises:
@@ -119,7 +119,9 @@ class EarlierRows:
         """Whether no later row can make the write fail, except by its locks (rule 5)."""
         return not self._others and self.count == 0
 
-    def missing(self, batches: Iterable[Shaped], there: list[FinalRows]) -> Iterator[Shaped]:
+    def missing(
+        self, batches: Iterable[ShapedRows], there: list[FinalRows]
+    ) -> Iterator[ShapedRows]:
         """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
 
         Raises:
@@ -153,7 +155,7 @@ class EarlierRows:
                 f"{self._keys.hint}. Use another writeId for other rows."
             )
 
-    def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
+    def _check_locks(self, key: bytes, shaped: ShapedRows, row: int) -> None:
         names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key]
         if KEY_COLUMN in shaped.append.schema.names:
             names.append(KEY_COLUMN)
@@ -183,7 +185,7 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
-    def put(self, shaped: Shaped) -> None:
+    def put(self, shaped: ShapedRows) -> None:
         """Add rows."""
         parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
         self._kinds = {"i": shaped.identity is not None, "s": shaped.source is not None}
@@ -196,14 +198,14 @@ class Spool:
             self._writer = pa.ipc.new_stream(self._file, row_batch.schema)
         self._writer.write_batch(row_batch)
 
-    def take(self) -> Iterator[Shaped]:
+    def take(self) -> Iterator[ShapedRows]:
         """Yield all added rows, once."""
         if self._writer is None or self._file is None:
             return
         self._writer.close()
         self._file.seek(0)
         for row_batch in pa.ipc.open_stream(self._file):
-            yield Shaped(
+            yield ShapedRows(
                 row_batch.column("p").to_numpy(),
                 _columns_of(row_batch, "a"),
                 _columns_of(row_batch, "i") if self._kinds["i"] else None,
@@ -314,16 +316,16 @@ def _whole_records(
 _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 
 
-def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
+def _taken(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
     index = pa.array(rows, pa.int64())
     identity = None if shaped.identity is None else shaped.identity.take(index)
     source = None if shaped.source is None else shaped.source.take(index)
-    return Shaped(
+    return ShapedRows(
         shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows], source
     )
 
 
-def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
+def _answered(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
     ids = np.array([found for _, found in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
     return FinalRows(

@@ -28,16 +28,17 @@ from waltz_core.client import Encryption, WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
+from waltz_core.records.unpacking import Unpacker
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
-from waltz_spark.unpacking import Unpacker, is_case_sensitive
+from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
     MARK_COLUMN,
     ROW_COLUMN,
     WRITE_COLUMNS,
-    Shaped,
-    Shaper,
+    RowShaper,
+    ShapedRows,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _log = logging.getLogger("waltz")
 # Whether a transaction's payload fits the input's columns.
 WHOLE_COLUMN = "waltz_whole"
 # Columns of the writer: the function's values for them have no effect.
-_SET_HERE = ("partition", MARK_COLUMN)
+_SET_BY_WRITER = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
 # Transactions since a mark, which are in memory as a table.
 SINCE_TRANSACTIONS_MAX = 1_000_000
@@ -74,7 +75,7 @@ class RejectedRows(NamedTuple):
 class RecomputedRows(NamedTuple):
     """Recomputed rows, and the numbers of the rejected ones that they replace."""
 
-    shaped: Shaped
+    shaped: ShapedRows
     rows: npt.NDArray[np.int64]
 
 
@@ -112,7 +113,7 @@ class Recomputer:
     """
 
     def __init__(
-        self, client: WaltzClient, options: WriteOptions, shaper: Shaper, random: "Random"
+        self, client: WaltzClient, options: WriteOptions, shaper: RowShaper, random: "Random"
     ) -> None:
         assert options.recompute is not None
         self._client = client
@@ -283,7 +284,7 @@ def _checked(
     if not isinstance(answer, pa.Table):
         raise _wrong(f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}")
     names = answer.column_names
-    lost = {ROW_COLUMN, *source.schema.names} - {*_SET_HERE, *names}
+    lost = {ROW_COLUMN, *source.schema.names} - {*_SET_BY_WRITER, *names}
     if lost:
         raise _wrong(
             f"expected {name} to return a table with the columns of the rejected rows, but it has "
@@ -316,7 +317,7 @@ def _wrong(text: str) -> BadRequest:
 
 
 def _column(answer: pa.Table, part: pa.Field) -> pa.Array:
-    if part.name in _SET_HERE:
+    if part.name in _SET_BY_WRITER:
         return pa.nulls(answer.num_rows, part.type)
     column = answer.column(part.name).cast(part.type)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], part.type)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from waltz_core.records.unpacking import identity_of
 from waltz_spark.options import WriteOptions
-from waltz_spark.unpacking import identity_of
-from waltz_spark.writer.columns import Shaped
+from waltz_spark.writer.columns import ShapedRows
 
 _KEY_BYTES = 16
 _PLACE = struct.Struct(">ii")
@@ -50,7 +50,7 @@ class RowKeys:
             return ""
         return "; recomputed rows are found by option identityColumns (with dataFormat)"
 
-    def of_rows(self, shaped: Shaped) -> Iterator[bytes]:
+    def of_rows(self, shaped: ShapedRows) -> Iterator[bytes]:
         """Yield the key of each row."""
         headers = shaped.append.column("header").to_pylist()
         data = shaped.append.column("data").to_pylist()

@@ -25,7 +25,7 @@ from waltz_core.errors import BadRequest
 from waltz_core.records.batches import data_crcs
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import pack
-from waltz_spark.writer.columns import Shaped
+from waltz_spark.writer.columns import ShapedRows
 
 U64 = npt.NDArray[np.uint64]
 
@@ -69,7 +69,7 @@ class RowSum(NamedTuple):
         )
 
 
-def row_sum(batch: pa.RecordBatch, shaped: Shaped, options: WriteOptions) -> RowSum:
+def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) -> RowSum:
     """Return the sum of some rows, from their input and append columns (rules 1 and 2)."""
     headers = shaped.append.column("header").to_numpy()
     data, crcs = shaped.append.column("data"), shaped.append.column("crc")

@@ -27,7 +27,14 @@ from waltz_core.errors import BadConfig
 from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.spark_version import DataSourceStreamArrowWriter
-from waltz_spark.writer.batch_write import DAY_MS, UNFINISHED_DAYS, Named, finish, forget, new_job
+from waltz_spark.writer.batch_write import (
+    DAY_MS,
+    UNFINISHED_DAYS,
+    NamedWrite,
+    finish,
+    forget,
+    new_job,
+)
 from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
 _log = logging.getLogger("waltz")
@@ -81,7 +88,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("spark.micro_batch_written batch=%d", batchId)
         keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
-        named = None if write is None else Named(write, keep_days, _HINT)
+        named = None if write is None else NamedWrite(write, keep_days, _HINT)
         finish(self._job, messages, named)
         forget(self._job, before)
 

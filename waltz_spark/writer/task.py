@@ -27,7 +27,7 @@ from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.planning import listed
 from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Appender, FinalRows
-from waltz_spark.writer.columns import Shaped, Shaper
+from waltz_spark.writer.columns import RowShaper, ShapedRows
 from waltz_spark.writer.once import EarlierRows, read_back
 from waltz_spark.writer.recompute import Recomputer
 from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
@@ -43,7 +43,7 @@ RUNS_MAX = 100_000
 
 @dataclass
 class TaskResult(WriterCommitMessage):
-    """The report of one task: counts, marks, and the ids that it wrote (runs of first, last)."""
+    """The report of one task: counts, marks, and runs of the IDs that it wrote."""
 
     write: str | None = None
     was_done: bool = False
@@ -57,7 +57,7 @@ class TaskResult(WriterCommitMessage):
     found: int = 0  # the committed rows of earlier attempts
     marks: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
-    conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
+    conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting ID
     file: str | None = None
 
     def count(self, answered: FinalRows) -> None:
@@ -227,8 +227,8 @@ class Job:
         )
         return written
 
-    def _shaper(self, marks: Mapping[int, int], task: int, *, wants_identity: bool) -> Shaper:
-        return Shaper(
+    def _shaper(self, marks: Mapping[int, int], task: int, *, wants_identity: bool) -> RowShaper:
+        return RowShaper(
             self.options,
             self.layout.cluster.partition_count,
             {**marks, **self.options.marks},
@@ -237,8 +237,8 @@ class Job:
         )
 
     def _shaped(
-        self, batches: Iterator[pa.RecordBatch], shaper: Shaper, written: TaskResult
-    ) -> Iterator[Shaped]:
+        self, batches: Iterator[pa.RecordBatch], shaper: RowShaper, written: TaskResult
+    ) -> Iterator[ShapedRows]:
         for batch in batches:
             if not batch.num_rows:
                 continue
@@ -247,7 +247,7 @@ class Job:
                 written.rows = written.rows.plus(row_sum(batch, shaped, self.options))
             yield shaped
 
-    def _appender(self, client: WaltzClient, shaper: Shaper) -> Appender:
+    def _appender(self, client: WaltzClient, shaper: RowShaper) -> Appender:
         recomputer = None
         if self.options.recompute is not None:
             recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())

@@ -69,7 +69,7 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
         ("eve", all_of(APPEND), APPEND),
     ],
 )
-def test_other_scopes(principal, requirement, missing):
+def test_each_scope_requires_the_verb_for_its_partitions(principal, requirement, missing):
     assert GRANTS.of(principal).missing(requirement, None) is missing
 
 
@@ -91,7 +91,7 @@ def granted(verb=READ, partitions=()):
         (((0, 3),), (), False),
     ],
 )
-def test_what_a_revision_takes_is_known(earlier, now, is_covered):
+def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlier, now, is_covered):
     assert granted(READ, now).covers(granted(READ, earlier)) is is_covered
     assert not granted(APPEND, now).covers(granted(READ, earlier))
     assert granted(READ, now).covers(GRANTS.of("stranger"))

@@ -134,12 +134,14 @@ def test_verbs_are_parsed_in_order_and_once():
 # --- the last replicate
 
 
-def test_the_last_replicate_of_a_partition_stays():
+def test_the_last_grant_of_replicate_for_a_partition_is_kept():
     group = changes.add_to_group(EMPTY, "servers", ["s1", "s2"])
     old = changes.grant(group, SERVERS, [REPLICATE], None)
 
     def is_checked(after):
-        with pytest.raises(BadRequest, match="no principal would have replicate for partitions"):
+        with pytest.raises(
+            BadRequest, match="the change would leave no principal with `replicate` for partitions"
+        ):
             changes.check_replicate(old, after, COUNT)
 
     is_checked(revoked(old, SERVERS, [REPLICATE], None))
@@ -151,7 +153,7 @@ def test_the_last_replicate_of_a_partition_stays():
     changes.check_replicate(other, changes.delete_group(other, "servers"), COUNT)
 
 
-def test_permissions_without_replicate_may_stay_without():
+def test_permissions_without_replicate_can_be_changed():
     changes.check_replicate(EMPTY, EMPTY, COUNT)
 
 

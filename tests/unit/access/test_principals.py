@@ -108,6 +108,6 @@ def test_a_pattern_without_a_group_or_that_is_invalid_is_an_error(pattern):
         compiled_pattern(pattern)
 
 
-def test_all_characters_of_a_principal():
+def test_a_principal_has_at_most_128_of_the_permitted_characters():
     assert is_principal("CN/a.b_c:d@e+f-9" + "x" * 112)
     assert not is_principal("CN/a.b_c:d@e+f-9" + "x" * 113)

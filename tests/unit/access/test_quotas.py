@@ -80,7 +80,7 @@ def test_a_request_larger_than_the_limit_begins_and_later_ones_pay_for_it():
     assert begin(quota, START_NS + 4 * SECOND_NS) == 0
 
 
-def test_the_pause_has_room_in_an_answer():
+def test_the_pause_fits_into_the_field_of_an_answer():
     quota = quota_of(bytes_per_s=1)
     begin(quota, START_NS, size_bytes=16_000_000)
     error = begin(quota, START_NS)
@@ -145,7 +145,7 @@ def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
 # ---- revisions
 
 
-def test_the_limits_of_the_asterisk_are_the_default_of_each_limit():
+def test_the_limits_of_the_asterisk_are_defaults():
     limits = {
         "*": PrincipalLimits(bytes_per_s=7, connections=5),
         "etl": PrincipalLimits(bytes_per_s=9, feeds=2),
@@ -237,12 +237,12 @@ def test_a_revision_moves_a_principal_to_its_new_label():
 # ---- client IDs
 
 
-def test_no_principal_uses_up_the_client_ids_and_others_are_not_affected():
+def test_a_principal_over_its_client_ids_does_not_affect_others():
     limit = IssuedIdLimit()
     for _ in range(IDS_AT_ONCE):
         limit.take("etl", START_NS)
     limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
-    with pytest.raises(Overloaded, match="etl has got 20000 client IDs") as caught:
+    with pytest.raises(Overloaded, match="limit of client IDs: 20000 at once") as caught:
         limit.take("etl", START_NS)
     assert caught.value.retry_after_ms == 1_000 // IDS_PER_S
     limit.take("other", START_NS)
@@ -251,7 +251,7 @@ def test_no_principal_uses_up_the_client_ids_and_others_are_not_affected():
         limit.take("etl", START_NS + caught.value.retry_after_ms * MS)
 
 
-def test_the_counts_of_many_principals_are_dropped_when_they_are_as_new():
+def test_the_quotas_of_principals_with_full_buckets_are_dropped():
     limit = IssuedIdLimit()
     for number in range(QUOTAS_MAX):
         limit.take(f"p{number}", START_NS)

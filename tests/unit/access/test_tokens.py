@@ -26,7 +26,7 @@ def test_a_truncated_or_changed_token_is_an_error_that_does_not_show_it(text):
     assert "ffee" not in str(caught.value).lower()
 
 
-def test_its_bytes_are_in_no_repr_and_no_pickle():
+def test_the_bytes_of_a_token_are_in_no_repr_and_no_pickle():
     token = Token.parse(TEXT, "file")
     shown = f"{token!r} {token}"
     assert TEXT[:16] not in shown  # the address in it may have a shorter part

@@ -128,7 +128,7 @@ def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
     assert "the chain before" in good.problem(name).problem
 
 
-def test_a_truncated_a_missing_and_a_swapped_object(archive):
+def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     one = archive.path(archive.object(1))
     data = one.read_bytes()
     one.write_bytes(data[:-100])
@@ -146,7 +146,7 @@ def test_a_truncated_a_missing_and_a_swapped_object(archive):
     )
 
 
-def test_a_manifest_that_is_wrong_or_missing(archive):
+def test_a_corrupt_or_missing_manifest_is_found(archive):
     last = archive.log.manifest.last
     archive.flip(archive.log.name, 0.5)
     found = archive.problem(archive.log.name)
@@ -164,7 +164,7 @@ def test_a_manifest_that_is_wrong_or_missing(archive):
         ({"chain": b"other chain here"}, "the chain in ZooKeeper: expected 6f74"),
     ],
 )
-def test_a_manifest_that_is_not_the_one_in_zookeeper(archive, change, text):
+def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
     recorded = archive.recorded._replace(**change)
     assert text in archive.problem(archive.log.name, recorded=recorded).problem
 
@@ -280,7 +280,7 @@ def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
     assert archive.check().found == []
 
 
-def test_a_manifest_that_is_replaced_meanwhile(archive):
+def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
     """Expiry has deleted what the check was about to read."""
     log = archive.log
     check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)

@@ -103,7 +103,7 @@ def world(monkeypatch):
     made = World()
     for module in (access_run, access_views, access_copies):
         monkeypatch.setattr(module, "connected", made.connected)
-    monkeypatch.setattr(access_run, "OFF_S", 0.0)
+    monkeypatch.setattr(access_run, "ACCESS_OFF_AFTER_S", 0.0)
     return made
 
 
@@ -118,7 +118,7 @@ def begun(world):
 
 def test_permissions_are_created_once(world):
     created = world.run("init", "--accept-0.13")
-    assert created.stdout == "the cluster has permissions, which grant nothing; revision 1\n"
+    assert created.stdout == "the permissions are created, without any grant; revision 1\n"
     assert world.permissions.accepts_0_13
     assert "access control is off at all 2 daemons, or they have no session" in created.stderr
     key = world.permissions.client_key
@@ -188,9 +188,12 @@ def test_an_equal_grant_makes_no_revision(begun):
             "there is no group 'readers'; the groups are: se",
         ),
         (("revoke", "etl", "read"), "etl has no grant of read for partitions all"),
-        (("limit", "etl"), "expected one or more limits, or --remove"),
+        (
+            ("limit", "etl"),
+            "limits (--bytes-per-s, --appends-per-s, --connections, --feeds), or --remove",
+        ),
         (("limit", "etl", "--feeds", "0"), "feeds: expected 1 or more, found 0"),
-        (("limit", "etl", "--feeds", "1", "--remove"), "expected one or more limits, or --remove"),
+        (("limit", "etl", "--feeds", "1", "--remove"), "expected one or more limits ("),
         (("check", "etl", "read", "--partition", "8"), "expected a partition of 0..7, found 8"),
         (("token", "revoke"), "expected the ID of a token, or --expired"),
         (("token", "revoke", "t1"), "there is no token 't1'"),
@@ -202,7 +205,7 @@ def test_wrong_input_changes_nothing(begun, words, error):
     assert begun.permissions == before
 
 
-def test_the_last_replicate_stays_without_force(begun):
+def test_the_last_grant_of_replicate_is_kept_without_force(begun):
     last = (
         ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
         ("group", "remove", "servers", "s1", "s2"),
@@ -210,7 +213,9 @@ def test_the_last_replicate_stays_without_force(begun):
     )
     before = begun.permissions
     for words in last:
-        assert "no principal would have replicate for part" in begun.run(*words, code=1).stderr
+        assert (
+            "would leave no principal with `replicate` for part" in begun.run(*words, code=1).stderr
+        )
     assert begun.permissions == before
     begun.run(*last[0], "--force")
     assert begun.permissions.grants[0].partitions == ((0, 1), (3, 7))
@@ -239,6 +244,18 @@ def test_limits_are_shown(begun):
     assert list(begun.permissions.limits) == ["*"]
 
 
+def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(begun, tmp_path):
+    begun.run("token", "create", "etl", "--file", tmp_path / "token")
+    begun.run("grant", "ann", "read")
+    for known in ("*", "s1", "etl", "ann"):
+        assert "names" not in begun.run("limit", known, "--feeds", "1").stderr
+    unknown = begun.run("limit", "anne", "--feeds", "1")
+    assert unknown.stderr.startswith("no permission or token names anne yet\n")
+    assert begun.permissions.limits["anne"].feeds == 1
+    group = begun.run("limit", "servers", "--feeds", "1").stderr
+    assert "names servers yet. Hint: servers is a group; limits are for principals.\n" in group
+
+
 def test_each_change_has_an_audit_entry(begun):
     begun.run("revoke", "servers", "replicate", "--group", code=1)
     commands = [(command.split(" --connect")[0], outcome) for command, outcome in begun.audit]
@@ -247,7 +264,7 @@ def test_each_change_has_an_audit_entry(begun):
         ("access group add servers s1 s2", "done"),
         ("access grant servers replicate --group", "done"),
     ]
-    assert commands[3][1].startswith("failed: no principal would have replicate")
+    assert commands[3][1].startswith("failed: the change would leave no principal with")
 
 
 # --- tokens
@@ -291,7 +308,10 @@ def test_an_existing_file_is_not_overwritten(begun, tmp_path):
     link.symlink_to(tmp_path / "target")
     begun.run(*words, link, code=1)
     assert not (tmp_path / "target").exists()
-    assert "No such file" in begun.run(*words, tmp_path / "no" / "token", code=1).stderr
+    assert (
+        "cannot be created: No such file"
+        in begun.run(*words, tmp_path / "no" / "token", code=1).stderr
+    )
     assert begun.permissions == before
 
 
@@ -378,7 +398,7 @@ def test_an_import_without_replicate_needs_force(begun, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode(replace(begun.permissions, grants=())))
     words = ("import", "--file", file, "--yes")
-    assert "no principal would have replicate" in begun.run(*words, code=1).stderr
+    assert "would leave no principal with `replicate`" in begun.run(*words, code=1).stderr
     begun.run(*words, "--force")
     assert begun.permissions.grants == ()
 
@@ -480,7 +500,7 @@ def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
     begun.publish(17, 4)
     late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{SERVER}: it uses revision 17, and ignores earlier ones" in late.stderr
-    assert "Restart a daemon with a later revision" in late.stderr
+    assert "Restart each daemon that ignores earlier revisions" in late.stderr
 
 
 def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_manifest_that_was_deleted_meanwhile_is_no_fault(case):
     assert case.verify()["problems"] == []
 
 
-def test_an_object_that_the_recorded_manifest_lists_is_missing(case, capsys):
+def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
     without_first_object(case)
     found = case.verify()
     assert [each["name"] for each in found["problems"]] == [case.log.manifest.newest[0].name]
@@ -76,7 +76,7 @@ def test_an_object_that_the_recorded_manifest_lists_is_missing(case, capsys):
     assert shown.err == ""
 
 
-def test_nothing_is_archived(case, capsys):
+def test_a_partition_without_an_archive_has_no_problems(case, capsys):
     case.marks = [None]
     assert case.verify()["problems"] == []
     assert capsys.readouterr().out == f"partition {PARTITION}: nothing is archived\n"

@@ -210,12 +210,12 @@ def test_a_backup_is_a_new_file(tmp_path):
         ([], "2026-11-28T10:00:00", "expected a time with a zone"),
     ],
 )
-def test_wrong_ends_are_rejected(marks, until, problem):
+def test_invalid_limits_of_a_restore_are_rejected(marks, until, problem):
     with pytest.raises(BadConfig, match=problem.replace("..1", r"\.\.1")):
         Limits.parse(marks, until, BACKUP)
 
 
-def test_ends_are_parsed():
+def test_limits_of_a_restore_are_parsed():
     limits = Limits.parse(["0=-1"], "1970-01-01T00:00:01.5+00:00", BACKUP)
     assert limits == Limits({0: -1}, 1_500)
 
@@ -272,7 +272,9 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
         else:
             line = "permissions: revision 17 of 1970-01-01T00:00:00Z by ann with 0 grants"
             assert (line in ran.stdout) is (access is not None)
-            assert ("What was revoked later is valid again" in ran.stdout) is (access is not None)
+            assert ("revoked after the backup are valid again" in ran.stdout) is (
+                access is not None
+            )
 
 
 def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):

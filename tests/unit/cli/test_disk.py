@@ -194,7 +194,7 @@ def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sente
     assert captured.count("\n") == 1
 
 
-def test_the_statistic_of_all_segments(storage, capsys):
+def test_the_statistic_counts_all_segments(storage, capsys):
     (value,) = lines(capsys, "segment-statistic", storage)
     assert [one["records"] for one in value] == [11, 13, 12]
     assert value[0]["data_size"]["max"] == 55

@@ -13,7 +13,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Single, Submission
+from waltz_core.client.stream.monitor import SingleRow, Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.machine import Report, Wakeup
@@ -137,7 +137,9 @@ class ModelWorld:
         self.tokens += 1
         rows = self.random.choice((1, 1, 2, 5))
         text = str(token).encode()
-        content = Single(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
+        content = (
+            SingleRow(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
+        )
         self.row_counts[token] = rows
         self.step(stream_events.SendAppends(Submission(token, rows, BEFORE_FIRST, content, 0)))
 
@@ -154,7 +156,7 @@ class ModelWorld:
         usable = [
             wire.number
             for wire in self.wires
-            if not wire.is_broken and wire.number not in opening.spoiled
+            if not wire.is_broken and wire.number not in opening.avoided_links
         ]
         if usable and self.random.random() < 0.4:
             number = usable[-1]

@@ -6,7 +6,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Single, Submission
+from waltz_core.client.stream.monitor import SingleRow, Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.machine import Report, Wakeup
@@ -41,7 +41,7 @@ def req(sequence: int, generation: int = 0, client_id: int = CLIENT) -> ReqId:
 
 def submission(token: int, rows: int = 1, data: bytes = b"data") -> Submission:
     """One row travels alone, more of them as a batch."""
-    content = Single(5, data, (1,), (2,), (3,)) if rows == 1 else data
+    content = SingleRow(5, data, (1,), (2,), (3,)) if rows == 1 else data
     return Submission(token, rows, BEFORE_FIRST, content, 99)
 
 
@@ -136,7 +136,7 @@ class Scenario:
     ) -> m.MountWriter:
         """Answer the last OpenLink; return the mount request that follows."""
         opening = self.opening
-        assert number not in opening.spoiled
+        assert number not in opening.avoided_links
         self.connection_sequence += 1
         self.step(
             stream_events.LinkOpened(

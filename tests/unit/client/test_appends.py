@@ -167,6 +167,20 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
 
 
 @on_virtual_loop
+async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
+    author = Author()
+    future = author.append(deadline_s=0.0)
+    outcome = BatchOutcome.uniform(
+        1, Reason.OVERLOADED, high_water_mark=0, detail="etl is over a limit", retry_after_ms=700
+    )
+    author.appends.settled(1, outcome)
+    error = future.exception()
+    assert isinstance(error, errors.Overloaded)
+    assert error.retry_after_ms == 700
+    assert "(OVERLOADED: etl is over a limit); it is not in the log" in str(error)
+
+
+@on_virtual_loop
 async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()

@@ -324,9 +324,11 @@ async def test_without_a_server_an_append_fails_definitely():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         await client.mount()
+        assert client.waits_for() == "the servers have not answered yet"
         await cluster.stop_server(cluster.servers[0])
         await until(lambda: not client._partitions[0].is_ready)
         future = await client.append(b"x", partition=0)
+        assert client.waits_for().startswith(f"partition 0: {client._partitions[0].stream.failure}")
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
         with pytest.raises(errors.Unavailable, match="no answer within 1000 ms"):

@@ -15,7 +15,7 @@ from waltz_core.transport import net
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, WireProtocol
 
 
-class Door:
+class CountedDials:
     """Replaces `net.dial`: lets dials through when it is open, and counts them."""
 
     def __init__(self, monkeypatch):
@@ -32,11 +32,11 @@ class Door:
 
 
 @pytest.fixture
-def door(monkeypatch):
-    return Door(monkeypatch)
+def dials(monkeypatch):
+    return CountedDials(monkeypatch)
 
 
-async def share(door, count, *, cancelled=None, address=None):
+async def share(dials, count, *, cancelled=None, address=None):
     """Request one address several times; return each caller's link number or error.
 
     None for the caller that was cancelled.
@@ -57,32 +57,32 @@ async def share(door, count, *, cancelled=None, address=None):
 
     async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(get()) for _ in range(count)]
-        while door.count == 0:  # noqa: ASYNC110 - the first one dials
+        while dials.count == 0:  # noqa: ASYNC110 - the first one dials
             await asyncio.sleep(0)
         if cancelled is not None:
             tasks[cancelled].cancel()
             await asyncio.wait([tasks[cancelled]])
-        door.may_pass.set()
+        dials.may_pass.set()
     await links.close("the test is over")
     await listener.close()
     return [None if each.cancelled() else each.result() for each in tasks]
 
 
-def test_a_cancelled_wait_for_a_dial_cancels_no_other(door):
-    assert asyncio.run(share(door, 3, cancelled=1)) == [1, None, 1]
-    assert door.count == 1
+def test_a_cancelled_wait_for_a_dial_cancels_no_other(dials):
+    assert asyncio.run(share(dials, 3, cancelled=1)) == [1, None, 1]
+    assert dials.count == 1
 
 
-def test_if_the_dialing_caller_is_cancelled_another_one_dials(door):
-    assert asyncio.run(share(door, 3, cancelled=0)) == [None, 1, 1]
-    assert door.count == 2
+def test_if_the_dialing_caller_is_cancelled_another_one_dials(dials):
+    assert asyncio.run(share(dials, 3, cancelled=0)) == [None, 1, 1]
+    assert dials.count == 2
 
 
-def test_a_failed_dial_fails_all_its_waiters(door):
-    found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # no process listens there
+def test_a_failed_dial_fails_all_its_waiters(dials):
+    found = asyncio.run(share(dials, 3, address="127.0.0.1:1"))  # no process listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
-    assert door.count == 1
+    assert dials.count == 1
 
 
 @on_loop
@@ -183,12 +183,12 @@ async def test_no_request_has_a_number_that_streams_use():
 
 
 @on_loop
-async def test_a_close_during_a_dial_keeps_no_connection(door):
+async def test_a_close_during_a_dial_keeps_no_connection(dials):
     async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
         dialing = group.create_task(answer_or_error(links.get(address)))
-        await until(lambda: door.count)
+        await until(lambda: dials.count)
         await links.close("the client ends")
-        door.may_pass.set()
+        dials.may_pass.set()
         assert isinstance(await dialing, errors.Unreachable)
         assert not links._open
 

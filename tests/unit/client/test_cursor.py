@@ -48,8 +48,8 @@ def test_records_before_the_start_do_not_count_as_lag():
 
 def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     message = feed_batch(req(-1), 0, *ROWS[:2])
-    spoiled = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
-    assert "found 40" in fed(BEFORE_FIRST).take(spoiled)
+    avoided_links = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
+    assert "found 40" in fed(BEFORE_FIRST).take(avoided_links)
 
 
 def test_a_cursor_requests_more_once_when_half_is_applied():

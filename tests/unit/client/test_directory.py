@@ -32,7 +32,7 @@ def directory_of(zookeeper):
     return ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
 
 
-def test_a_task_is_given_its_own_partition_only():
+def test_a_task_gets_the_owner_of_its_own_partition_only():
     assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 

@@ -155,7 +155,7 @@ def pay(builder: TransactionBuilder, value: int, key: str | None) -> bool:
     return True
 
 
-def test_contexts_encrypt(directory: Path) -> None:
+def test_contexts_encrypt_their_transactions(directory: Path) -> None:
     with clients(directory) as (waltz, client):
         client.submit(pay(1, None)).result()
         client.submit(pay(2, "b")).result()
@@ -264,7 +264,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     assert found.errors.to_pylist() == [None, "there is no key 'b'", None]
 
 
-def test_the_snippets_of_the_page(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     of_client, _of_spark, of_readers = (
@@ -285,7 +285,7 @@ def test_the_snippets_of_the_page(directory: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])
-def test_settings_that_need_keys(name: str) -> None:
+def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
     with pytest.raises(errors.BadConfig, match=f"{name}: expected encryption_keys as well"):
         replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key" else True})
 

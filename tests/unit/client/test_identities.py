@@ -130,7 +130,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
 
 @pytest.mark.parametrize("side", ["versions_offered", "versions_taken"])
 @on_virtual_loop
-async def test_a_client_and_a_server_of_which_one_is_older(side, monkeypatch):
+async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, monkeypatch):
     """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
     client = WireProtocol.CLIENT
     monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))

@@ -65,7 +65,7 @@ def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
     assert len(monitor) == 1
 
 
-def test_the_log_outweighs_an_answer():
+def test_the_log_takes_precedence_over_an_answer():
     monitor = a_monitor()
     sent(monitor, 1, 1, rows=2)
     monitor.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
@@ -94,7 +94,7 @@ def test_a_submission_found_in_part_has_an_unknown_outcome():
     assert monitor.unresolved() == (10, 15)
 
 
-def test_everything_is_read_up_to_the_last_proof():
+def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
     monitor = a_monitor()
     sent(monitor, 1, 1, mark=9)
     monitor.prove(TransactionId(12))

@@ -34,8 +34,8 @@ from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.transport import net
 
 
-class Passage:
-    """One connection through a `Way`; each direction can be held and released in order."""
+class HeldConnection:
+    """One connection through a `Proxy`; each direction can be held and released in order."""
 
     def __init__(self) -> None:
         self.open = {"up": asyncio.Event(), "down": asyncio.Event()}
@@ -71,19 +71,19 @@ class Passage:
         writer.close()
 
 
-class Way:
+class Proxy:
     """A proxy of a server's port."""
 
     def __init__(self, port_behind: int, tasks: asyncio.TaskGroup) -> None:
         self._port_behind = port_behind
         self._tasks = tasks
-        self.passages: list[Passage] = []
+        self.passages: list[HeldConnection] = []
         self.port = 0
         self.is_frozen = False  # new passages are taken, and carry nothing down
 
     async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port_behind)
-        passage = Passage()
+        passage = HeldConnection()
         passage.client = writer
         if self.is_frozen:
             passage.hold("down")
@@ -93,13 +93,13 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
+async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
     """Put a proxy in front of each server of the cluster, by the server's number."""
-    made: list[Way] = []
+    made: list[Proxy] = []
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as stack:
         for server in cluster.servers:
             assert server.listener is not None
-            way = Way(server.listener.port, tasks)
+            way = Proxy(server.listener.port, tasks)
             door = await stack.enter_async_context(
                 await asyncio.start_server(way.enter, "127.0.0.1", 0)
             )
@@ -119,7 +119,7 @@ async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
 @contextlib.asynccontextmanager
 async def two_servers(
     config: ClientConfig = IN_MEMORY_CONFIG,
-) -> AsyncIterator[tuple[MemoryCluster, list[Way], OpenedClient]]:
+) -> AsyncIterator[tuple[MemoryCluster, list[Proxy], OpenedClient]]:
     """Give a cluster of two servers, the ways to them, and a client."""
     async with (
         memory_cluster(server_count=2) as cluster,
@@ -129,11 +129,11 @@ async def two_servers(
         yield cluster, there, client
 
 
-def descriptor(server: MemoryServer, way: Way, *preferred: int) -> model.ServerDescriptor:
+def descriptor(server: MemoryServer, way: Proxy, *preferred: int) -> model.ServerDescriptor:
     return model.ServerDescriptor(server.server_id, "127.0.0.1", way.port, preferred)
 
 
-async def move(cluster: MemoryCluster, there: list[Way], to: MemoryServer) -> None:
+async def move(cluster: MemoryCluster, there: list[Proxy], to: MemoryServer) -> None:
     """Make a server own partition 0, as `cluster prefer` does."""
     for server, way in zip(cluster.servers, there, strict=True):
         if server is not to:
@@ -146,7 +146,7 @@ async def move(cluster: MemoryCluster, there: list[Way], to: MemoryServer) -> No
 MOVES = pytest.mark.parametrize("moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"])
 
 
-async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> None:
+async def make_moves(cluster: MemoryCluster, there: list[Proxy], count: int) -> None:
     for _ in range(count):
         (other,) = (each for each in cluster.servers if each is not cluster.owner(0))
         await move(cluster, there, other)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.unit.client.scenarios import PARTITION, submission
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.client.stream.monitor import Single, Submission
+from waltz_core.client.stream.monitor import SingleRow, Submission
 from waltz_core.client.stream.outbox import MountLimits, Outbox
 
 
@@ -24,7 +24,7 @@ def test_dependents_of_another_mount_or_partition_are_not_sent():
     lost_rows = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
 
     def refusal(following):
-        single = Single(0, b"", (1,), (), (), following)
+        single = SingleRow(0, b"", (1,), (), (), following)
         return outbox.rejection(Submission(1, 1, 7, single, 0), limits, 2)
 
     assert refusal(FOLLOW) is refusal(lost_rows) is None

@@ -22,7 +22,7 @@ from waltz_core.client.read.ranges import (
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LineageEntry, PartitionId, SessionId, TransactionId
-from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
+from waltz_core.wire.messages import FILTER_HEADERS_MAX, RangeBytes, RangeData, RangeForm, RangeRaw
 from waltz_core.wire.record_locations import LOCATIONS
 
 P = PartitionId(3)
@@ -482,3 +482,10 @@ def test_a_log_that_begins_later_does_so_at_all_replicas(monkeypatch: pytest.Mon
     assert caught.value.first_available == 12
     for unhelpful in (-1, 10):
         assert len(read_below_start(monkeypatch, unhelpful)) == 5, "the others may have it"
+
+
+def test_a_filter_that_servers_reject_is_rejected_before_the_first_read():
+    most = tuple(range(FILTER_HEADERS_MAX))
+    replace(QUERY, header_values=most)
+    with pytest.raises(errors.BadRequest, match="at most 1000, found 1001"):
+        replace(QUERY, header_values=(*most, -1))

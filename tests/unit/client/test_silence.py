@@ -7,17 +7,17 @@ import pytest
 
 from tests.loops import in_virtual_time
 from waltz_core.client.links.outage import LOG_INTERVAL_S
-from waltz_core.client.links.silence import Silences
+from waltz_core.client.links.silence import SilentServers
 
 SERVER = "host-1:15180"
 
 
 class Scenario:
-    """Silences on a clock of its own, and what was logged of them."""
+    """`SilentServers` on a clock of its own, and what was logged of them."""
 
     def __init__(self, caplog):
         self.doubts = 0
-        self.silences = Silences(self._doubt)
+        self.silences = SilentServers(self._doubt)
         self.now_s = 100.0
         self._caplog = caplog
         caplog.set_level(logging.INFO, "waltz_core.client.links.silence")

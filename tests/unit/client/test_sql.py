@@ -70,7 +70,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
     made.dispose()
 
 
-def test_changes_and_mark_move_together(engine: sa.Engine) -> None:
+def test_changes_and_mark_are_committed_together(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     assert callbacks.client_high_water_mark(0) == -1
     for number in range(5):

@@ -282,7 +282,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
     opening = next(each for each in scenario.done if isinstance(each, stream_events.OpenLink))
-    assert set(opening.spoiled) >= {2}
+    assert set(opening.avoided_links) >= {2}
     with pytest.raises(AssertionError):
         scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
@@ -304,7 +304,7 @@ def test_links_that_broke_are_not_remembered():
             scenario.wake(scenario.stream.wake_at_ms)
         scenario.mounted(scenario.link(number=number + 1), -1, link=number + 1)
         assert scenario.stream.phase is Phase.READY
-    assert not scenario.stream._spoiled
+    assert not scenario.stream._avoided_links
 
 
 def test_a_closed_link_need_not_be_avoided():
@@ -370,6 +370,19 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     assert scenario.wake(begun_ms + 4_000) == [stream_events.OpenLink(2, ())]
     scenario.mounted(scenario.link(number=1), -1)
     assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
+
+
+def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
+    scenario = Scenario().ready()
+    scenario.step(stream_events.SendAppends(submission(1)))
+    timeout_ms = scenario.stream._settings.request_timeout_ms
+    outcome = settled(scenario.receive(over_limit(req(1), timeout_ms + 5_000)))[1]
+    assert outcome.retry_after_ms == timeout_ms + 5_000
+    scenario.step(stream_events.SendAppends(submission(2)))
+    error = refused(scenario.wake(scenario.now_ms + timeout_ms))[2]
+    assert isinstance(error, errors.Overloaded)
+    assert error.retry_after_ms == 5_000
+    assert "(over a limit); it is not in the log" in str(error)
 
 
 def test_a_mount_over_a_limit_waits_no_longer_than_a_request():

@@ -49,7 +49,7 @@ class Shared(AsyncCallbacks):
         return self.policy
 
 
-class Tried(Counting):
+class RepeatedContext(Counting):
     """Counts its attempts, too."""
 
     attempts = 0
@@ -200,7 +200,7 @@ async def test_a_context_waits_while_its_partition_is_paused():
         for _ in range(2):
             await (await one.submit(Counting(others.state)))
         await until(lambda: callbacks.is_applying)
-        context = Tried(callbacks.state)
+        context = RepeatedContext(callbacks.state)
         future = await two.submit(context)
         await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
@@ -223,7 +223,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
         callbacks.may_go_on.clear()
         await (await one.submit(Counting({"value": 0})))
         await until(lambda: callbacks.is_applying)
-        context = Tried(callbacks.state)
+        context = RepeatedContext(callbacks.state)
         context.timeout_ms = 300
         future = await two.submit(context)
         await until(lambda: "lock failure" in context.answered)
@@ -685,7 +685,7 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.subscribe(callbacks, [0]))
             await callbacks.is_asked.wait()
-            context = Tried(callbacks.state)
+            context = RepeatedContext(callbacks.state)
             use = (
                 client.submit(context)
                 if is_context
@@ -716,7 +716,7 @@ async def test_a_context_completes_although_the_feed_failed_to_start():
         subscribing = asyncio.get_running_loop().create_task(client.subscribe(callbacks, [0]))
         await callbacks.is_asked.wait()
         async with asyncio.TaskGroup() as tasks:
-            submitted = tasks.create_task(client.submit(Tried({"value": 0})))
+            submitted = tasks.create_task(client.submit(RepeatedContext({"value": 0})))
             callbacks.may_answer.set()
         with pytest.raises(ValueError, match="no mark"):
             await subscribing

@@ -16,6 +16,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import Callbacks, TransactionContext, WaltzClient, lock
 from waltz_core.client.api.sync_client import WORKERS_MAX
+from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read import data_cache
 from waltz_core.client.read.data_cache import DataBudget, DataCache
@@ -87,6 +88,19 @@ async def never(*_, **__):
 def wait_until(condition) -> None:
     while not condition():
         time.sleep(0.005)
+
+
+def test_an_outcome_that_is_late_states_what_it_waits_for():
+    late = ThreadOutcome(lambda: "partition 0: not connected yet")
+    with pytest.raises(TimeoutError, match="no outcome within 0 s: partition 0: not connected yet"):
+        late.result(0)
+    late.set_exception(TimeoutError("of the application"))
+    with pytest.raises(TimeoutError, match="of the application"):
+        late.result(0)
+    with MemoryWaltz() as waltz, waltz.client() as client:
+        appended = client.append(b"x", partition=0)
+        assert isinstance(appended, ThreadOutcome)
+        assert appended.result() == 0
 
 
 def test_a_closed_client_cannot_be_entered():

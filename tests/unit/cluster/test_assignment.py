@@ -90,7 +90,7 @@ def test_no_partition_is_left_out_when_preferences_use_up_a_share():
     assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
 
-def test_more_partitions_than_before():
+def test_added_partitions_are_assigned_and_the_others_stay():
     old = PartitionAssignment(1, 2, {1: {0: 3}, 2: {1: 4}})
     assert assigned(old, live(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
 
@@ -141,7 +141,7 @@ def test_a_live_server_that_the_assignment_does_not_name_may_be_given_partitions
 
 
 @given(st.data(), st.integers(0, 40), st.booleans())
-def test_invariants(data, partition_count, keeps_all):
+def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_all):
     ids = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
     old = PartitionAssignment(0, 0, {})
     for cversion in range(1, 4):

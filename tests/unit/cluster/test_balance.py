@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from waltz_core.cluster.membership.assignment import assign_partitions, move_partitions
 from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
-from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
+from waltz_core.cluster.membership.loads import LoadAverages, LoadMeter
 from waltz_core.cluster.znodes.model import PartitionAssignment, ServerDescriptor
 
 PASS_PAUSE_MS = 600_000
@@ -182,7 +182,7 @@ class Cluster:
             PartitionAssignment(), servers, cversion=1, partition_count=len(self.rates)
         )
         self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
-        self._book = LoadBook(WINDOW_MS)
+        self._book = LoadAverages(WINDOW_MS)
         self._balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 
     @property

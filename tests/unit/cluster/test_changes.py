@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
+from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, PlanWait
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
@@ -39,7 +39,7 @@ def step(now, wanted, joining=""):
     if isinstance(found, Change):
         assert set(found.before) == set(now.assigned)
         return "".join(sorted(found.after))
-    return found.reason if isinstance(found, Wait) else None
+    return found.reason if isinstance(found, PlanWait) else None
 
 
 # --- one step after the other
@@ -275,12 +275,12 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     assert changes.sharing_groups(wanted, groups) == []
 
 
-def test_crowded_partitions_are_named():
+def test_partitions_with_replicas_in_one_group_are_listed():
     now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
     assert changes.sharing_groups(now, GROUPS) == [1, 2]
 
 
-def test_filling_moves_nothing():
+def test_missing_replicas_are_added_and_others_stay():
     now = {0: ("A", "D"), 1: ("A", "B", "C")}
     assert changes.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
 

@@ -1,5 +1,6 @@
 """Auth files: what they may contain, and errors that never quote a secret."""
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from waltz_core.cluster.zookeeper.credentials import (
     User,
     parse_credentials,
 )
+from waltz_core.cluster.zookeeper.zookeeper_session import connect
 from waltz_core.errors import BadConfig
 
 WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(
@@ -36,7 +38,7 @@ def test_user_password_and_further_permissions_are_parsed():
 
 
 @given(WORD.filter(lambda user: ":" not in user), WORD)
-def test_every_user_and_password_of_one_line(user, password):
+def test_every_user_and_password_of_one_line_is_parsed(user, password):
     found = parse_credentials(f"digest:{user}:{password}\n", "f")
     assert found == Credentials(User(user, password))
     assert found.user.identity == make_digest_acl_credential(user, password)
@@ -160,3 +162,22 @@ def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, problem)
     assert "/etc/waltz/auth" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, " cannot be read: No such file or directory. Hint: "),
+        (bytes([0x80]), " cannot be read: it is not UTF-8 text. Hint: "),
+        (b"0" * 64, ", line 1: expected digest:USER:PASSWORD. Hint: "),
+    ],
+    ids=["missing", "bytes", "token"],
+)
+def test_an_error_names_the_file_and_states_which_file_is_expected(tmp_path, content, problem):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadConfig) as caught:
+        asyncio.run(connect(f"zk1:2181/waltz/payments?auth={file}"))
+    assert str(caught.value).startswith(f"the auth file '{file}' of the connect string{problem}")
+    assert "an auth file has users of ZooKeeper, not a token" in str(caught.value)

@@ -10,7 +10,7 @@ from tests.cluster_contract import KEY
 from tests.loops import on_virtual_loop
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.loads import (
-    LoadBook,
+    LoadAverages,
     LoadMeter,
     PartitionLoad,
     decode_loads,
@@ -65,7 +65,7 @@ def test_a_restarted_counter_gives_no_negative_load():
 
 
 def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
-    book = LoadBook(WINDOW_MS)
+    book = LoadAverages(WINDOW_MS)
     assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
     assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
     assert book.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
@@ -73,7 +73,7 @@ def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
 
 
 def test_a_young_load_of_an_unknown_partition_is_not_trusted():
-    book = LoadBook(WINDOW_MS)
+    book = LoadAverages(WINDOW_MS)
     assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
     assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
     assert book.take({}, {8: 1}) == {}

@@ -11,7 +11,7 @@ from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.reachability import ReachBoard, ReachReport
+from waltz_core.cluster.membership.reachability import PublishedReachability, ReachReport
 from waltz_core.cluster.membership.registration import WRITE_ATTEMPTS_MAX, Membership, Ownership
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Set
@@ -520,7 +520,7 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(cluster):
     """Rule 6."""
     (one, session), (two, _) = cluster.member(), cluster.member()
-    board = ReachBoard(ClusterNodes(session, ROOT))
+    board = PublishedReachability(ClusterNodes(session, ROOT))
     inbox = Inbox()
     await one.register(descriptor(1))
     async with running(one.follow(inbox)):

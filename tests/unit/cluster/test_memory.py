@@ -87,7 +87,7 @@ def test_a_rejected_write_fires_nothing_and_changes_nothing():
     assert log == []
 
 
-def test_states_and_faults():
+def test_a_suspended_session_rejects_requests_and_reports_its_states():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     states = []

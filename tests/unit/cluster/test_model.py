@@ -81,7 +81,7 @@ from waltz_core.cluster.znodes import model
         (model.decode_id, "000000", "expected 4 bytes of last ID, found 3"),
     ],
 )
-def test_errors_are_described(decode, text, problem):
+def test_errors_state_the_problem_and_its_offset(decode, text, problem):
     with pytest.raises(errors.BadFormat) as caught:
         decode(bytes.fromhex(text))
     assert problem in str(caught.value)
@@ -113,6 +113,6 @@ def test_a_string_over_65535_bytes_is_rejected():
         ("\uffff", "0003" + "efbfbf"),
     ],
 )
-def test_modified_utf8(text, data):
+def test_texts_are_encoded_in_modified_utf8(text, data):
     assert model.encode_utf(text).hex() == data
     assert model.decode_utf(bytes.fromhex(data)[2:]) == text

@@ -11,8 +11,8 @@ from waltz_core.cluster.membership.reachability import (
     FAILURES_MIN,
     REASON_CHARS_MAX,
     STABLE_MS,
+    PublishedReachability,
     Reachability,
-    ReachBoard,
     ReachReport,
     eligible,
 )
@@ -25,7 +25,7 @@ def report(reached=(), unreachable=()):
     return ReachReport(frozenset(reached), dict.fromkeys(unreachable, "refused"))
 
 
-def opens_nothing(reached=()):
+def report_without_open_partition(reached=()):
     return report(reached).without_open_partition()
 
 
@@ -65,35 +65,47 @@ def opens_nothing(reached=()):
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: report(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            {
+                1: report(unreachable=[2, 3]),
+                2: report_without_open_partition([3]),
+                3: report_without_open_partition([2]),
+            },
             [1, 2, 3],
             id="one that is cut off opens its partitions first",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
-            {1: report(unreachable=[2, 3]), 2: report([3], [1]), 3: opens_nothing([2])},
+            {
+                1: report(unreachable=[2, 3]),
+                2: report([3], [1]),
+                3: report_without_open_partition([2]),
+            },
             [2, 3],
             id="and loses them when the next one has opened its own",
         ),
         pytest.param(
             [1, 2],
             [1, 2],
-            {1: opens_nothing(), 2: opens_nothing([1])},
+            {1: report_without_open_partition(), 2: report_without_open_partition([1])},
             [1, 2],
             id="no witness, and not all reached",
         ),
         pytest.param(
             [1, 2, 3],
             [1],
-            {1: report(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            {
+                1: report(unreachable=[2, 3]),
+                2: report_without_open_partition([3]),
+                3: report_without_open_partition([2]),
+            },
             [1],
             id="two new ones that only reach each other",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2],
-            {1: report(unreachable=[2, 3]), 3: opens_nothing([2])},
+            {1: report(unreachable=[2, 3]), 3: report_without_open_partition([2])},
             [1],
             id="reached by one that is left out",
         ),
@@ -158,8 +170,8 @@ async def test_a_server_publishes_in_each_session():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     await session.write([CreateNode("/w")])
-    board = ReachBoard(ClusterNodes(session, "/w"))
-    reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
+    board = PublishedReachability(ClusterNodes(session, "/w"))
+    reader = PublishedReachability(ClusterNodes(zookeeper.session(), "/w"))
     await board.publish(1, report([2]))
     assert await reader.read([1, 2]) == {1: report([2])}
     await board.publish(1, report([], [2]))
@@ -179,7 +191,7 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")
-    board = ReachBoard(nodes)
+    board = PublishedReachability(nodes)
     await board.publish(1, report([2]))
     put_ephemeral = nodes.put_ephemeral
 

@@ -27,6 +27,7 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.replication.session_recovery import Origin, origin_of
 
 NEW_KEY = UUID(int=9)
+CLIENT_KEY = b"k" * 32
 END = ArchivedMark(7, b"c" * 16, 5, 0, 6, "m2")
 ENDS = {0: END, 1: None}
 IDS = 1_000
@@ -37,7 +38,7 @@ NEW = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
 async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
     zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
     coordinator = Coordinator(zookeeper.session(), ROOT)
-    made = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids)
+    made = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
     await coordinator.create_restored(NEW, made)
     return coordinator
 
@@ -75,9 +76,10 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
 
 
 @on_virtual_loop
-async def test_permissions_are_restored_with_their_revision():
+async def test_permissions_are_restored_with_their_revision_and_a_new_client_key():
+    """IDs that were issued after the backup have proofs of the old key, and may be issued again."""
     coordinator = await restored(replace(BACKUP, access=ACCESS))
-    assert await coordinator.permissions.require() == ACCESS
+    assert await coordinator.permissions.require() == replace(ACCESS, client_key=CLIENT_KEY)
     assert await (await restored()).permissions.read() is None
 
 
@@ -88,7 +90,7 @@ async def test_writes_are_restored_with_their_tasks():
 
 
 @on_virtual_loop
-async def test_a_restore_below_the_backups_mark_makes_writes_unfinished():
+async def test_a_write_after_the_restored_mark_becomes_unfinished():
     removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
@@ -100,7 +102,7 @@ async def test_a_restore_below_the_backups_mark_makes_writes_unfinished():
 
 
 def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
-    made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS)
+    made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
     assert made.restored_from == BACKUP.restored_from
 
 
@@ -110,7 +112,7 @@ def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
     writes = {"w": BegunWrite(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(PartitionBackup(7, 60, 3, saved(partition=each)) for each in range(2))
     backup = replace(BACKUP, writes=writes, partitions=partitions)
-    made = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS)
+    made = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)
     steps = restoring_steps(ClusterPaths(ROOT), NEW, made, root_version=NO_NODE)
     assert len(steps) == (1 if task_count == 3 else 2)
     for step in steps:

@@ -4,11 +4,11 @@ import asyncio
 import gc
 
 from tests.loops import on_virtual_loop
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.errors import CoordinatorUnavailable
 
 
-class Oracle:
+class CountingQuery:
     """Answers on request; notes when each question was put."""
 
     def __init__(self) -> None:
@@ -27,20 +27,20 @@ async def _turns(count: int = 5) -> None:
 
 @on_virtual_loop
 async def test_a_caller_during_a_request_causes_another_request():
-    oracle = Oracle()
-    shared = Shared(oracle.ask)
+    query = CountingQuery()
+    shared = SharedRequest(query.ask)
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(shared.answered())
         await _turns()
         late = [tasks.create_task(shared.answered()) for _ in range(2)]
         await _turns()
-        assert oracle.asked == 1
-        oracle.may_answer.release()
+        assert query.asked == 1
+        query.may_answer.release()
         await first
         await _turns()
         assert not any(each.done() for each in late)
-        assert oracle.asked == 2
-        oracle.may_answer.release()
+        assert query.asked == 2
+        query.may_answer.release()
 
 
 @on_virtual_loop
@@ -53,7 +53,7 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
         if answer is not None:
             raise answer
 
-    shared = Shared(ask)
+    shared = SharedRequest(ask)
 
     async def note_error() -> None:
         try:
@@ -71,18 +71,18 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
 
 @on_virtual_loop
 async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
-    oracle = Oracle()
-    shared = Shared(oracle.ask)
+    query = CountingQuery()
+    shared = SharedRequest(query.ask)
     async with asyncio.TaskGroup() as tasks:
         impatient = tasks.create_task(shared.answered())
         patient = tasks.create_task(shared.answered())
         await _turns()
         impatient.cancel()
         await _turns()
-        oracle.may_answer.release()
+        query.may_answer.release()
         await patient
     assert impatient.cancelled()
-    assert oracle.asked == 1
+    assert query.asked == 1
 
 
 def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
@@ -96,7 +96,7 @@ def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
             await may_fail.wait()
             raise CoordinatorUnavailable("closed")
 
-        shared = Shared(ask)
+        shared = SharedRequest(ask)
         asking = loop.create_task(shared.answered())
         await _turns()
         asking.cancel()

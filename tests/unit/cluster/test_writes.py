@@ -34,7 +34,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     await writes.check("w", 0, 1)
     assert calls == ["sync", "get", "get"]
     await writes.finish("w", {}, 9)
-    assert calls[3:] == ["sync", "get"]
+    assert calls[3:] == ["sync", "get", "get"]
 
 
 @on_virtual_loop
@@ -57,6 +57,61 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
     with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
         await its.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
+
+
+def begun_again_before_the_change(session, monkeypatch, other, principal=None):
+    """Let another process remove the write "w" and begin it again, before the session's next write.
+
+    Its nodes then have the versions of the earlier ones.
+    """
+    real, coordinator = session.write, other
+    registry = other.writes.of(principal) if principal else other.writes
+
+    async def write(operations):
+        monkeypatch.undo()
+        await other.writes.forget("w")
+        await registry.begin("w", {0: 99}, 5)
+        await registry.enter("w", 0, "r", coordinator.next_client_id)
+        return await real(operations)
+
+    monkeypatch.setattr(session, "write", write)
+
+
+@on_virtual_loop
+async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
+    """The rows of the new one would count as committed."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    await other.writes.begin("w", MARKS, 5)
+    begun_again_before_the_change(paused, monkeypatch, other)
+    with pytest.raises(errors.ConnectionSuperseded, match="removed, and begun again"):
+        await its.writes.finish("w", {"rows": 1}, 9)
+    assert await other.writes.read("w") == WriteState({0: 99}, 5)
+
+
+@on_virtual_loop
+async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    await other.writes.begin("w", MARKS, 5)
+    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
+        await its.writes.of("mine").enter("w", 0, "r", its.next_client_id)
+    assert (await other.writes.read("w")) == WriteState({0: 99}, 5, principal="other")
+
+
+@on_virtual_loop
+async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
+    """Both would have a proof of it, and the other's next attempt would not find its rows."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    mine = its.writes.of("mine")
+    await mine.begin("w", MARKS, 5)
+    first = await mine.enter("w", 0, "r", its.next_client_id)
+    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
+        await mine.enter("w", 0, "r", its.next_client_id)
+    assert (await other.writes.tasks("w"))[0].client_id == first.client_id + 1
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])

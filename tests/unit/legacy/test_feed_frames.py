@@ -28,7 +28,7 @@ def test_the_frames_are_those_of_the_messages(version: int, count: int) -> None:
     assert len(frames) == count * FEED_FRAME_BYTES
 
 
-def test_the_frame_of_the_specification() -> None:
+def test_a_frame_has_the_bytes_of_the_specification() -> None:
     append = bytes.fromhex("00000001000000010000000000000002")
     header = bytes.fromhex("00000007")
     expected = "4c0004" + "0000001d" + "04" + append.hex() + "0000000000000005" + header.hex()

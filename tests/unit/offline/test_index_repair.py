@@ -25,7 +25,7 @@ def disk():
     return world.disk
 
 
-HURT = {
+DAMAGES = {
     "an entry": lambda disk: disk.flip(INDEX, 128 + 8 * 4 + 7),
     "the first entry": lambda disk: disk.flip(INDEX, 128),
     "entries missing": lambda disk: disk.cut(INDEX, 150),
@@ -37,7 +37,7 @@ HURT = {
 }
 
 
-@pytest.mark.parametrize("hurt", HURT.values(), ids=HURT)
+@pytest.mark.parametrize("hurt", DAMAGES.values(), ids=DAMAGES)
 def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
     good = disk.content(INDEX)
     hurt(disk)

@@ -9,7 +9,7 @@ from tests.offline_storage import flip, patch, segments, some_storage
 from waltz_core.offline.statistic import percentile, statistic_of
 
 
-def test_a_segment_is_counted(tmp_path):
+def test_the_records_and_batches_of_a_segment_are_counted(tmp_path):
     directory, world = some_storage(tmp_path)
     found = [statistic_of(path) for path in segments(directory)]
     assert [(one.records, one.last) for one in found] == [(11, 10), (13, 23), (12, 35)]

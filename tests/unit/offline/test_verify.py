@@ -91,7 +91,7 @@ RECORDS = {
             f"{THREE}.seg at 806: bytes 806..872 hold no record from 35 on: expected at most 27",
             f"{THREE}.idx at 216: expected 216 bytes, for 11 records, found 224",
             f"{THREE}.chn at 128: batch 32..35: the log ends at 34, without record 35",
-            f"{SLOTS}: expected a log up to the acked ID 35, found it to end at 34",
+            f"{SLOTS}: expected a log up to the acked ID 35, found one that ends at 34",
         ],
     ),
     "bytes behind the last record": (
@@ -240,8 +240,11 @@ def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
     ]
     write_slot(storage, acked=acked, low_water_mark=36, provisional=ProvisionalMark(1, 40))
     assert found(storage)[0] == [
-        f"{SLOTS}: expected a log up to the low-water mark 36, found it to end at 35",
-        f"{SLOTS}: expected a log up to the provisional low-water mark 40, found it to end at 35",
+        f"{SLOTS}: expected a log up to the low-water mark 36, found one that ends at 35",
+        (
+            f"{SLOTS}: expected a log up to the provisional low-water mark 40, found one that ends "
+            "at 35"
+        ),
     ]
     write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
     assert found(storage)[0] == [f"{SLOTS}: damaged 40..41: the log ends at 35"]
@@ -271,7 +274,7 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     ends = f"{THREE}.chn: the batches do not cover records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))
-    found_text = f"{SLOTS}: expected a log up to the acked ID 36, found it to end at 35"
+    found_text = f"{SLOTS}: expected a log up to the acked ID 36, found one that ends at 35"
     assert found(storage)[0] == [found_text]
 
 
@@ -429,7 +432,7 @@ def batches(path):
         return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
 
 
-def test_a_file_of_locks_is_a_storages_and_others_are_noted(storage):
+def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
     for name in ("waltz-x.lck", "waltz-x.lck.old"):
         (storage / "2" / name).write_bytes(b"torn")
     assert found(storage) == ([], [])

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
 from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.checks import CHECKS, Failed, check, failed_checks
+from waltz_core.ops.checks import CHECKS, FailedCheck, check, failed_checks
 
 BEHIND = ReplicaState(6, 50)
 
@@ -26,12 +26,16 @@ def text(case):
     return found.text
 
 
-def test_a_healthy_cluster_passes_all_of_them(case):
+def test_a_healthy_cluster_passes_all_checks(case):
     assert failed(case) == []
 
 
 def test_a_failure_counts_for_one_check_and_its_partitions_only():
-    found = [Failed("quorum", "x", (1,)), Failed("storage", "y", (1, 2)), Failed("server", "z", ())]
+    found = [
+        FailedCheck("quorum", "x", (1,)),
+        FailedCheck("storage", "y", (1, 2)),
+        FailedCheck("server", "z", ()),
+    ]
     assert [failed_checks(found, each) for each in range(4)] == [
         *(set(), {"quorum", "storage"}, {"storage"}, set())
     ]
@@ -44,7 +48,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
     assert ("assignment", (0,)) not in failed(case, (1,))
 
 
-def test_no_servers_or_a_partition_without_an_owner(case):
+def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
     assert text(case) == "partition 0 has no server"
@@ -52,12 +56,12 @@ def test_no_servers_or_a_partition_without_an_owner(case):
     assert failed(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
 
 
-def test_a_server_that_does_not_answer_or_serve(case):
+def test_a_server_that_does_not_answer_or_serve_is_reported(case):
     case.server(1, failure="refused", served={})
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
     case.server(1, failure="")
-    assert text(case) == (f"partition 0: server {ONE} does not serve it, although it is its owner")
+    assert text(case) == (f"partition 0: server {ONE} owns it, but does not serve it")
     case.server(1, served={0: False})
     assert failed(case) == [("health", (0,))]
     case.server(1, served={0: True})
@@ -66,7 +70,7 @@ def test_a_server_that_does_not_answer_or_serve(case):
     assert text(case) == f"server {TWO} cannot reach storage {C}"
 
 
-def test_a_storage_without_its_registered_identity_or_an_answer(case):
+def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case):
     never = (
         f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
     )
@@ -83,7 +87,7 @@ def test_a_storage_without_its_registered_identity_or_an_answer(case):
     assert failed(case) == [("storage", (0, 1))]
 
 
-def test_a_storage_that_does_not_serve_what_it_should(case):
+def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
     case.replica(A, is_held=False)
     assert text(case).endswith("`waltz-core storage sync-partitions`")
     case.replica(A, is_held=True, is_available=False)
@@ -97,7 +101,7 @@ def test_a_storage_that_does_not_serve_what_it_should(case):
         assert failed(case) == [("storage", (0,))]
 
 
-def test_replicas_that_are_behind_or_too_few(case):
+def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
     assert text(case) == f"partition 0: {C} is not engaged"
     case.states({A: ENGAGED, B: BEHIND, C: BEHIND})

@@ -16,7 +16,7 @@ def standing(case):
     return PartitionCondition(case.facts.cluster, 0)
 
 
-def test_a_healthy_partition(case):
+def test_a_healthy_partition_has_no_problems(case):
     now = standing(case)
     assert now.owner.address == ONE
     assert (now.is_served, now.is_open, now.is_lost, now.is_of_other_replicas) == (
@@ -41,7 +41,7 @@ def test_only_an_answering_replica_counts_for_a_session(case):
     assert now.unknown == [A, B]
 
 
-def test_trusted_replicas_can_confirm(case):
+def test_a_quorum_may_be_trusted_while_replicas_are_unavailable(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     assert not standing(case).has_no_trusted_quorum
@@ -54,7 +54,7 @@ def test_trusted_replicas_can_confirm(case):
     ).has_no_trusted_quorum  # a storage that may have the log is only unavailable
 
 
-def test_the_newest_session_of_the_replicas(case):
+def test_only_replicas_of_the_newest_session_are_engaged(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
     now = standing(case)
     assert now.engaged == [A, SPARE]

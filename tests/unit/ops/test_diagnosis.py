@@ -160,7 +160,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     )
 
 
-def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum(case):
+def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum_is_reported(case):
     case.node(failure="refused", mode="")
     assert case.the_only("zookeeper-server-unavailable").sentence == (
         "ZooKeeper server zk1:2181 does not answer: refused"
@@ -196,7 +196,7 @@ def test_local_up_does_not_start_added_storages(case):
 # --- servers
 
 
-def test_a_server_that_does_not_answer(case):
+def test_a_server_that_does_not_answer_is_reported(case):
     case.server(1, failure="refused", served={})
     assert case.the_only("server-unavailable").command == (
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
@@ -208,7 +208,7 @@ def test_a_server_that_does_not_answer(case):
     assert case.the_only("no-server").sentence.startswith("no server is registered")
 
 
-def test_a_cluster_that_uses_tls_and_a_doctor_that_does_not(case):
+def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
     """No process must be ended for it, and of partitions nothing is known."""
     mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
@@ -223,7 +223,22 @@ def test_a_cluster_that_uses_tls_and_a_doctor_that_does_not(case):
     assert {each.command for each in found} == {command}
 
 
-def test_a_storage_with_an_expired_certificate(case):
+def test_a_doctor_without_a_permitted_token_suggests_no_change_of_the_cluster(case):
+    for number in (1, 2):
+        case.server(number, failure="token t1 of ann is revoked", is_denied=True, served={})
+    for address in (A, B):
+        case.storage(address, failure="token t1 of ann is revoked", is_denied=True, replicas={})
+    for address in (C, SPARE):
+        case.storage(address, admin_failure="ann is not granted administer", is_denied=True)
+    case.facts = replace(case.facts, connect=f"{CONNECT}?tls=/ca.pem&token_env=TOKEN")
+    found = diagnose(case.facts)
+    names = ["server-access-denied"] * 2 + ["storage-access-denied"] * 4
+    assert [each.name for each in found] == names
+    command = f"waltz-core doctor --connect '{CONNECT}?tls=/ca.pem&token_file=FILE'"
+    assert {each.command for each in found} == {command}
+
+
+def test_a_storage_with_an_expired_certificate_is_reported(case):
     case.storage(A, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     case.storage(B, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     assert case.found() == [
@@ -234,7 +249,7 @@ def test_a_storage_with_an_expired_certificate(case):
     ]
 
 
-def test_an_assignment_that_is_not_in_force(case):
+def test_an_assignment_without_the_running_servers_is_reported(case):
     case.cluster(is_settled=False)
     assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence
     case.server(1, failure="connection refused", served={})
@@ -245,7 +260,7 @@ def test_an_assignment_that_is_not_in_force(case):
     assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
 
 
-def test_a_preference_that_cannot_be_granted(case):
+def test_two_preferred_owners_of_one_partition_are_reported(case):
     case.server(1, preferred=(0,))
     assert case.found() == []
     case.server(2, preferred=(0, 1))
@@ -264,7 +279,7 @@ def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(c
 # --- storages
 
 
-def test_a_storage_that_does_not_answer(case):
+def test_a_storage_that_does_not_answer_is_reported(case):
     case.storage(A, failure="refused", replicas={})
     assert (
         case.the_only("storage-unavailable").command
@@ -316,7 +331,7 @@ def test_no_command_deletes_a_log_that_is_being_opened(case):
     assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
 
 
-def test_a_storage_with_another_identity_at_the_address(case):
+def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("storage-id-mismatch")
     assert "but aa is registered there" in found.sentence
@@ -328,7 +343,7 @@ def test_a_storage_with_another_identity_at_the_address(case):
     assert case.the_only("storage-cluster-mismatch").about == A
 
 
-def test_an_admin_port_that_differs_from_the_one_in_zookeeper(case):
+def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
     case.storage(A, admin_failure="refused", replicas={})
     assert case.the_only("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
@@ -366,7 +381,7 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     ("free_mib", "mib_per_day", "days"),
     [(70_000, 10_001, "7.0"), (70_000, 10_000, None), (70_000, 0, None), (70_000, None, None)],
 )
-def test_a_disk_that_will_be_full_soon(case, free_mib, mib_per_day, days):
+def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, days):
     rate = None if mib_per_day is None else mib_per_day << 20
     case.storage(A, space=SpaceFacts(free_mib << 20, False, 100_000 << 20, rate))
     if days is None:
@@ -382,7 +397,7 @@ def test_a_disk_that_will_be_full_soon(case, free_mib, mib_per_day, days):
     assert case.the_only("disk-nearly-full")
 
 
-def test_clocks_that_differ(case):
+def test_clocks_that_differ_are_reported(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
     found = case.the_only("storage-clock-skew")
     assert f"storage {A} is 4.2 s behind this machine's clock" in found.sentence
@@ -396,7 +411,7 @@ def test_clocks_that_differ(case):
 # --- replicas
 
 
-def test_a_replica_that_is_not_served(case):
+def test_a_replica_that_is_not_served_is_reported(case):
     at = f"--connect {CONNECT} --storage {B} --partition 0"
     for changed, name, command in (
         ({"is_available": False}, "replica-offline", f"availability {at} --online true"),
@@ -409,7 +424,7 @@ def test_a_replica_that_is_not_served(case):
         assert case.the_only(name).command == f"waltz-core storage {command}"
 
 
-def test_a_partition_that_is_left_over(case):
+def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
     case.replica(SPARE, last=90, last_session=6)
     remove = f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE}"
     assert case.the_only("replica-left-over").command == f"{remove} --partition 0 --delete-files"
@@ -441,7 +456,7 @@ def test_no_command_deletes_records_that_others_may_lack(case, doubt):
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
-def test_a_replica_that_the_session_does_not_count_on(case):
+def test_a_replica_that_the_session_does_not_count_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last=50)
     found = case.the_only("replica-not-engaged")
@@ -451,7 +466,7 @@ def test_a_replica_that_the_session_does_not_count_on(case):
     assert case.found() == [("storage-unavailable", C)]
 
 
-def test_a_replica_that_lags(case):
+def test_a_replica_that_lags_is_reported(case):
     case.replica(A, last=91 + LAG_MAX)
     case.replica(B, last=91 + LAG_MAX)
     found = case.the_only("replica-lagging")
@@ -516,7 +531,7 @@ def test_no_healthy_storage_is_stopped_for_a_quorum(case):
     assert found.command.startswith("kill -9 79; ")
 
 
-def test_a_session_that_is_not_open_though_it_could_be(case):
+def test_a_session_that_is_not_open_despite_a_quorum_is_reported(case):
     case.server(1, served={0: False})
     assert case.the_only("session-not-open").command == (
         f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
@@ -526,13 +541,13 @@ def test_a_session_that_is_not_open_though_it_could_be(case):
     assert opened.command == "waltz-core server run --config server.toml"
 
 
-def test_a_partition_that_was_never_opened(case):
+def test_a_partition_that_was_never_opened_is_reported(case):
     case.server(1, served={0: False})
     case.partition(metadata=None, marker=NEW)
     assert case.the_only("never-opened").about == "0"
 
 
-def test_a_partition_served_by_another_server_than_its_owner(case):
+def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     case.server(1, served={})
     assert case.the_only("partition-not-served").about == "0"
     case.server(1, served={0: True})
@@ -541,13 +556,13 @@ def test_a_partition_served_by_another_server_than_its_owner(case):
     assert f"server {TWO} serves it, but {ONE} owns it" in found.sentence
 
 
-def test_a_session_with_other_replicas_and_a_mark_that_is_not_reported(case):
+def test_a_session_with_other_replicas_and_a_missing_mark_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(mark=None, mark_failure="no answer")
     assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]
 
 
-def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
+def test_replicas_that_are_too_few_or_in_the_wrong_groups_are_reported(case):
     case.cluster(assigned={0: (A, B), 1: (A, B, C)}, groups=dict.fromkeys((A, B, C, SPARE), 0))
     case.states({A: ENGAGED, B: ENGAGED})
     case.storage(C, replicas={1: ReplicaFacts(last=90)})
@@ -581,7 +596,7 @@ REBUILD = (
 )
 
 
-def test_metadata_that_is_lost(case):
+def test_lost_metadata_is_reported(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
@@ -643,7 +658,7 @@ def test_a_connect_string_is_quoted_for_a_shell(case):
     assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
 
 
-def test_a_server_that_others_cannot_connect_to():
+def test_a_server_that_others_cannot_connect_to_is_reported():
     case = Case()
     case.server(2, is_left_out=True, unreachable=(f"{ONE}: refused",))
     found = case.the_only("server-unreachable")
@@ -656,7 +671,7 @@ def test_a_server_that_others_cannot_connect_to():
 # --- Speed
 
 
-def test_a_storage_that_answers_appends_much_later_than_the_others(case):
+def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(case):
     usual = {B: (30, 2_000), C: (30, 3_000)}
     case.server(1, append_times={A: (30, 180_000), **usual})
     case.server(2, append_times={A: (10, 100_000)})
@@ -701,7 +716,7 @@ def archive():
     return case
 
 
-def test_storages_with_different_archives(archive):
+def test_storages_with_different_archives_are_reported(archive):
     archive.storage(B, archive=ArchiveFacts("s3://other/waltz", 600_000))
     found = archive.the_only("archive-settings-differ")
     assert f"storage {B} has the archive s3://other/waltz, the other storages {URL}" in (
@@ -720,7 +735,7 @@ def test_storages_with_different_archives(archive):
     assert ("archive-settings-differ", A) not in archive.found()
 
 
-def test_storages_without_the_archive_that_the_cluster_has(archive):
+def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
     archive.partition(0, marker=OPEN)
     for address in (A, B, C, SPARE):
         archive.storage(address, archive=None)
@@ -742,7 +757,7 @@ def test_storages_without_the_archive_that_the_cluster_has(archive):
     assert archive.found() == []
 
 
-def test_an_archive_that_cannot_be_written(archive):
+def test_an_archive_that_cannot_be_written_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "archive: cannot write x: ACCESS_DENIED")
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
     archive.storage(A, archive=failed)
@@ -764,7 +779,7 @@ def test_an_archive_that_cannot_be_written(archive):
     assert archive.found() == []
 
 
-def test_a_damaged_file_of_the_archive(archive):
+def test_a_damaged_file_of_the_archive_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "object 7: expected CRC 1, found 2", is_damaged=True)
     archive.storage(A, archive=failed)
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
@@ -783,7 +798,7 @@ def test_a_damaged_file_of_the_archive(archive):
     assert [about for _, about in archive.found()] == [f"{A}, {C}", B]
 
 
-def test_an_archive_that_lags(archive):
+def test_an_archive_that_lags_is_reported(archive):
     archive.partition(0, marker=archived(20), unarchived_s=HOUR_S + 1_210)
     assert archive.found() == []
     archive.partition(0, unarchived_s=HOUR_S + 1_211)
@@ -806,7 +821,7 @@ def test_an_archive_that_is_turned_off_does_not_lag(archive):
     assert archive.found() == []
 
 
-def test_an_archive_that_is_not_used(archive):
+def test_an_archive_without_an_interval_is_reported(archive):
     for number in (0, 1):
         archive.partition(number, marker=OPEN, unarchived_s=None)
     found = archive.the_only("archive-idle")

@@ -34,6 +34,7 @@ def test_a_finding_shows_the_value_of_each_field(name):
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
     "scheme_free": "'zk1:2181/waltz/payments?tls=FILE'",
+    "with_token": "'zk1:2181/waltz/payments?tls=ca.pem&token_file=FILE'",
     "hosts": "zk1:2181/waltz/payments",
     "partition": "3",
     "partitions": "0-3,7",

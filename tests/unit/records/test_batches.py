@@ -159,7 +159,9 @@ def test_a_null_list_that_spans_values_has_no_locks() -> None:
 
 
 @given(st.lists(st.sampled_from([b"", b"short", b"x" * 900, b"y" * 5_000]), max_size=8), st.data())
-def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) -> None:
+def test_each_row_of_a_slice_has_the_crc_of_its_bytes(
+    rows: list[bytes], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, len(rows)))
     column = pa.array(rows, pa.binary()).slice(start, data.draw(st.integers(0, len(rows))))
     assert batches.data_crcs(column).tolist() == [crc32(each) for each in column.to_pylist()]
@@ -181,7 +183,7 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
         ({"data": [1.5]}, "column data: expected binary, found double"),
     ],
 )
-def test_columns_that_are_rejected_before_they_are_sent(
+def test_invalid_columns_are_rejected_before_they_are_sent(
     columns: dict[str, list[object]], problem: str
 ) -> None:
     rows = pa.RecordBatch.from_pydict({name: pa.array(c) for name, c in columns.items()})
@@ -196,7 +198,7 @@ def test_a_duplicate_column_is_rejected() -> None:
         batches.encode_append_arrow(rows)
 
 
-def test_lists_that_are_rejected_before_they_are_sent() -> None:
+def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
     none: list[list[int]] = [[]]
     with pytest.raises(BadRequest, match="column header"):
         batches.encode_append([2**31], [b""], write_locks=none, read_locks=none, append_locks=none)
@@ -231,7 +233,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
         whole.part(3, 5)
 
 
-def test_limits_of_a_batch() -> None:
+def test_a_batch_over_its_limits_is_rejected() -> None:
     payload = simple([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
     with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
@@ -258,7 +260,7 @@ def test_the_unchanged_stream_is_decoded() -> None:
         (3, [[1], [None]], "a lock is null"),
     ],
 )
-def test_contents_that_are_rejected(place: int, column: list[object], problem: str) -> None:
+def test_invalid_contents_are_rejected(place: int, column: list[object], problem: str) -> None:
     columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
     with pytest.raises(BadRequest, match=problem):
         decode(stream(batches.APPEND_SCHEMA, *columns))
@@ -321,10 +323,12 @@ def test_compressed_buffers_are_rejected_before_they_expand(codec: str) -> None:
     assert pa.default_memory_pool().bytes_allocated() == before
 
 
-ODD = pa.schema([("x", pa.int64())])
-TURNED = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
-CODED = batches.APPEND_SCHEMA.set(1, pa.field("data", pa.dictionary(pa.int8(), pa.binary())))
-WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
+UNKNOWN_COLUMN = pa.schema([("x", pa.int64())])
+REVERSED = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
+DICTIONARY_ENCODED = batches.APPEND_SCHEMA.set(
+    1, pa.field("data", pa.dictionary(pa.int8(), pa.binary()))
+)
+THOUSAND_COLUMNS = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
 
 
 @pytest.mark.parametrize(
@@ -332,10 +336,10 @@ WIDE = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
     [
         (stream(batches.APPEND_SCHEMA, [], [], [], [], [], []), "at least one row"),
         (stream(batches.APPEND_SCHEMA_WITH_MARKS, *GOOD, [5, -2]), "found -2"),
-        (stream(ODD, [1]), "columns of APPEND_SCHEMA, found x int64"),
-        (stream(TURNED, *GOOD[::-1]), "columns of APPEND_SCHEMA"),
-        (stream(CODED, *GOOD), "dictionary"),
-        (stream(WIDE, *[[1]] * 1000), "bytes of metadata"),
+        (stream(UNKNOWN_COLUMN, [1]), "columns of APPEND_SCHEMA, found x int64"),
+        (stream(REVERSED, *GOOD[::-1]), "columns of APPEND_SCHEMA"),
+        (stream(DICTIONARY_ENCODED, *GOOD), "dictionary"),
+        (stream(THOUSAND_COLUMNS, *[[1]] * 1000), "bytes of metadata"),
         (
             stream(batches.APPEND_SCHEMA, *GOOD, batch_count=2),
             "found schema, record batch, record batch",
@@ -391,7 +395,7 @@ def test_encoded_records_have_the_bytes_of_a_segment_file(
 
 
 @given(rows_strategy, st.data())
-def test_select_records(rows: list[Row], data: st.DataObject) -> None:
+def test_select_records_returns_the_chosen_records(rows: list[Row], data: st.DataObject) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     made = batches.encode_records(decode(encode(rows)), None, TransactionId(0), REQ_ID)
     lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
@@ -415,7 +419,7 @@ def run_of(data: list[bytes], first: int = 10) -> tuple[memoryview, raw_records.
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=8))
-def test_a_range_as_a_table(data: list[bytes]) -> None:
+def test_a_range_becomes_a_table_with_its_values(data: list[bytes]) -> None:
     records, lengths = run_of(data)
     stamps = [(0, 10, 1_700_000_000_123), (11, 12, 0), (13, 40, 1_700_000_000_456)]
     found = batches.range_to_arrow(
@@ -445,7 +449,9 @@ def test_a_range_as_a_table(data: list[bytes]) -> None:
 
 
 @given(st.permutations(batches.READ_SCHEMA.names), st.integers(0, 6))
-def test_only_the_requested_columns_in_the_requested_order(names: list[str], count: int) -> None:
+def test_a_table_has_the_requested_columns_in_the_requested_order(
+    names: list[str], count: int
+) -> None:
     records, lengths = run_of([b"a", b"b"])
     asked = names[:count]
     (found,) = batches.range_to_arrow(records, lengths, [], asked, partition_id=PartitionId(1))
@@ -472,7 +478,7 @@ def test_a_wide_range_is_sent_in_several_batches() -> None:
     assert pa.Table.from_batches(found)["data"].to_pylist() == data
 
 
-def test_an_empty_range() -> None:
+def test_an_empty_range_becomes_no_batch() -> None:
     none = np.zeros(0, dtype=np.int64)
     assert batches.range_to_arrow(b"", none, [], ["data"], partition_id=PartitionId(0)) == []
     assert batches.headers_to_arrow(b"", [], ["header"], partition_id=PartitionId(0)) == []
@@ -485,7 +491,7 @@ def test_torn_headers_are_rejected() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1))
 @settings(max_examples=30)
-def test_a_wild_stamp_does_no_harm(stamp_ms: int) -> None:
+def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
     records, lengths = run_of([b"a"])
     (found,) = batches.range_to_arrow(
         records, lengths, [(0, 99, stamp_ms)], ["commit_time"], partition_id=PartitionId(0)

@@ -32,7 +32,7 @@ def test_combine_joins_two_runs(first: bytes, second: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 4095, 4096, 4097, 262_144, 1 << 24])
-def test_combine_at_the_edges_of_the_digits(length: int) -> None:
+def test_combine_is_right_at_the_edges_of_its_digits(length: int) -> None:
     second = bytes(length)
     joined = checksum.crc32(second, checksum.crc32(b"left"))
     assert checksum.combine(checksum.crc32(b"left"), checksum.crc32(second), length) == joined
@@ -52,7 +52,7 @@ def test_combine_many_is_combine_of_each(rows: list[bytes], head: bytes) -> None
 
 
 @given(st.lists(st.binary(min_size=7, max_size=7), max_size=20))
-def test_combine_many_with_one_length_for_all(rows: list[bytes]) -> None:
+def test_combine_many_may_have_one_length_for_all(rows: list[bytes]) -> None:
     heads = np.full(len(rows), oracle(b"head"), dtype=np.uint32)
     expected = [oracle(b"head" + row) for row in rows]
     assert checksum.combine_many(heads, crcs_of(rows), 7).tolist() == expected

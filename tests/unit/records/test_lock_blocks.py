@@ -42,7 +42,7 @@ def trusted(data, at, steps_max=1_000):
     return found
 
 
-def test_the_bytes_of_a_block():
+def test_a_block_has_the_specified_bytes():
     made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258))
     assert made[:8] == bytes.fromhex("ffffffff00000102")
     assert made[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
@@ -52,7 +52,7 @@ def test_the_bytes_of_a_block():
     assert found.end_before == LogEnd(4, b"b" * 16)
 
 
-def test_the_bytes_of_a_block_with_distances():
+def test_a_block_with_distances_has_the_specified_bytes():
     made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
     assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
     assert len(made) == 10 + TRAILER_BYTES

@@ -165,7 +165,7 @@ def test_wrong_record_lengths_are_found() -> None:
     assert raw_records.first_bad_record(records, shifted) == 0
 
 
-def test_an_empty_run() -> None:
+def test_an_empty_run_has_no_records_and_no_faults() -> None:
     none = np.zeros(0, dtype=np.int64)
     assert raw_records.first_bad_record(b"", none) is None
     assert raw_records.first_gap(b"", none, TransactionId(0)) is None
@@ -177,7 +177,7 @@ def test_an_empty_run() -> None:
     assert raw_records.lengths_from_wire(b"", 0).tolist() == []
 
 
-def test_first_gap() -> None:
+def test_first_gap_is_the_first_record_with_another_id() -> None:
     records = record(4, b"a") + record(5, b"b") + record(7, b"c")
     lengths = np.array([41, 41, 41])
     assert raw_records.first_gap(records, lengths, TransactionId(4)) == 2
@@ -208,7 +208,7 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
         ([47, 47], 95, "add up to 94, found 95"),
     ],
 )
-def test_impossible_lengths(values: list[int], total: int, problem: str) -> None:
+def test_impossible_lengths_are_rejected(values: list[int], total: int, problem: str) -> None:
     packed = struct.pack(f">{len(values)}i", *values)
     with pytest.raises(BadFormat, match=problem):
         raw_records.lengths_from_wire(packed, total)
@@ -224,7 +224,7 @@ def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
 
 
 @given(datas, st.data())
-def test_cut(rows: list[bytes], data: st.DataObject) -> None:
+def test_cut_returns_a_part_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
     records, lengths = run_of(rows)
     skip = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - skip))
@@ -237,7 +237,7 @@ def test_cut(rows: list[bytes], data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("bytes_max", "count"), [(0, 1), (49, 1), (50, 1), (109, 1), (110, 2), (169, 2), (999, 3)]
 )
-def test_count_within(bytes_max: int, count: int) -> None:
+def test_count_within_is_at_least_one_record(bytes_max: int, count: int) -> None:
     assert raw_records.count_within(np.array([50, 60, 70]), bytes_max) == count
 
 
@@ -257,7 +257,7 @@ def test_an_id_has_the_commit_stamp_of_its_run(
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
 
-def test_unordered_stamps_do_no_harm() -> None:
+def test_unordered_stamps_raise_no_error() -> None:
     ids = np.arange(9)
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 

@@ -25,13 +25,13 @@ def test_a_correct_machine_passes(bench):
     check(idle)
 
 
-def test_counting_a_replica_that_zookeeper_does_not_know(bench):
+def test_counting_a_replica_that_zookeeper_does_not_know_is_detected(bench):
     bench.store.session.states[B] = ReplicaState(0, 5)
     with pytest.raises(AssertionError):
         check(bench.store)
 
 
-def test_a_mark_that_no_quorum_has_synced(bench):
+def test_a_mark_that_no_quorum_has_synced_is_detected(bench):
     bench.store.session.replicas[A].synced_last = 0
     check(bench.store)
     bench.store.session.replicas[B].synced_last = 0
@@ -39,14 +39,14 @@ def test_a_mark_that_no_quorum_has_synced(bench):
         check(bench.store)
 
 
-def test_less_than_a_quorum_engaged(bench):
+def test_fewer_engaged_replicas_than_a_quorum_are_detected(bench):
     for name in (A, B):
         bench.store.session.replicas[name].stage = ReplicaStage.ABSENT
     with pytest.raises(AssertionError):
         check(bench.store)
 
 
-def test_a_late_replica_with_uncommitted_batches(bench):
+def test_a_late_replica_with_uncommitted_batches_is_detected(bench):
     one = bench.store.session.replicas[C]
     one.stage = ReplicaStage.READY
     check(bench.store)
@@ -55,13 +55,13 @@ def test_a_late_replica_with_uncommitted_batches(bench):
         check(bench.store)
 
 
-def test_a_tainted_replica_that_is_connected(bench):
-    bench.store.session.replicas[C].is_tainted = True
+def test_a_connected_replica_that_may_not_be_used_is_detected(bench):
+    bench.store.session.replicas[C].is_excluded = True
     with pytest.raises(AssertionError, match="tainted"):
         check(bench.store)
 
 
-def test_a_mark_before_anything_is_decided():
+def test_a_mark_before_the_decision_is_detected():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()

@@ -22,7 +22,7 @@ from waltz_core.replication.session_events import (
 )
 
 
-def test_the_first_session_of_a_new_partition(bench):
+def test_the_first_session_of_a_new_partition_opens_with_an_empty_log(bench):
     opened = bench.all_reported(SessionOpened)
     assert opened == [SessionOpened(0, 1, -1, bytes(16), False)]
     assert bench.all_reported(SessionSettled) == [SessionSettled(0, -1)]
@@ -88,7 +88,7 @@ def test_states_that_zookeeper_did_not_take_are_requested_again_after_a_pause():
     assert len(bench.questions) == 1
 
 
-def test_a_claim_that_another_process_won_is_followed_by_another_id():
+def test_a_lost_claim_is_repeated_with_another_session_id():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -525,7 +525,7 @@ def test_late_answers_to_an_abandoned_write_are_ignored():
     assert bench.store.open_session == 0
 
 
-def test_disown_closes_everything(bench):
+def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
     bench.step(session_events.ReleaseOwnership())
     assert bench.requests == {}
     assert bench.store.session is None

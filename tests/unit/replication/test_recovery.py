@@ -100,7 +100,7 @@ def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
         (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
     ],
 )
-def test_trusted_replicas(answer, credible):
+def test_a_replica_is_trusted_by_its_answer_and_its_recorded_state(answer, credible):
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
@@ -131,7 +131,7 @@ def marker(state):
         (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), Origin.RECORDED),
     ],
 )
-def test_the_replica_with_the_history(metadata, mark, origin):
+def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark, origin):
     assert origin_of(metadata, mark) is origin
 
 
@@ -153,7 +153,7 @@ def test_an_adoption_is_remembered_until_it_is_done():
 # what is written to ZooKeeper
 
 
-def test_states_at_the_opening():
+def test_an_opening_records_the_state_of_each_replica():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(Origin.RECORDED, states)
     recovery.answered(A, prepared(9), OWN_ID)

@@ -37,7 +37,7 @@ def run_until(bench, kind):
     return asked()[0]
 
 
-def test_one_step_at_a_time():
+def test_a_repair_requests_one_range_at_a_time():
     bench = Bench()
     behind(bench, C)
     run_until(bench, wire.RangeRaw)
@@ -158,7 +158,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     assert bench.logs()[C] == bench.logs()[B]
 
 
-def test_the_wanting_replica_is_lost_while_its_copy_is_in_progress():
+def test_a_copy_ends_when_its_target_is_lost():
     bench = Bench()
     behind(bench, C)
     source = run_until(bench, wire.RangeRaw)

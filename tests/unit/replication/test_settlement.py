@@ -68,7 +68,7 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     assert past.outcome == SessionSettled(9, 8, 0)
 
 
-def test_no_replica_with_the_batches_is_left():
+def test_a_session_without_the_batches_at_any_replica_is_not_settled():
     past, replica = settlement_of(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):

@@ -28,8 +28,8 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     AheadOfLog,
     AppendOutcome,
+    BarrierReached,
     BatchCommitted,
-    Reached,
     SubmitBatch,
 )
 from waltz_core.server.append.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
@@ -302,7 +302,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_two_appends_that_conflict_in_one_turn() -> None:
+def test_of_two_conflicting_appends_in_one_turn_the_second_is_rejected() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
@@ -509,7 +509,7 @@ def test_appends_do_not_overtake_one_over_a_limit() -> None:
 def test_a_flush_does_not_wait_for_an_append_over_a_limit() -> None:
     world = World()
     world.single(over_limit=errors.Overloaded("alice is over a limit", 700))
-    assert world.pipeline.flush(5) == [Reached(5)]
+    assert world.pipeline.flush(5) == [BarrierReached(5)]
 
 
 def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
@@ -706,9 +706,9 @@ def test_a_flush_waits_for_all_pieces() -> None:
     world = World()
     flooded(world, flush=True)
     while world.pipeline.queued_bytes:
-        assert Reached(1) not in world.commit()
+        assert BarrierReached(1) not in world.commit()
         world.piece()
-    assert Reached(1) in world.commit()
+    assert BarrierReached(1) in world.commit()
 
 
 def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> None:
@@ -716,12 +716,12 @@ def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> 
     flooded(world, flush=True)
     assert world.pipeline.close(A) == []
     assert world.pipeline.queued_bytes == 0
-    assert Reached(1) in world.commit()
-    assert world.pipeline.flush(2) == [Reached(2)]
+    assert BarrierReached(1) in world.commit()
+    assert world.pipeline.flush(2) == [BarrierReached(2)]
     again = World()
     flooded(again, flush=True)
     again.commit()
-    assert again.pipeline.close(A) == [Reached(1)]
+    assert again.pipeline.close(A) == [BarrierReached(1)]
 
 
 def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
@@ -752,7 +752,7 @@ def test_a_closed_connection_drops_its_unsubmitted_appends() -> None:
 
 def test_a_flush_does_not_wait_for_later_requests() -> None:
     world = World()
-    assert world.pipeline.flush(1) == [Reached(1)]
+    assert world.pipeline.flush(1) == [BarrierReached(1)]
     world.single(write=[5])
     world.turn()
     world.single(BOB, write=[5])
@@ -764,19 +764,19 @@ def test_a_flush_does_not_wait_for_later_requests() -> None:
     batch = world.submitted[0]
     chain = next_chain(chain, batch.first, batch.last, SessionId(1), batch.record_crcs)
     out = world.pipeline.committed(TransactionId(0), chain, now_ms=0)
-    assert [each for each in out if isinstance(each, Reached)] == []
+    assert [each for each in out if isinstance(each, BarrierReached)] == []
     out = world.commit()
-    assert [each.token for each in out if isinstance(each, Reached)] == [2, 3]
+    assert [each.token for each in out if isinstance(each, BarrierReached)] == [2, 3]
 
 
-def test_a_flush_is_freed_by_rejections_and_by_closed_connections_too() -> None:
+def test_a_flush_does_not_wait_for_rejected_appends_and_closed_connections() -> None:
     world = World()
     world.single(generation=Generation(9))
     world.pipeline.flush(1)
-    assert Reached(1) in world.turn()
+    assert BarrierReached(1) in world.turn()
     world.single()
     world.pipeline.flush(2)
-    assert world.pipeline.close(A) == [Reached(2)]
+    assert world.pipeline.close(A) == [BarrierReached(2)]
 
 
 def test_a_flush_waits_for_earlier_requests_only() -> None:
@@ -785,19 +785,21 @@ def test_a_flush_waits_for_earlier_requests_only() -> None:
     world.turn()
     assert world.pipeline.flush(1) == []
     world.single(generation=Generation(9))
-    assert Reached(1) not in world.turn()  # what came later has ended, and what came before not
+    assert (
+        BarrierReached(1) not in world.turn()
+    )  # what came later has ended, and what came before not
     world.single()
-    assert Reached(1) in world.commit()
+    assert BarrierReached(1) in world.commit()
 
 
 def test_a_barrier_waits_only_for_batches_in_flight() -> None:
     world = World()
-    assert world.pipeline.barrier(1) == [Reached(1)]
+    assert world.pipeline.barrier(1) == [BarrierReached(1)]
     world.single()
     world.turn()
     assert world.pipeline.barrier(2) == []
     world.single()
-    assert world.commit()[-1] == Reached(2)
+    assert world.commit()[-1] == BarrierReached(2)
 
 
 # --- lost sessions
@@ -822,7 +824,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
         waiting: [(-1, LOST, -1)],
         behind: [(-1, LOCK, 0)],
     }
-    assert Reached(9) in out
+    assert BarrierReached(9) in out
     assert world.pipeline.in_flight_bytes == 0
 
 
@@ -900,8 +902,8 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
     first, second, out = world.pipeline.abandon()
     assert [ticket.req_id for ticket in first] == [queued]
     assert [ticket.req_id for ticket in second] == [in_flight]
-    assert out == [Reached(4)]
-    assert world.pipeline.flush(5) == [Reached(5)]
+    assert out == [BarrierReached(4)]
+    assert world.pipeline.flush(5) == [BarrierReached(5)]
     assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
 
 

@@ -60,7 +60,7 @@ def numbers(found: list[CachedRange]) -> list[int]:
     return ids
 
 
-def test_a_range_over_several_batches() -> None:
+def test_a_range_over_several_batches_is_read() -> None:
     cache = cache_of((5, 7), (8, 8), (9, 12))
     assert numbers(read(cache, 5, 12)) == list(range(5, 13))
     assert numbers(read(cache, 6, 10)) == [6, 7, 8, 9, 10]
@@ -169,7 +169,7 @@ def test_truncate_forgets_batches_that_reach_above_the_mark(
         assert numbers(read(cache, 0, 99)) == list(range(mark + 3))
 
 
-def test_truncate_after_evictions() -> None:
+def test_a_truncation_works_after_evictions() -> None:
     cache = cache_of(*((n, n + 1) for n in range(0, 20, 2)), limit_bytes=3 * COST_OF_TWO)
     assert (cache.first, cache.last) == (14, 19)
     cache.truncate_after(TransactionId(17))
@@ -208,7 +208,7 @@ def test_the_ring_wraps_around() -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 7])
-def test_the_ring_against_a_list(capacity: int) -> None:
+def test_the_ring_has_the_newest_headers_like_a_list(capacity: int) -> None:
     cache = FeedCache(20 * capacity)
     first = 0
     for count in (1, 3, 0, 2, 9, 1, 1, 7, 5):
@@ -228,7 +228,7 @@ def test_a_gap_in_the_feed_drops_all_earlier_batches() -> None:
     assert fed(cache, 5, 9) == packed(5, 6)
 
 
-def test_truncate_and_clear_the_feed() -> None:
+def test_the_feed_cache_can_be_truncated_and_cleared() -> None:
     cache = FeedCache(20 * 10)
     feed(cache, 0, 12)
     cache.truncate_after(TransactionId(20))

@@ -1,12 +1,13 @@
 """The clients of a server: which of their requests reach a partition."""
 
 import asyncio
+import weakref
 
 from tests.loops import on_loop, until
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import SendToClient
+from waltz_core.server.partition_events import Congested, Drained, SendToClient
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.wire.messages import (
@@ -15,6 +16,8 @@ from waltz_core.wire.messages import (
     CheckConnectivityResponse,
     ClientIdRequest,
     ErrorResponse,
+    ExpireRequest,
+    ExpireResponse,
     FlushRequest,
     FlushResponse,
     WireProtocol,
@@ -30,7 +33,12 @@ class Link:
         self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
+        self.is_over_limit = False
         self.sent, self.denied, self.ended_feeds = [], {}, []
+
+    @property
+    def pauses_feeds(self) -> bool:
+        return self.is_congested or self.is_over_limit
 
     def denial(self, request):
         return self.denied.get(type(request))
@@ -42,7 +50,7 @@ class Link:
         self.ended_feeds.append(partition_id)
 
     def start(self, received, closed, drained) -> None:
-        self.received, self.drained = received, drained
+        self.received, self.closed, self.drained = received, closed, drained
 
     def send(self, message) -> None:
         self.sent.append(message)
@@ -62,10 +70,10 @@ class Host:
     is_open = True
 
     def __init__(self) -> None:
-        self.taken, self.over_limit = [], []
+        self.taken, self.over_limit, self.events = [], [], []
 
     def post(self, event) -> None:
-        """Nothing depends on it."""
+        self.events.append(type(event))
 
     def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
         self.taken.append((connection, message, cost_bytes))
@@ -150,6 +158,25 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
 
 
 @on_loop
+async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
+    """It would not be charged to a principal, and all share 2^30 IDs."""
+    issued = []
+
+    class Issuing(Backend):
+        async def next_client_id(self):
+            issued.append(1)
+            return ClientId(5)
+
+    link = Link()
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients.accept(link)
+        link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
+        link.closed("gone")
+    assert issued == []
+
+
+@on_loop
 async def test_only_an_append_over_a_limit_reaches_its_partition():
     backend, link = Backend(), Link()
     error = Overloaded("etl is over a limit", 700)
@@ -165,6 +192,34 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     assert link.sent == [
         ErrorResponse(req_id, Overloaded.code, True, "etl is over a limit", retry_after_ms=700)
     ]
+
+
+@on_loop
+async def test_a_limit_pauses_feeds_and_no_requests():
+    backend, link = Backend(), Link()
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    flush = FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))
+    link.received([flush])
+    (connection, _, cost_bytes), host = backend.host.taken[0], backend.host
+    link.is_over_limit = True
+    clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
+    link.is_congested = False  # the client reads
+    link.drained()
+    await until(lambda: host.events)
+    assert host.events == [Congested]
+    link.received([flush])
+    assert len(host.taken) == 2
+    link.is_congested = True
+    link.is_over_limit = False
+    link.drained()
+    assert host.events == [Congested]
+    link.received([flush])
+    assert len(host.taken) == 2  # it does not read
+    link.is_congested = False
+    link.drained()
+    assert host.events == [Congested, Drained]
+    assert len(host.taken) == 3
 
 
 @on_loop
@@ -192,3 +247,50 @@ async def test_checks_of_the_storages_do_not_multiply():
     assert backend.check_count == 1
     answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
     assert [link.sent for link in links] == [answers, answers]
+
+
+class Audited:
+    """A request in the audit log, whose lines are written at once."""
+
+    def __init__(self) -> None:
+        self.outcomes = []
+
+    def begin(self, begun) -> None:
+        begun(None)
+
+    def end(self, outcome, error="") -> None:
+        self.outcomes.append(outcome)
+
+
+class MayBegin:
+    def may_begin(self, error):
+        return error is None
+
+
+class Expiry(ExpireRequest):
+    """A request whose end of life can be observed."""
+
+    __slots__ = ("__weakref__",)
+    requires = ExpireRequest.requires
+
+
+@on_loop
+async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
+    """Its outcome is found by its `id`, which another request could get otherwise."""
+    backend, link, audited = Backend(), Link(), Audited()
+    link.access, link.audited = MayBegin(), lambda _request: audited
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
+    request = Expiry(req_id, 5, 0)
+    kept = weakref.ref(request)
+    link.received([request])
+    del request
+    ((connection, _, cost_bytes),) = backend.host.taken
+    del _
+    backend.host.taken.clear()  # the partition keeps the ID of the request only
+    assert kept() is not None
+    answer = ExpireResponse(req_id, 5, is_done=True)
+    clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
+    assert audited.outcomes == ["done"]
+    assert kept() is None

@@ -18,7 +18,7 @@ from tests.unit.server.test_append import (
 )
 from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
-from waltz_core.server.append.outcomes import AheadOfLog, Reached
+from waltz_core.server.append.outcomes import AheadOfLog, BarrierReached
 from waltz_core.server.locking import dependent_appends
 from waltz_core.server.locking.dependent_appends import GATHER_MS
 from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
@@ -129,9 +129,9 @@ def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     world.after(0, client=BOB)
     world.turn()
     assert world.pipeline.barrier(1) == []
-    assert Reached(1) not in world.commit()
+    assert BarrierReached(1) not in world.commit()
     assert len(world.turns()) == 1
-    assert Reached(1) in world.commit()
+    assert BarrierReached(1) in world.commit()
 
 
 def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
@@ -349,7 +349,7 @@ def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(
     assert not world.wants_turn
     out = world.open(mark, settled=mark, unbroken=mark == 0)
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
-    assert Reached(1) in out
+    assert BarrierReached(1) in out
     assert world.submitted[-1].last == 0
 
 

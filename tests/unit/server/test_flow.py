@@ -1,19 +1,28 @@
 """Flow control: which connections are read, by counts, bytes and the memory limit."""
 
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 
+from tests.sample_messages import sample_of
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.server.process.flow import NUMBER_BYTES, REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
+from waltz_core.wire.codec import message_classes
 from waltz_core.wire.messages import (
+    ANSWER,
     ENTRIES_MAX,
     AddPreferredRequest,
     AppendBatch,
     AppendRequest,
+    FieldKind,
     FlushRequest,
     MountWriter,
     RangeForm,
     RangeRequest,
+    TransactionDataRequest,
+    WireProtocol,
 )
 
 A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)
@@ -65,6 +74,24 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert each.admit(A) == []
     each.answered(A, second.cost_bytes)
     assert len(each.admit(A)) == 1
+
+
+def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
+    each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
+    ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
+    each.receive(A, [ask] * 5)
+    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last of them is over the limit"
+    each.receive(B, [ask] * 5)
+    (first,) = each.admit(B)
+    assert each.admit(B) == []
+    each.answered(B, first.cost_bytes)
+    (second,) = each.admit(B)
+    each.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
+    assert len(each.admit(C)) == 2, "their partitions reject appends"
+    each.close(A)
+    assert len(each.admit(C)) == 1
+    each.answered(B, second.cost_bytes)
+    assert len(each.admit(B)) > 1
 
 
 def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
@@ -136,3 +163,27 @@ def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
     (first,) = each.admit(A)
     assert first.cost_bytes == OVERHEAD + ENTRIES_MAX * NUMBER_BYTES
     assert not each.may_read(A)
+
+
+SIZED = {
+    FieldKind.BLOB: bytes(5_000),
+    FieldKind.TEXT: "x" * 5_000,
+    FieldKind.INT32S: (7,) * 1_250,
+    FieldKind.PACKED_INT64S: bytes(5_000),
+}
+
+
+@pytest.mark.parametrize(
+    "request_class",
+    [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
+    ids=lambda each: each.__name__,
+)
+def test_every_request_counts_with_all_its_fields(request_class) -> None:
+    """A request may wait for long, and a peer chooses its size."""
+    hints = get_type_hints(request_class, include_extras=True)
+    kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
+    large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}
+    each = flow()
+    each.receive(A, [sample_of(request_class, 0, **large)])
+    (admitted,) = each.admit(A)
+    assert admitted.cost_bytes >= OVERHEAD + 5_000 * len(large)

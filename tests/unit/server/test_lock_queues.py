@@ -2,7 +2,7 @@
 
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.server.append.outcomes import Reached
+from waltz_core.server.append.outcomes import BarrierReached
 from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_FACTOR, NOTIFY_MS_MIN
 
 HOT, COLD = 5, 6
@@ -133,7 +133,7 @@ def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() 
     assert results(world.pipeline.close(B)) == {}
     out = world.turn_when_paced()
     assert list(results(out)) == [refused[2]]
-    assert Reached(1) in out
+    assert BarrierReached(1) in out
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 

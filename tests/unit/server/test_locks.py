@@ -64,7 +64,7 @@ def test_write_and_read_locks_are_compared(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
-def test_which_locks_are_entered(kind: str, enters: bool) -> None:
+def test_write_and_append_locks_are_entered_and_read_locks_are_not(kind: str, enters: bool) -> None:
     table = table_at(0)
     validate(table, {kind: [1]}, next_id=1)
     assert table.estimate(1) == (1 if enters else 0)
@@ -162,7 +162,7 @@ def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
     assert validate(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
 
 
-def test_an_empty_batch() -> None:
+def test_an_empty_batch_accepts_no_row() -> None:
     assert validate(table_at(0)).accepted_count == 0
 
 
@@ -182,7 +182,7 @@ def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
     assert table.estimate(lock) == indices([lock], 1009).min()
 
 
-def test_false_rejection_probability() -> None:
+def test_the_false_rejection_probability_depends_on_the_newer_slots() -> None:
     table = LockTable(1000, TransactionId(0))
     assert table.false_rejection_probability(TransactionId(0)) == 0
     assert table.false_rejection_probability(TransactionId(-1)) == 1
@@ -207,7 +207,7 @@ def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
     assert 0.1 < predicted < 0.4
 
 
-def test_memory() -> None:
+def test_a_table_needs_8_bytes_for_each_slot() -> None:
     assert table_at(0).size_bytes == 8 * 1_048_573
 
 
@@ -215,7 +215,9 @@ def test_memory() -> None:
     ("budget_bytes", "table_count", "expected"),
     [(1 << 40, 4, SLOT_COUNT), (8 * 100, 1, 97), (8 * 100, 10, 7), (0, 1, 2)],
 )
-def test_slot_count_within(budget_bytes: int, table_count: int, expected: int) -> None:
+def test_slot_count_within_is_a_prime_that_fits_the_budget(
+    budget_bytes: int, table_count: int, expected: int
+) -> None:
     assert slot_count_within(budget_bytes, table_count) == expected
 
 

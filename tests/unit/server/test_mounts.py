@@ -4,7 +4,7 @@ from waltz_core.errors import BadRequest, ClientIdDenied, Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPosition
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountWriter
+from waltz_core.wire.messages import FILTER_HEADERS_MAX, LATEST_MARK, MountWriter
 
 ALICE, BOB = ClientId(1), ClientId(2)
 OLD, NEW = ConnectionId(10), ConnectionId(11)
@@ -128,7 +128,7 @@ def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
 
 def test_a_filter_may_not_have_any_number_of_headers() -> None:
     """They are kept, and looked for in every frame, for as long as the mount lasts."""
-    mounts, many = Mounts(10), tuple(range(FEED_HEADERS_MAX + 1))
+    mounts, many = Mounts(10), tuple(range(FILTER_HEADERS_MAX + 1))
     assert fault(mounts, ALICE, OLD, 1, many[1:]) is None
     assert isinstance(fault(mounts, ALICE, OLD, 1, many), BadRequest)
 

@@ -312,7 +312,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     assert world.store.of(replication.ReleaseOwnership)
 
 
-def test_disown_reports_the_known_outcomes_to_all_clients() -> None:
+def test_a_partition_that_is_released_reports_the_known_outcomes_to_all_clients() -> None:
     world = ready()
     in_flight = world.append()
     world.run()

@@ -43,6 +43,8 @@ from waltz_core.server.read.reads import (
     Reads,
 )
 from waltz_core.wire.messages import (
+    FILTER_HEADERS_MAX,
+    ErrorResponse,
     RangeBytes,
     RangeData,
     RangeForm,
@@ -314,7 +316,7 @@ def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
     assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
-def test_the_chain_of_feed_headers() -> None:
+def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
     each = reads(mark=-1)
     for first, last in ((0, 1), (2, 2), (3, 9)):
         count = last - first + 1
@@ -576,3 +578,16 @@ def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
     assert fail_rounds(each, fetch, [[*DAMAGED[:2], "gone"]] * 12) == []
     assert each.wake_at_ms is not None
     assert each._delayed[0][1].retry_ms == RETRY_MAX_MS
+
+
+@pytest.mark.parametrize("count", [FILTER_HEADERS_MAX, FILTER_HEADERS_MAX + 1])
+def test_a_filter_of_a_range_has_a_limited_number_of_headers(count) -> None:
+    """The server compares each record with them; a small request must not cost much time."""
+    message = RangeRequest(REQ_ID, 5, 6, 1 << 20, RangeForm.WHOLE, tuple(range(count)))
+    (found,) = reads().range(Received(ConnectionId(1), message, 70, 0), message)
+    if count <= FILTER_HEADERS_MAX:
+        assert isinstance(found, Fetch)
+    else:
+        assert isinstance(found, SendToClient)
+        assert isinstance(found.message, ErrorResponse)
+        assert found.message.message == "range: expected at most 1000 headers, found 1001"

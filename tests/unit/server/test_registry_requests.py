@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_loop
+from tests.loops import on_loop, until
 from tests.unit.cluster.test_coordinator import ROOT, with_cluster
 from tests.unit.server.registry_world import (
     PARTITION_COUNT,
@@ -28,6 +28,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.process.registry_requests import (
     KEEP_MS_MAX,
+    READS_MAX,
     TASKS_MAX,
     TURNS_MAX,
     RegistryRequests,
@@ -268,6 +269,45 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
         may_read.set()
     assert dropped.result() is errors.Unreachable
     assert await writes.read("w") is not None
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@on_loop
+async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, is_left):
+    """Each request reads a node for each task; a principal must not have a server read many."""
+    requests, _ = await with_requests()
+    mine, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
+    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    for task in range(3 * READS_MAX):
+        await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
+    real, under_way = writes_module.WriteRegistry.task_state, []
+
+    async def task_state(self, write, task):
+        under_way.append(task)
+        most.append(len(under_way))
+        await is_open.wait()
+        under_way.remove(task)
+        return await real(self, write, task)
+
+    monkeypatch.setattr(writes_module.WriteRegistry, "task_state", task_state)
+    async with asyncio.TaskGroup() as group:
+        listings = [
+            group.create_task(
+                _outcome(
+                    requests.answer(request(OPERATIONS.TASKS), mine, is_closed=lambda: bool(left))
+                )
+            )
+            for _ in range(3)
+        ]
+        await until(lambda: most)
+        left += [1] * is_left
+        is_open.set()
+    assert max(most) == READS_MAX
+    if is_left:
+        assert [each.result() for each in listings] == [errors.Unreachable] * 3
+        assert len(most) == READS_MAX, "the rest of the first one, and the others, are not read"
+    else:
+        assert [each.result() for each in listings] == [None] * 3
 
 
 async def _outcome(answering):

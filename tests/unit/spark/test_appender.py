@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import ClientAhead
+from waltz_core.errors import ClientAhead, Overloaded
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
@@ -72,7 +72,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
+def shaped(rows: list[tuple[int, bytes]]) -> ShapedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -86,7 +86,7 @@ def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
     )
     identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
     free = np.zeros(len(rows), dtype=np.bool_)
-    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity, free)
+    return ShapedRows(np.array([p for p, _ in rows], np.int32), append, identity, free)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def rows_of(chance: random.Random, count: int) -> list[tuple[int, bytes]]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("without_pauses")
-def test_every_row_ends_once_and_in_order(seed: int) -> None:
+def test_every_row_gets_one_outcome_in_order(seed: int) -> None:
     chance = random.Random(seed)
     rows = rows_of(chance, 200)
     log = RandomLog(seed, loss=chance.choice([0.0, 0.02, 0.2]))
@@ -128,7 +128,7 @@ def test_every_row_ends_once_and_in_order(seed: int) -> None:
             )
 
 
-def test_a_payload_near_the_limit_travels_alone() -> None:
+def test_a_payload_near_the_limit_is_sent_alone() -> None:
     big = b"x" * (3 * 1024 * 1024)
     log = RandomLog(1, loss=0.0)
     reported_count = list(
@@ -139,7 +139,7 @@ def test_a_payload_near_the_limit_travels_alone() -> None:
     assert len(reported_count) == 2
 
 
-def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
+def test_rows_with_many_locks_are_sent_in_smaller_batches() -> None:
     rows = shaped([(0, b"%d" % number) for number in range(100)])
     bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
     locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
@@ -166,6 +166,23 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
     sentence = f"partition 2: the log ends at 0, and a row's client_high_water_mark is {mark}: "
     with pytest.raises(ClientAhead, match=sentence):
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
+
+
+@pytest.mark.usefixtures("without_pauses")
+def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Limited(RandomLog):
+        def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
+            del partition, order
+            return BatchOutcome.uniform(
+                len(rows), Reason.OVERLOADED, high_water_mark=0, detail="etl is over a limit"
+            )
+
+    monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)
+    sentence = r"\(last answer: OVERLOADED: etl is over a limit\); 1 rows are not in the log"
+    with pytest.raises(Overloaded, match=sentence):
+        list(Appender(Limited(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
 
 
 class LimitedRetries:
@@ -197,7 +214,7 @@ class LimitedRetries:
         return RecomputedRows(with_source(made), np.array(rows, np.int64))
 
 
-def with_source(rows: list[tuple[int, bytes]]) -> Shaped:
+def with_source(rows: list[tuple[int, bytes]]) -> ShapedRows:
     made = shaped(rows)
     return dataclasses.replace(made, source=made.append.select(["data"]))
 

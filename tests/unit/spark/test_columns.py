@@ -10,7 +10,7 @@ from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LOCKS_MAX, lock_hash, spread
 from waltz_spark.options import OnLockFailure, WriteOptions
-from waltz_spark.writer.columns import LOCK_COLUMNS, Shaper, check_schema
+from waltz_spark.writer.columns import LOCK_COLUMNS, RowShaper, check_schema
 from waltz_spark.writer.once import Spool
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
@@ -130,8 +130,8 @@ def test_valid_columns_and_columns_named_by_an_option_are_accepted(options: Writ
     check_schema(schema(id="long"), PACKED)
 
 
-def shaper(options: WriteOptions = PLAIN, **kwargs: int) -> Shaper:
-    return Shaper(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, wants_identity=False, **kwargs)
+def shaper(options: WriteOptions = PLAIN, **kwargs: int) -> RowShaper:
+    return RowShaper(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, wants_identity=False, **kwargs)
 
 
 def test_the_first_lock_chooses_the_partition() -> None:
@@ -256,7 +256,7 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
     options = replace(PLAIN, results_path="r", recompute="a:b", on_lock_failure=OnLockFailure.RETRY)
-    shaped = Shaper(options, 4, {}, wants_identity=True).shape(batch)
+    shaped = RowShaper(options, 4, {}, wants_identity=True).shape(batch)
     with Spool() as spool:
         spool.put(shaped)
         (again,) = spool.take()

@@ -19,7 +19,7 @@ from waltz_spark.datasource.fetch import BatchColumns
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read, parse_write
 from waltz_spark.writer.appender import BATCH_BYTES_MAX, Appender
-from waltz_spark.writer.columns import Shaper, check_schema
+from waltz_spark.writer.columns import RowShaper, check_schema
 from waltz_spark.writer.once import EarlierRecord, EarlierRows, Spool
 from waltz_spark.writer.row_keys import RowKeys
 
@@ -81,7 +81,7 @@ def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -
         ),
     ],
 )
-def test_a_read_with_wrong_options(options: dict[str, str], text: str) -> None:
+def test_a_read_with_wrong_options_is_rejected(options: dict[str, str], text: str) -> None:
     with pytest.raises(BadConfig, match=text):
         parse_read(CONNECT | options)
 
@@ -254,8 +254,8 @@ def write_options(directory: Path, **options: str):
     return parse_write({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def shaper(options) -> Shaper:
-    return Shaper(options, 4, {}, wants_identity=False)
+def shaper(options) -> RowShaper:
+    return RowShaper(options, 4, {}, wants_identity=False)
 
 
 def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:

@@ -85,7 +85,7 @@ def test_a_wrong_option_is_reported_in_one_sentence(
         parse({**CLUSTER, name: value})
 
 
-def test_spark_s_own_keys_pass() -> None:
+def test_options_of_spark_itself_are_accepted() -> None:
     check_names({**CLUSTER, "checkpointlocation": "/x", "queryname": "q", "provider": "waltz"})
 
 
@@ -131,7 +131,7 @@ def test_a_group_is_a_number_and_for_replicas_only() -> None:
         parse_read({**CLUSTER, "group": "7", "readFrom": "server"})
 
 
-def test_a_write_s_options() -> None:
+def test_options_of_a_write_are_parsed() -> None:
     options = parse_write(
         {
             **CLUSTER,
@@ -158,14 +158,14 @@ def test_options_without_an_effect_are_rejected() -> None:
             parse_write({**retry, name: "5"})
 
 
-def test_the_name_of_a_write() -> None:
+def test_a_write_has_the_name_of_its_options() -> None:
     assert parse_write(CLUSTER).write_name is None
     assert parse_write({**CLUSTER, "writeId": "n-1"}).write_name == "n-1"
     assert parse_write({**CLUSTER, "writeId": "n", "batchId": "7"}).write_name == "n~7"
     assert parse_write({**CLUSTER, "writeId": "n-7"}).write_name == "n-7"
 
 
-def test_the_modes_for_bad_payloads() -> None:
+def test_the_mode_for_corrupt_payloads_is_parsed() -> None:
     assert parse_read(CLUSTER).on_corrupt is OnCorrupt.FAIL
     packed = {**CLUSTER, "dataFormat": "json"}
     options = parse_read({**packed, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})

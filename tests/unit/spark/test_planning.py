@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadConfig, DataLoss
-from waltz_spark.option_table import Use
+from waltz_spark.option_table import OptionUse
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
     TransactionRange,
@@ -44,9 +44,9 @@ def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "resolve", "use"),
     [
-        ("startingHighWaterMarks", resolve_starts, Use.BATCH),
-        ("startingHighWaterMarks", resolve_starts, Use.STREAM),
-        ("endingHighWaterMarks", resolve_ends, Use.BATCH),
+        ("startingHighWaterMarks", resolve_starts, OptionUse.BATCH),
+        ("startingHighWaterMarks", resolve_starts, OptionUse.STREAM),
+        ("endingHighWaterMarks", resolve_ends, OptionUse.BATCH),
     ],
 )
 def test_marks_are_given_for_each_partition_that_is_read(name, resolve, use) -> None:
@@ -118,7 +118,7 @@ MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
-def test_a_limit_is_used_up_and_shared_out_by_lag(starts, data, count_max):
+def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
     ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
     found = limited(starts, ends, count_max)
     total = sum(ends.values()) - sum(starts.values())
@@ -136,7 +136,7 @@ def test_an_end_before_its_start_counts_as_no_lag():
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))
-def test_the_first_transaction_since_a_time(stamps, since_ms):
+def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_ms):
     stamps.sort()
     asked = []
     found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)

@@ -69,7 +69,7 @@ def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     return file
 
 
-def test_only_what_the_job_keeps_is_seen(tmp_path: Path) -> None:
+def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
     kept, lost, other = attempt(tmp_path, 3), attempt(tmp_path, 4), attempt(tmp_path, 3, "v")
     lost.close()
     other.close()
@@ -85,7 +85,7 @@ def test_only_what_the_job_keeps_is_seen(tmp_path: Path) -> None:
     assert names == {name, f"_{other.name}", f"_{late.name}", "_waltz.json", "_SUCCESS"}
 
 
-def test_the_results_of_a_task_that_fails_are_seen(tmp_path: Path) -> None:
+def test_the_results_of_a_failed_task_are_visible(tmp_path: Path) -> None:
     attempt(tmp_path, 3).close_of_failed()
     assert pq.read_table(tmp_path).num_rows == 2
     ResultFile(str(tmp_path), file_name(0, 4, "w"), rejected_status=REJECTED).close_of_failed()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadRequest
 from waltz_core.records.record import spread
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import Shaper
+from waltz_spark.writer.columns import RowShaper
 from waltz_spark.writer.row_sum import RowSum, row_sum
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
@@ -45,7 +45,7 @@ def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
 def sum_of(
     batches: Sequence[pa.RecordBatch], options: WriteOptions = PLAIN, *, task: int = 0
 ) -> RowSum:
-    shaper = Shaper(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
+    shaper = RowShaper(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
     sums = (row_sum(batch, shaper.shape(batch), options) for batch in batches)
     return reduce(RowSum.plus, sums, RowSum())
 

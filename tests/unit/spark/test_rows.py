@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pyspark.sql import types
 
 from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.rows import check_nullable, check_packed_type, pack
-from waltz_spark.unpacking import Unpacker
 
 UTC = dt.UTC
 EVERY_TYPE = pa.table(
@@ -54,7 +54,7 @@ def where(index: int) -> str:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_every_spark_type_returns_exactly(data_format: str) -> None:
+def test_every_spark_type_round_trips_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
     payloads = pack(batch.columns, batch.schema.names, data_format)
     unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
@@ -107,7 +107,7 @@ def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_piecemeal_nulls_only_the_values_that_do_not_fit(data_format: str) -> None:
+def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
     fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
     texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
     rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
@@ -298,7 +298,9 @@ def test_json_packs_maps_with_any_key() -> None:
         ),
     ],
 )
-def test_permissive_rejects_not_null(kind: types.DataType, nullable: bool, name: str) -> None:
+def test_mode_permissive_rejects_columns_that_are_not_null(
+    kind: types.DataType, nullable: bool, name: str
+) -> None:
     with pytest.raises(BadRequest, match=r"Hint: use .*toNullable") as caught:
         check_nullable("a", kind, nullable=nullable)
     assert f"column {name} is NOT NULL in the schema" in str(caught.value)

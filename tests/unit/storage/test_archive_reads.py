@@ -223,8 +223,8 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: expected IDs from 16 on, found 0..9; the others are in the archive, which "
-        "the session's owner has not announced yet"
+        "partition 0: expected IDs from 16 on, found 0..9; earlier IDs are in the archive, "
+        "and the owner has not sent the archived mark yet"
     )
 
 
@@ -243,7 +243,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
             range_of(later, 0, 9, whole_batches=False, reader=reader), connection
         )
         assert isinstance(found, ArchiveUnavailable)
-        assert "has not announced yet" in str(found)
+        assert "has not sent" in str(found)
     # The mark of this log is known to a read that follows it directly.
     archived.bench.send(2, replace(mark, chain=made.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
@@ -256,7 +256,7 @@ def test_an_answer_arrives_though_the_session_has_ended(archived):
     archived.bench.ask(2, prepare(archived.bench.owned(7, connection=2)))
     assert archived.read() == 1
     assert archived.bench.answers(7)[-1].count == 2
-    assert archived.bench.service.queued_bytes == 0
+    assert archived.bench.service.queue_limits.reader_bytes == 0
 
 
 def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
@@ -266,7 +266,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
     found = archived.error(message)
     assert isinstance(found, ArchiveUnavailable), "the archive may have them"
-    assert "records 4..7 are damaged; the session's owner has not announced yet" in str(found)
+    assert "records 4..7 are damaged; the owner has not sent yet" in str(found)
     bench.ask(1, archived.mark())
     found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
     assert (found.first, found.count) == (4, 6)
@@ -298,7 +298,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     for message in messages:
         bench.send(7, message)
         bench.finish()
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.reader_bytes == 0
     assert not bench.only(service_effects.PauseReading)
     (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
     assert rejected.sequence == messages[-1].sequence

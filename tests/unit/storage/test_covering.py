@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash import layout
 from tests.crash.test_adopted_crash import other_batches
-from tests.unit.storage.test_service import KEY, MoodyDisk
+from tests.unit.storage.test_service import KEY, FailingDisk
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
@@ -43,7 +43,7 @@ class World:
 
     def __init__(self, directory):
         self.directory = directory
-        self.disk = MoodyDisk()
+        self.disk = FailingDisk()
         self.open()
 
     def open(self):
@@ -243,7 +243,7 @@ def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(w
     assert world.log.damaged == ()
 
 
-def test_a_truncation_in_the_middle_of_a_batch(world):
+def test_a_mark_inside_of_a_batch_truncates_the_records_above_it(world):
     """The mark is decided below the end: records above it are removed when the mark is set."""
     last, chain = cover(world, 7)
     assert (last, world.log.chain) == (7, chain)

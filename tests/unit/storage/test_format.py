@@ -73,7 +73,7 @@ def test_any_bytes_decode_or_are_rejected(name, data):
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_every_flipped_bit_is_seen(name):
+def test_every_flipped_bit_is_detected(name):
     good, decode = STRUCTURES[name]
     for position in range(len(good)):
         for bit in range(8):

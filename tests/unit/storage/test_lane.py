@@ -8,8 +8,9 @@ from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.scrub import ScrubPiece
 from waltz_core.storage.service import lane as lanes
 from waltz_core.storage.service.lane import Lane, queue_bytes
-from waltz_core.storage.service.work import LaneRequest
+from waltz_core.storage.service.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, LaneRequest
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
+from waltz_core.wire.record_locations import LOCATIONS
 
 OWNER = Owner(1)
 
@@ -67,6 +68,11 @@ def test_a_group_is_bounded(monkeypatch):
 def test_requests_cost_the_bytes_that_they_carry_or_request():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
+    # An answer is never as large as a peer may request, and locations are small.
+    most = replace(a_read(), bytes_max=(1 << 31) - 1)
+    assert queue_bytes(most) == least + RANGE_BYTES_MAX
+    assert queue_bytes(replace(most, whole_batches=True)) == least + BATCHES_BYTES_MAX
+    assert queue_bytes(replace(most, form=LOCATIONS)) == least
     assert queue_bytes(OWNER.make(Repair, 0, bytes(8), bytes(70), 0)) == least + 78
     append = Owner(1).append()
     assert queue_bytes(append) == least + len(append.records) + len(append.lengths)

@@ -12,7 +12,7 @@ def new_file(disk, file_bytes_max=100):
     return made
 
 
-def test_appended_blocks_are_there_newest_last():
+def test_appended_blocks_are_returned_with_the_newest_last():
     locks = new_file(new_disk())
     locks.append([b"one", b"two"])
     locks.append([b"three"])
@@ -44,7 +44,7 @@ def test_a_lock_file_continues_after_a_restart():
     assert second.newest(100) == b"beforeafter"
 
 
-def test_many_of_them_share_few_descriptors(tmp_path):
+def test_many_lock_files_share_few_descriptors(tmp_path):
     disk = RealDisk(3)
     files = []
     for number in range(8):

@@ -84,7 +84,7 @@ def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
     assert log.read_range(first, first, 1 << 20, whole_batches=True).entries[0].first == first
 
 
-def test_everything_but_the_newest_segment_can_be_removed_and_appends_go_on(world):
+def test_all_segments_but_the_newest_can_be_removed_and_appends_continue(world):
     archived = remove_all(world)
     log = world.log
     assert len(names(world)) == 1
@@ -247,7 +247,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     assert log.max_id == 47
 
 
-def test_an_older_slot_does_not_bring_removed_segments_back(world):
+def test_an_older_slot_does_not_restore_removed_segments(world):
     remove_all(world)
     start = world.log.start
     world.log.abandon()

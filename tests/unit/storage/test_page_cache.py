@@ -3,7 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.storage.disk.page_cache import FOLIO_BYTES_MAX, STEP_BYTES, Tail, blocks_begun
+from waltz_core.storage.disk.page_cache import (
+    FOLIO_BYTES_MAX,
+    STEP_BYTES,
+    RecentPages,
+    blocks_begun,
+)
 
 MIB = 1024 * 1024
 KEPT = 4 * MIB
@@ -24,7 +29,7 @@ def pieces(size, *, start=0, step=MIB):
 
 
 def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
-    tail = Tail(KEPT)
+    tail = RecentPages(KEPT)
     assert tail.take_old() is None
     newest = KEPT + STEP_BYTES - MIB
     assert given_back(tail, *pieces(newest)) == []
@@ -36,15 +41,15 @@ def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
     assert given_back(tail, *pieces(KEPT + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
-    assert len(given_back(Tail(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
+    assert len(given_back(RecentPages(KEPT), *pieces(KEPT + 2 * STEP_BYTES, step=4096))) == 2
 
 
 def test_only_sequentially_written_pages_are_released():
-    assert given_back(Tail(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
-    dropped = given_back(Tail(0), *pieces(4 * MIB, start=100 * MIB))
+    assert given_back(RecentPages(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
+    dropped = given_back(RecentPages(0), *pieces(4 * MIB, start=100 * MIB))
     assert min(start for start, _ in dropped) == 100 * MIB
     # A repair, and then the end.
-    assert given_back(Tail(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [(90 * MIB, 2 * MIB)]
+    assert given_back(RecentPages(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [(90 * MIB, 2 * MIB)]
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))

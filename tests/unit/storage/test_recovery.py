@@ -505,7 +505,7 @@ def test_all_files_are_announced_before_the_first_is_read():
 def syncs(disk, **wanted):
     """Open a log, and return what was synced for that: suffixes of files, SLOTS_NAME, "names"."""
     before = len(disk.trace)
-    for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_named=True, **wanted):
+    for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_name_durable=True, **wanted):
         each.close()
     steps = [step.removesuffix(".tmp").split() for step in disk.trace[before:]]
     files = [name.removeprefix(f"{0:019d}") for what, name in steps if what == "sync"]

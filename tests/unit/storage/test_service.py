@@ -75,7 +75,7 @@ class FailingFile:
         return self._file.pread(size, offset)
 
 
-class MoodyDisk(RealDisk):
+class FailingDisk(RealDisk):
     """A real disk that raises an error at the next call of a name."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ class Bench:
     """A service whose effects are recorded, and whose work waits to be run."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
-        self.disk = MoodyDisk()
+        self.disk = FailingDisk()
         settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
         self.engine = Engine.open(
             self.disk,
@@ -469,7 +469,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     # What was under way is on disk, and the new session receives it.
     prepared = bench.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.owner_bytes == 0
 
 
 def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
@@ -478,7 +478,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
     bench.step(service.Disconnected(1))
     bench.finish()
     assert bench.log.synced_max == 0
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.owner_bytes == 0
     again = Owner(5).continues(owner)
     assert bench.ask(2, prepare(again)).synced_max == 0
 
@@ -517,9 +517,9 @@ def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     bench.ask(7, open_request())
     assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
     assert bench.refusal(7, Owner(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.owner_bytes == 0
     bench.send(7, Owner(5).make(LockBlocksRequest, 100))
-    assert bench.service.queued_bytes == 512 + 100
+    assert bench.service.queue_limits.owner_bytes == 512 + 100
 
 
 def test_a_reader_never_sees_what_is_not_synced(bench):
@@ -541,7 +541,7 @@ def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
     assert bench.refusal(7, range_of(Owner(5), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_headers_whole_batches_and_a_lineage(bench):
+def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(3))
     chain = owner.chain
@@ -577,8 +577,24 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     bench.finish()
     resumed = [each.connection for each in bench.only(service_effects.ResumeReading)]
     assert resumed == ([] if is_gone else [1])
-    assert bench.service.queued_bytes == 0
+    assert bench.service.queue_limits.owner_bytes == 0
     assert bench.log.synced_max == (0 if is_gone else 7)
+
+
+def test_many_reads_of_readers_pause_no_owner(make):
+    """Otherwise a tenant could stop the appends and heartbeats of all sessions."""
+    bench = make(queue_bytes_max=4_000)
+    owner = bench.owned(5)
+    bench.ask(1, owner.append())
+    for reader in (7, 8):
+        bench.ask(reader, open_request())
+    bench.send(7, *(range_of(Owner(5), 0, 9, reader=True, bytes_max=1 << 30) for _ in range(4)))
+    bench.send(8, range_of(Owner(5), 0, 9, reader=True, bytes_max=1))
+    bench.send(1, owner.append(data=bytes(500)))
+    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [7, 8]
+    bench.finish()
+    assert [each.connection for each in bench.only(service_effects.ResumeReading)] == [7, 8]
+    assert bench.service.queue_limits.reader_bytes == 0
 
 
 # ---- the disk
@@ -842,7 +858,7 @@ def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(
     assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
 
 
-def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
+def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     bench = make(scrub=Scrub(bytes_per_s=100))
     bench.ask(1, bench.owned(5).append(6))
     (work,) = tick(bench)

@@ -60,12 +60,12 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     space.check(1)
 
 
-@pytest.mark.parametrize("ran_short", [False, True])
-def test_the_next_check_requires_the_space_that_was_missing(ran_short):
+@pytest.mark.parametrize("note_shortage", [False, True])
+def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
     disk, space = made()
-    if ran_short:
+    if note_shortage:
         space.check(100)
-        space.ran_short(2_000)
+        space.note_shortage(2_000)
     else:
         disk.put(ROOT / "other", bytes(5_000))
         with pytest.raises(NoSpace):
@@ -116,7 +116,7 @@ def test_without_a_reserve_only_what_is_free_counts():
     assert space.reserved_bytes == 0
 
 
-def test_a_real_directory(tmp_path):
+def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
     space = DiskSpace(RealDisk(), tmp_path, 8_192)
     space.fill()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
@@ -190,7 +190,7 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     disk.capacity_bytes = 10_000
     space.check(2_000)
     assert asked.call_count == 3
-    space.ran_short(4_000)
+    space.note_shortage(4_000)
     assert space.is_short
     space.check(4_000)
     space.check(3_000)

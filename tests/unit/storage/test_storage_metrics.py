@@ -76,7 +76,9 @@ def test_gauges_return_the_current_values():
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
     room = SimpleNamespace(free_bytes=lambda: 70, is_short=True, reserved_bytes=30)
-    machine = SimpleNamespace(queued_bytes=11, archive_running_since_ms=5_000)
+    machine = SimpleNamespace(
+        queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=5_000
+    )
     storage_metrics.register(machine, room, links_count=lambda: 2, logs={1: log})
     storage_metrics.register_log(log)
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 3
@@ -103,7 +105,9 @@ def test_unknown_free_space_leaves_the_other_gauges():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
     room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
-    machine = SimpleNamespace(queued_bytes=11, archive_running_since_ms=None)
+    machine = SimpleNamespace(
+        queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=None
+    )
     storage_metrics.register(machine, room, links_count=lambda: 2, logs={})
     assert isnan(metrics.value("waltz_storage_free_bytes"))
     page = metrics.page().decode()

@@ -67,7 +67,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert room.filling_bytes_per_day is None
     engine.space.note_free_bytes(1_234 - SAMPLE_MS)
     assert disk_status_of(engine, 1_234).filling_bytes_per_day is not None
-    engine.space.ran_short(1)
+    engine.space.note_shortage(1)
     assert disk_status_of(engine, 1_234).is_full
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.patience import HANG_S
-from waltz_core.access.permissions import Permissions
+from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
+from waltz_core.access.tokens import hash_of
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, Overloaded, Unavailable
 from waltz_core.records.record import ReqId
@@ -21,11 +23,13 @@ from waltz_core.transport.port_access import PortAccess
 from waltz_core.wire.admin_messages import SetAvailable
 from waltz_core.wire.messages import (
     AppendRequest,
+    Authenticate,
     ExpireRequest,
     ObjectReplacementRequest,
     ServerPartitionsRequest,
 )
 
+SECRET = bytes(range(32))
 NOW_MS = 1_795_867_200_123
 PEER = Peer("ann", "10.0.0.1:5000")
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -62,10 +66,16 @@ async def begun(request):
 
 
 def deny(log, peer=PEER, message=APPEND_3, requirement=MAY_APPEND):
-    if log.takes_denial(peer):
-        log.deny(peer, requirement, message, error="no", is_enforced=True)
-        return True
-    return False
+    """Deny a request; return whether it has a line of its own."""
+    put, lines = log._put, []
+    log._put = lambda line: (lines.append(line), put(line))
+    log.deny(peer, requirement, message, error="no", is_enforced=True)
+    log._put = put
+    return any(b'"repeated"' not in line.data for line in lines)
+
+
+def append_to(partition):
+    return AppendRequest(ReqId(1, 2, partition, 4), 0, (), (), (), 0, b"secret payload", 0)
 
 
 @on_loop
@@ -104,26 +114,74 @@ async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
 async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
     now_ms = 0
     async with open_log(tmp_path / "audit", lambda: now_ms) as log:
-        assert sum(deny(log) for _ in range(1_000)) == 10
+        assert sum(deny(log, message=append_to(n)) for n in range(1_000)) == 60
         # The same principal from other hosts, and other principals of the same host.
         assert not any(deny(log, Peer("ann", f"10.0.1.{n}:1")) for n in range(20))
         assert not any(deny(log, Peer(f"p{n}", "10.0.0.1:1")) for n in range(20))
-        assert sum(deny(log, Peer(f"p{n}", f"10.0.2.{n}:1")) for n in range(10_000)) == 90
-        now_ms += 1_000
+        assert sum(deny(log, Peer(f"p{n}", f"10.0.2.{n}:1")) for n in range(10_000)) == 240
+        now_ms += 60_000
         assert deny(log)
     lines = lines_of(tmp_path / "audit")
-    assert len(lines) == 101
+    assert len(lines) == 301
     assert "secret" not in (tmp_path / "audit").read_text()
-    assert [line["omitted"] for line in lines if "omitted" in line] == [990 + 40, 9_910]
+    assert [line["omitted"] for line in lines if "omitted" in line] == [940 + 40, 9_760]
+
+
+@on_loop
+async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path):
+    now_ms = 0
+    async with open_log(tmp_path / "audit", lambda: now_ms) as log:
+        for _ in range(1_000):
+            deny(log)
+        deny(log, message=append_to(9))
+        deny(log, Peer("ann", "10.0.0.2:1"))
+        deny(log, Peer("ann", "10.0.0.1:5001"))  # another connection of the host
+        now_ms += 60_000
+        deny(log)
+        deny(log)
+    lines = lines_of(tmp_path / "audit")
+    assert [(line["address"], line["object"], line.get("repeated", 0)) for line in lines] == [
+        ("10.0.0.1:5000", "partitions 3", 0),
+        ("10.0.0.1:5000", "partitions 9", 0),
+        ("10.0.0.2:1", "partitions 3", 0),
+        ("10.0.0.1:5000", "partitions 3", 1_000),
+        ("10.0.0.1:5000", "partitions 3", 0),
+        ("10.0.0.1:5000", "partitions 3", 1),
+    ]
+    assert {line["outcome"] for line in lines} == {"denied"}
+
+
+@on_loop
+async def test_denials_leave_room_in_the_file_for_administrative_requests(
+    tmp_path, caplog, monkeypatch
+):
+    """With a full disk no administrative request would begin."""
+    path = tmp_path / "audit"
+    async with open_log(path) as log:
+        monkeypatch.setattr(audit_log, "DENIALS_FILE_BYTES_MAX", 1_000)
+        size = lambda: path.stat().st_size  # noqa: E731
+        for partition in range(50):
+            before = size()
+            if deny(log, message=append_to(partition)):
+                await until(lambda before=before: size() > before)
+        assert 1_000 <= size() < 1_500
+        assert caplog.text.count(f"audit.denials_omitted path={path} bytes={size()}") == 1
+        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
+        path.rename(tmp_path / "audit.1")
+        log.open_again()
+        await until(path.exists)
+        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
+        assert deny(log, message=append_to(51))
+    assert [line["outcome"] for line in lines_of(path)] == ["begun", "denied"]
 
 
 @on_loop
 async def test_the_addresses_of_a_network_are_one_host(tmp_path):
     async with open_log(tmp_path / "audit") as log:
-        peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(30)]
-        assert [deny(log, each) for each in peers] == [True] * 10 + [False] * 20
-        assert deny(log, Peer("p30", "2001:db8:0:1::1:5000"))
-    assert len(lines_of(tmp_path / "audit")) == 11
+        peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(80)]
+        assert [deny(log, each) for each in peers] == [True] * 60 + [False] * 20
+        assert deny(log, Peer("p80", "2001:db8:0:1::1:5000"))
+    assert len(lines_of(tmp_path / "audit")) == 61
 
 
 @on_loop
@@ -244,16 +302,22 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
             port.learn(PERMISSIONS)
         access = port.opened(None, "a:1", denied.append)
         assert (access.denial(APPEND_3, 8) is None) is not is_enforced
-        access.token_rejected(APPEND_3, "the token is unknown")
+        for tokens in ({hash_of(SECRET): KnownToken("t1", "etl", NOW_MS)}, {}):
+            port.learn(dataclasses.replace(PERMISSIONS, tokens=tokens))
+        for secret in (SECRET, bytes(32)):
+            access.token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
         assert access.audited(ServerPartitionsRequest(REQ_ID)) is None  # not only administrators
         assert access.audited(ExpireRequest(REQ_ID, 1, 0)) is not None
         assert access.may_begin(Unavailable("no")) is not is_enforced
-    revision, denial, token = lines_of(tmp_path / "audit")
+    assert SECRET.hex() not in (tmp_path / "audit").read_text()
+    revision, denial, revoked, unknown = lines_of(tmp_path / "audit")
     assert revision["message"].startswith("revision 7 ")
     assert denial["outcome"] == ("denied" if is_enforced else "would_be_denied")
     assert (denial["principal"], denial["verb"]) == ("anonymous", "append")
     assert denial["error"].startswith("AppendRequest requires append for partition 3")
-    assert (token["outcome"], token["verb"]) == ("denied", "")
+    assert [(each["outcome"], each["verb"]) for each in (revoked, unknown)] == [("denied", "")] * 2
+    assert (revoked["principal"], revoked["object"]) == ("etl", "token t1")
+    assert (unknown["principal"], unknown["object"]) == ("anonymous", "unknown token")
     assert denied == [1]
 
 

@@ -88,12 +88,12 @@ def test_a_missing_file_is_not_handed_over(tmp_path, name):
         handover.take(name, b"this", timeout_s=HANG_S)
     path = tmp_path / "none"
 
-    def asks():
+    def take_with_idle_callers():
         for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
                 handover.take(name, question, timeout_s=HANG_S)
 
-    run(name, path, asks)
+    run(name, path, take_with_idle_callers)
 
 
 PYTHON = ["/usr/bin/env", "python3", "-c"]
@@ -110,7 +110,7 @@ needs_another_user = pytest.mark.skipif(
     not has_another_user(), reason="no Python can be run here as another user"
 )
 
-ASKS = """
+FILE_REQUEST_SCRIPT = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as asking:
     asking.settimeout(600)
@@ -124,17 +124,17 @@ with socket.socket(socket.AF_UNIX) as asking:
 
 
 @needs_another_user
-def test_a_process_of_another_user_is_given_nothing(path, name):
+def test_a_process_of_another_user_gets_no_file(path, name):
 
-    def asked_by(user):
-        line = [*PYTHON, ASKS, name]
+    def file_count_for(user):
+        line = [*PYTHON, FILE_REQUEST_SCRIPT, name]
         ran = subprocess.run(line, user=user, cwd="/", capture_output=True, text=True, check=True)
         return int(ran.stdout)
 
-    assert run(name, path, lambda: (asked_by(os.geteuid()), asked_by(65_534))) == (1, 0)
+    assert run(name, path, lambda: (file_count_for(os.geteuid()), file_count_for(65_534))) == (1, 0)
 
 
-GIVES = """
+FILE_SENDER_SCRIPT = """
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as listening:
     listening.bind("\\0" + sys.argv[1])
@@ -150,7 +150,7 @@ with socket.socket(socket.AF_UNIX) as listening:
 
 @needs_another_user
 def test_a_file_from_another_user_is_rejected(name):
-    line = [*PYTHON, GIVES, name]
+    line = [*PYTHON, FILE_SENDER_SCRIPT, name]
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"listening\n"
@@ -164,7 +164,7 @@ def test_a_file_from_another_user_is_rejected(name):
 def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypatch):
     monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 0.5)
 
-    def asks():
+    def take_with_idle_callers():
         with contextlib.ExitStack() as opened:
             silent = [
                 opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -176,7 +176,7 @@ def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypat
             assert take(name) == b"here"
             assert {each.recv(1) for each in silent} == {b""}
 
-    run(name, path, asks)
+    run(name, path, take_with_idle_callers)
 
 
 def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):

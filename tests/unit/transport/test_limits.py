@@ -23,7 +23,12 @@ from waltz_core.metrics import Metrics
 from waltz_core.records.record import ReqId
 from waltz_core.transport import net, port_limits, tls
 from waltz_core.transport.quota_metrics import publish_quotas
-from waltz_core.wire.messages import ServerPartitionsRequest, TransactionDataRequest, WireProtocol
+from waltz_core.wire.messages import (
+    FeedBatch,
+    ServerPartitionsRequest,
+    TransactionDataRequest,
+    WireProtocol,
+)
 
 
 @pytest.fixture
@@ -66,6 +71,8 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
             with pytest.raises(Overloaded, match="over its limit of 2 connections at this daemon"):
                 await dial()
         assert caplog.text.count("access.over_limit peer=127.0.0.1") == 1
+        rejected = f"access.rejected peer={port.address} error=spark-etl is over its limit of 2 "
+        assert caplog.text.count(rejected) == 1
         first.abort("done")
         await until(lambda: len(port.peer.closed) == 3)
         third = await dial()
@@ -161,6 +168,33 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         # Its feeds were not counted so far: it has to mount them again.
         port.learn(limited(revision=10, feeds=3))
         await link.wait_closed()
+
+
+@on_loop
+async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision(files, token_file):
+    async with open_port(files, WireProtocol.CLIENT, access="on") as port:
+        port.learn(dataclasses.replace(limited(), limits={}))
+        link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
+        await until(lambda: port.peer.links)
+        (peer,) = port.peer.links
+        resumed = asyncio.Event()
+        peer._on_drained = resumed.set
+        frame = FeedBatch(ReqId(1, 0, 3, -1), 0, 4_096, b"", 1, -1, bytes(16))
+        peer.send(frame)
+        assert not peer.pauses_feeds
+        port.learn(limited(revision=8, bytes_per_s=75_000))
+        for send in (lambda: peer.send(frame), lambda: peer.send_frames(bytes(4))):
+            send()
+            assert peer.pauses_feeds
+            assert not peer.is_congested
+            await resumed.wait()
+            assert not peer.pauses_feeds
+            resumed.clear()
+            peer.access.quota.sent(75_000, peer.access.now_ns)
+        peer.send(frame)
+        link.abort("done")
+        await until(lambda: peer.is_closed)
+        assert not peer.pauses_feeds
 
 
 @pytest.mark.parametrize("access", ["report", "on"])

@@ -78,7 +78,7 @@ def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     net.run(run())
 
 
-def test_the_errors_of_a_lookup(dns: Dns, monkeypatch: pytest.MonkeyPatch):
+def test_the_errors_of_a_lookup_name_the_host(dns: Dns, monkeypatch: pytest.MonkeyPatch):
     dns.may_end.set()
     with pytest.raises(socket.gaierror, match="not known"):
         asyncio.run(lookup.addresses_of("slow-and-unknown"))
@@ -100,7 +100,7 @@ def test_the_errors_of_a_lookup(dns: Dns, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "host", ["db1", "waltz_storage_1", "a.b.", "münchen.example", "10.0.0.1", "::1", "fe80::1%eth0"]
 )
-def test_hosts_that_can_exist(host: str):
+def test_valid_host_names_are_accepted(host: str):
     check_host(host)
 
 
@@ -119,7 +119,7 @@ def test_hosts_that_can_exist(host: str):
         ("a.b." * 80, "at most 253 bytes"),
     ],
 )
-def test_hosts_that_cannot_exist(host: str, why: str):
+def test_invalid_host_names_are_rejected(host: str, why: str):
     with pytest.raises(ValueError, match=why):
         check_host(host)
 

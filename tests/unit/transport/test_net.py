@@ -430,14 +430,14 @@ async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
     ("text", "expected"),
     [("localhost:80", ("localhost", 80)), ("[::1]:0", ("::1", 0)), ("a.b:65535", ("a.b", 65535))],
 )
-def test_addresses(text, expected):
+def test_an_address_is_split_into_host_and_port(text, expected):
     assert net.split_address(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "host", ":80", "host:", "host:-1", "host:65536", "h:x", "h:" + "9" * 5_000]
 )
-def test_bad_addresses(text):
+def test_invalid_addresses_are_rejected(text):
     with pytest.raises(BadConfig, match="expected an address"):
         net.split_address(text)
 

@@ -68,6 +68,12 @@ PERMISSIONS = Permissions(
         hash_of(EXPIRED): KnownToken("t2", "spark-etl", NOW_MS),
     },
 )
+REVOKED = bytes(range(64, 96))
+WITH_REVOKED = dataclasses.replace(
+    PERMISSIONS,
+    revision=4,
+    tokens={**PERMISSIONS.tokens, hash_of(REVOKED): KnownToken("t3", "ann", NOW_MS + 1)},
+)
 
 
 @pytest.fixture
@@ -104,6 +110,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
     port = Port(tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked)))
     if port.context.access is not None:
         port.context.access._clock_ms = lambda: NOW_MS
+        port.learn(WITH_REVOKED)
         port.learn(PERMISSIONS)
     listener = await net.listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
     port.address = f"{ANY}:{listener.port}"
@@ -247,9 +254,7 @@ async def test_a_token_may_be_in_a_variable(files, monkeypatch):
 
 
 @on_loop
-async def test_a_token_decides_also_if_there_is_a_certificate(
-    files, authority, tmp_path, token_file
-):
+async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp_path, token_file):
     made, settings = authority
     shown = issued(made, tmp_path, "ann", common_name="ann")
     async with open_port(files, **settings) as port:
@@ -261,20 +266,29 @@ async def test_a_token_decides_also_if_there_is_a_certificate(
 
 
 @PROTOCOLS
-@pytest.mark.parametrize("secret", [EXPIRED, bytes(32)], ids=["expired", "unknown"])
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [
+        (EXPIRED, "token t2 of spark-etl has expired"),
+        (REVOKED, "token t3 of ann is revoked"),
+        (bytes(32), "the token is unknown or revoked"),
+    ],
+    ids=["expired", "revoked", "unknown"],
+)
 @on_loop
 async def test_a_token_that_is_not_valid_closes_the_connection(
-    files, token_file, logged, protocol, secret
+    files, token_file, logged, protocol, secret, reason
 ):
     token_file.write_text(secret.hex())
     async with open_port(files, protocol) as port:
         connect = trusting(files, f"&token_file={token_file}")
         for _ in range(2):
-            with pytest.raises(AuthenticationFailed, match="token is unknown, revoked or expired"):
+            with pytest.raises(AuthenticationFailed, match=f"{port.address}: {reason}"):
                 await dialed(port.address, connect, protocol)
         await until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
-        assert logged().count("access.token_rejected peer=127.0.0.1 error=the token is unk") == 1
+        assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
+        assert logged().count(f"access.rejected peer={port.address} error={reason}") == 1
         assert secret.hex() not in logged()
         assert repr(secret) not in logged()
 
@@ -498,14 +512,15 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert type(denied) is PermissionDenied
     assert str(denied) == (
         "AppendRequest requires append for partition 9, and spark-etl is not granted append there. "
-        "Hint: `waltz-core access grant` grants it."
+        "Hint: `waltz-core access grant` grants it; clients with permissions for some partitions "
+        "name them (docs/access.md)."
     )
     assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
     assert made.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
     assert isinstance(made.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
     assert made.ended == []
     anonymous = Made(token=None)
-    assert isinstance(anonymous.denial(APPEND_3), PermissionDenied)
+    assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants it.")
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
 
 
@@ -541,7 +556,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 
 @on_loop
-async def test_the_value_of_a_field_decides():
+async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     made = Made()
     mount = proven(made, FIRST_ISSUED)
     assert made.denial(mount) is None
@@ -724,7 +739,7 @@ def revision(**changes):
         (revision(groups={}, grants=(Grant("spark-etl", False, APPEND, None),)), None),
         (revision(grants=(Grant("etl", True, APPEND, ((0, 2),)),)), "permissions of spark-etl"),
         (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
-        (revision(tokens={}), "unknown, revoked or expired"),
+        (revision(tokens={}), "token t1 of spark-etl is revoked"),
         (
             revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
@@ -757,7 +772,7 @@ async def test_a_report_ends_connections_only_because_of_tokens():
     made.port.learn(revision(grants=()))
     assert made.ended == []
     made.port.learn(revision(tokens={}))
-    assert made.ended == ["the token is unknown, revoked or expired"]
+    assert made.ended == ["token t1 of spark-etl is revoked"]
 
 
 @on_loop
@@ -781,7 +796,7 @@ async def test_an_expired_token_ends_its_connection_soon():
     assert made.denial(APPEND_3) is None
     made.now_ms += 1
     await until(lambda: made.ended)
-    assert made.ended == ["the token is unknown, revoked or expired"]
+    assert made.ended == ["token t1 of spark-etl has expired"]
 
 
 @on_loop

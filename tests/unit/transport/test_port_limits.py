@@ -15,7 +15,7 @@ from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unreachable
 from waltz_core.transport import net, port_limits, tls, tls_port
-from waltz_core.transport.port_limits import HandshakeLimits, LinkLimits
+from waltz_core.transport.port_limits import HandshakeLimits, HandshakeTurns, LinkLimits
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
 
@@ -72,6 +72,29 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
         limits.end(f"10.0.0.{number}")
         assert len(limits._tokens) <= 100
         now_s += 0.1
+
+
+@on_loop
+async def test_hosts_take_turns_and_each_iteration_of_the_loop_begins_one_handshake():
+    iterations, begun = [], []
+    turns = HandshakeTurns(iterations.append)
+    added = {}
+    for name in ("a1", "a2", "a3", "b1", "2001:db8::1", "2001:db8::2", "c1"):
+        added[name] = asyncio.get_running_loop().create_future()
+        turns.add(name if ":" in name else name[0], added[name])
+    added["a2"].cancel()
+    while iterations:
+        (begin_one,) = iterations
+        iterations.clear()
+        begin_one()
+        begun.append([each for each, turn in added.items() if turn.done()])
+    before, order = ["a2"], []
+    for each in begun:
+        (new,) = set(each) - set(before)
+        order.append(new)
+        before = each
+    assert order == ["a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
+    assert turns._waiting == {}
 
 
 @on_loop
@@ -150,7 +173,7 @@ def test_the_link_with_the_largest_incomplete_frame_is_closed():
     assert [len(each.aborted) for each in links] == [0, 1, 1]
 
 
-def test_a_principal_with_many_incomplete_frames_keeps_no_larger_ones_away():
+def test_many_incomplete_frames_of_one_principal_close_no_link_of_another():
     limits = LinkLimits(10, 1_000)
     hostile = [OneLink(principal="bob") for _ in range(9)]
     server = OneLink(principal="s1.example")
@@ -177,7 +200,7 @@ async def test_incomplete_frames_of_real_connections_are_limited():
         await reader.readexactly(7)
         writers.append(writer)
     await until(lambda: peer.closed)
-    assert "incomplete frames have more than 3145728 bytes" in peer.closed[0]
+    assert "incomplete frames of all connections exceed 3145728 bytes" in peer.closed[0]
     assert len(listener.links) == 1
     (left,) = listener.links
     await until(lambda: left.incomplete_bytes == 1024 * 1024)

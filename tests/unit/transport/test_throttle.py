@@ -5,13 +5,14 @@ import dataclasses
 
 from tests.loops import on_virtual_loop, pass_time
 from waltz_core.access.permissions import PrincipalLimits
-from waltz_core.access.quotas import REJECTIONS_PER_S, SECOND_NS, Quota, Usage
+from waltz_core.access.quotas import REJECTION_BYTES, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
 from waltz_core.transport import throttle
 from waltz_core.transport.throttle import Throttle
 from waltz_core.wire.messages import (
     AppendRequest,
     ErrorResponse,
+    FeedBatch,
     Mounted,
     MountRequest,
     MountResponse,
@@ -34,8 +35,9 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.quota = quota or Quota("etl", PrincipalLimits(**limits), Usage())
         self.quota.connect(self)
-        self.rejected, self.passed, self.is_ended = {}, [], False
-        self.throttle = Throttle(self, self._take)
+        self.rejected, self.passed, self.is_ended, self.peer = {}, [], False, "a:1"
+        self.error, self.resumed_s = None, []
+        self.throttle = Throttle(self, self._take, lambda: self.resumed_s.append(self.loop.time()))
 
     @property
     def now_ns(self):
@@ -46,6 +48,9 @@ class Connection:
 
     def end_excess(self):
         self.is_ended = True
+
+    def fail(self, error):
+        self.error = error
 
     def is_over_limit(self, message):
         return id(message) in self.rejected
@@ -117,6 +122,17 @@ async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_rea
 
 
 @on_virtual_loop
+async def test_a_large_rejected_request_counts_as_several():
+    made = Connection(bytes_per_s=1_000)
+    made.throttle.receive(appends(1, 1, bytes(9_000)))
+    count = REJECTIONS_PER_S // (1 + (1 << 20) // REJECTION_BYTES)
+    made.throttle.receive(appends(2, 1 + count, bytes(1 << 20)))
+    assert not made.throttle.is_pausing
+    made.throttle.receive(appends(2 + count, 1 + 2 * count, bytes(1 << 20)))
+    assert made.throttle.is_pausing
+
+
+@on_virtual_loop
 async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
     made = Connection(bytes_per_s=1_000)
     made.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
@@ -167,6 +183,111 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
     _, retry_ms, _ = made.passed[2]
     assert 1_400 <= retry_ms <= 1_600
     assert made.passed[2][0] is ranged  # `denial` finds its error
+
+
+async def feed(made, frames, *, count=1_000):
+    """Send frames of a feed as soon as it is not paused; return how long that took."""
+    begun_s = made.loop.time()
+    for number in range(frames):
+        while made.throttle.is_pausing_feeds:
+            await pass_time(0.005)
+        made.throttle.sent(feed_frame(number * count, count))
+    return made.loop.time() - begun_s
+
+
+def feed_frame(first, count, headers=b""):
+    return FeedBatch(ReqId(1, 2, 3, -1), first, count, headers, 1, -1, bytes(16))
+
+
+@on_virtual_loop
+async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves_out():
+    made = Connection(bytes_per_s=100_000)
+    took_s = await feed(made, 30)  # 20 KB each: 600 KB, of which the burst is in advance
+    assert 4.6 <= took_s <= 5.3
+    assert made.quota.usage.bytes == 600_000 - made.throttle._unpaid_bytes
+    await pass_time(1)
+    assert not made.throttle.is_pausing_feeds
+    assert made.quota.usage.bytes == 600_000
+    made.throttle.feed_sent(150_000)  # of a 0.13 client
+    assert made.throttle.is_pausing_feeds
+    pauses = len(made.resumed_s)
+    await pass_time(2)
+    assert len(made.resumed_s) == pauses + 1
+    made.quota = None
+    assert await feed(made, 100) < 0.1
+
+
+@on_virtual_loop
+async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
+    made = Connection(bytes_per_s=100_000)
+    reading = [made, Connection(made.quota), Connection(made.quota)]
+    for each in reading:
+        each.throttle.feed_sent(1_000_000)  # 10 s of the limit
+    await pass_time(2)
+    for number in range(1, 6):
+        sent_s = made.loop.time()
+        made.throttle.receive(appends(number, number, bytes(1_000)))
+        while not made.sequences or made.sequences[-1] != number:
+            await pass_time(0.01)
+        assert made.loop.time() - sent_s < 0.4
+    assert not any(made.rejections)
+    assert all(each.throttle.is_pausing_feeds for each in reading)
+    await pass_time(30)
+    assert not any(each.throttle.is_pausing_feeds for each in reading)
+
+
+@on_virtual_loop
+async def test_a_flood_of_requests_does_not_stop_a_feed():
+    made = Connection(bytes_per_s=100_000)
+    flooding = [Connection(made.quota) for _ in range(4)]
+
+    async def flood(each):
+        number = 0
+        while True:
+            if not each.throttle.is_pausing:
+                number += 1
+                each.throttle.receive(appends(number, number, bytes(10_000)))
+            await pass_time(0.01)
+
+    async with asyncio.TaskGroup() as tasks:
+        floods = [tasks.create_task(flood(each)) for each in flooding]
+        took_s = await feed(made, 20)
+        for each in floods:
+            each.cancel()
+    assert took_s < 60  # 4 s without the flood
+
+
+@on_virtual_loop
+async def test_a_range_with_a_filter_counts_what_it_leaves_out():
+    made = Connection(bytes_per_s=1_000_000)
+    lineage = (object(),)
+    answers = (
+        RangeData(ReqId(-1, 0, 3, -9), 0, 0, 50_000, 0, b"", b"", 0, 9, lineage),
+        RangeData(ReqId(-1, 0, 3, -9), 0, 0, 50_000, 0, b"", b"", 0, 9, ()),  # own headers
+    )
+    for answer in answers:
+        made.throttle.sent(answer)
+        assert made.quota.usage.bytes == 1_000_000
+
+
+@on_virtual_loop
+async def test_an_error_after_a_wait_ends_the_connection(caplog):
+    made, errors = Connection(appends_per_s=10), []
+
+    def fail(_messages):
+        errors.append(ValueError("a bug"))
+        raise errors[-1]
+
+    made.throttle.receive(appends(1, 15))
+    made.throttle._pass_on = fail
+    await pass_time(2)
+    assert [made.error] == errors
+    assert "net.throttle_failed peer=a:1" in caplog.text
+    fed = Connection(bytes_per_s=1_000)
+    fed.throttle._resume_feeds = lambda: fail(None)
+    fed.throttle.feed_sent(3_000)
+    await pass_time(4)
+    assert fed.error is errors[-1]
 
 
 def mount_id(partition, sequence=-1):

@@ -157,7 +157,7 @@ def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files)
     assert closed is not None
     assert closed.verify_mode is ssl.CERT_REQUIRED
     without = {name: value for name, value in files.settings.items() if name != "tls_authorities"}
-    with pytest.raises(BadConfig, match="or tls_require_certificate = false"):
+    with pytest.raises(BadConfig, match="or set tls_require_certificate = false"):
         tls.listening(storage(**without))
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
@@ -321,7 +321,7 @@ def test_open_znodes_of_permissions_are_logged(caplog):
     assert "access.znodes_open" in caplog.text
 
 
-def test_only_a_transition_to_dialing_dials_with_tls(files):
+def test_with_a_transition_only_dial_connects_with_tls(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)

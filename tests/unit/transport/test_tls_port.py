@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -208,9 +209,10 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 
 
 @on_loop
-async def test_both_sides_report_plain_to_tls(files, logged):
+async def test_both_sides_report_plain_tcp_at_a_tls_port(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
-        with pytest.raises(TlsFailed, match=f"{address}: expected plain TCP, found TLS"):
+        text = f"{address}: expected plain TCP, found TLS. Hint: the peer expects TLS; add ?tls="
+        with pytest.raises(TlsFailed, match=re.escape(text)):
             await net.dial(WireProtocol.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in logged())
         assert listener.links == ()
@@ -236,7 +238,7 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
 
 
 @on_loop
-async def test_both_sides_report_tls_to_plain(files, logged):
+async def test_both_sides_report_tls_at_a_plain_port(files, logged):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
@@ -455,17 +457,31 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
         assert logged() == ""
 
 
-@pytest.mark.parametrize(
-    ("first_bytes", "line"), [(b"", "no handshake within"), (b"\x16\x03", "is taking longer than")]
-)
+def client_hello(files, group=None, version=None):
+    """The first bytes of a client, which offers all groups or one."""
+    context, outgoing = trusting(files), ssl.MemoryBIO()
+    if group is not None:
+        context.set_ecdh_curve(group)
+    if version is not None:
+        context.maximum_version = version
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=ANY).do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("missing", ["all", "most", "the last byte", "the second part"])
 @on_loop
-async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, first_bytes, line):
+async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, missing):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
+    hello = client_hello(files)
+    sent = {"all": b"", "most": hello[:2], "the last byte": hello[:-1]}.get(missing, hello)
     async with open_port(listening(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
-        writer.write(first_bytes)
-        assert await reader.read() == b""
+        writer.write(sent)
+        with contextlib.suppress(ConnectionResetError):  # the port has not read the bytes
+            await reader.read()
         writer.close()
+        line = "is taking longer than" if sent == hello else "no handshake within"
         await until(lambda: line in logged())
 
 
@@ -486,6 +502,137 @@ async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch,
         for _, writer in begun:
             writer.transport.abort()
         await until(lambda: not listener._tls_port._limits._count)
+
+
+@on_loop
+async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monkeypatch):
+    loop, answered = asyncio.get_running_loop(), [0]
+    do_handshake = tls._Handshake.do_handshake
+
+    def counting(handshake):
+        if answered[-1] == 0:
+            loop.call_soon(answered.append, 0)  # after all that has arrived in this iteration
+        had_bytes = handshake.outgoing.pending
+        try:
+            do_handshake(handshake)
+        finally:
+            answered[-1] += handshake.outgoing.pending > had_bytes
+
+    monkeypatch.setattr(tls._Handshake, "do_handshake", counting)
+    hello = client_hello(files)
+    async with open_port(listening(files)) as (_, listener, _):
+        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
+        await until(lambda: listener._tls_port._limits._count == len(begun))
+        for _, writer in begun:
+            writer.write(hello[:-1])
+        for _, writer in begun:
+            writer.write(hello[-1:])
+        for reader, _ in begun:
+            await reader.readexactly(1)
+        assert sum(answered) == len(begun)
+        assert max(answered) == 1
+        for _, writer in begun:
+            writer.transport.abort()
+
+
+@on_loop
+async def test_a_slow_client_hello_takes_three_turns(files):
+    hello = client_hello(files)
+    async with open_port(listening(files)) as (_, listener, address):
+        turns = listener._tls_port._turns
+        add, hosts = turns.add, []
+        turns.add = lambda host, turn: (hosts.append(host), add(host, turn))
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        others_count = 0
+        for each in range(0, 60, 4):
+            writer.write(hello[each : each + 4])
+            async with linked(address, trusting(files)):  # meanwhile the bytes have arrived
+                others_count += 1
+        writer.write(hello[60:])
+        await reader.readexactly(1)
+        assert len(hosts) == others_count + 3
+        writer.transport.abort()
+
+
+@on_loop
+async def test_a_client_hello_in_two_records_is_rejected(files, logged):
+    hello = client_hello(files)
+    size, first_size = len(hello) - 5, 30
+    header = hello[:3]
+    split = [
+        header + first_size.to_bytes(2, "big") + hello[5 : 5 + first_size],
+        header + (size - first_size).to_bytes(2, "big") + hello[5 + first_size :],
+    ]
+    async with open_port(listening(files)) as (_, listener, _):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(b"".join(split))
+        assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE
+        writer.transport.abort()
+        await until(lambda: "expected a ClientHello in one record" in logged())
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_only_a_fast_key_exchange_is_accepted(files, version):
+    for group in (None, "X25519", "prime256v1"):
+        assert tls_port.hello_failure(client_hello(files, group, version)) == ""
+    slow = ["secp384r1", "secp521r1", "X448"]
+    if version == ssl.TLSVersion.TLSv1_3:
+        slow += ["ffdhe2048", "ffdhe8192"]
+    for group in slow:
+        hello = client_hello(files, group, version)
+        assert tls_port.hello_failure(hello) == "expected a key exchange with X25519 or P-256"
+    assert listening(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
+
+
+def hello_of_tls_1_3(groups):
+    """A ClientHello with a key share of each group."""
+    shares = b"".join(struct.pack(">HH", each, 1) + b"k" for each in groups)
+    versions = struct.pack(">HHB", 43, 3, 2) + b"\3\4"
+    extensions = versions + struct.pack(">3H", 51, 2 + len(shares), len(shares)) + shares
+    body = struct.pack(">H", 0x0303) + bytes(32) + b"\0" + struct.pack(">2H", 2, 0x1301) + b"\1\0"
+    body += struct.pack(">H", len(extensions)) + extensions
+    return struct.pack(">BHHBBH", 0x16, 0x0301, 4 + len(body), 1, 0, len(body)) + body
+
+
+def test_the_first_key_share_that_openssl_knows_decides():
+    p_256, x25519, p_384, ffdhe8192, unknown = 0x17, 0x1D, 0x18, 0x0104, 0x0A0A
+    accepted = [(x25519,), (p_256,), (unknown, x25519), (p_256, p_384), (x25519, ffdhe8192)]
+    rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]
+    for each in accepted:
+        assert tls_port.hello_failure(hello_of_tls_1_3(each)) == ""
+    for each in rejected:  # without one, OpenSSL requests a second ClientHello
+        assert "X25519 or P-256" in tls_port.hello_failure(hello_of_tls_1_3(each))
+
+
+@on_loop
+async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
+    slow = trusting(files)
+    slow.set_ecdh_curve("ffdhe8192")
+    async with open_port(listening(files)) as (_, _, address):
+        with pytest.raises(TlsFailed, match="or a key exchange with X25519 or P-256"):
+            await net.dial(WireProtocol.STORAGE, address, ssl=slow)
+        assert "tls.failed peer=127.0.0.1 error=expected a key exchange" in logged()
+
+
+@on_loop
+async def test_a_peer_that_waits_for_its_turn_is_not_late(files, monkeypatch, logged):
+    timeouts, timeout_at = [], asyncio.timeout_at
+    async with open_port(listening(files)) as (_, listener, address):
+        turns = listener._tls_port._turns
+        iterations, call_soon = [], turns._call_soon
+        turns._call_soon = iterations.append
+        monkeypatch.setattr(
+            asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
+        )
+        with socket.create_connection((ANY, listener.port)) as gone:
+            gone.sendall(client_hello(files))
+            await until(lambda: iterations)
+            assert [each.when() for each in timeouts] == [None]
+        turns._call_soon = call_soon
+        turns._begin_one()
+        await until(lambda: "closed the connection while its handshake waited" in logged())
+        async with linked(address, trusting(files)):
+            assert len(listener.links) == 1
 
 
 @on_loop

@@ -224,7 +224,7 @@ def test_a_large_frame_is_read_into_memory_of_its_own():
     assert len(listener.get_buffer()) == len(stream) // 2 - 1000
 
 
-def test_a_small_frames_fields_stay_what_they_were():
+def test_the_fields_of_a_small_frame_do_not_change_later():
     dialler, listener = pair()
     (first,) = listener.receive(sent(dialler, raw(b"a" * 50)))
     (second,) = listener.receive(sent(dialler, raw(b"b" * 50)))

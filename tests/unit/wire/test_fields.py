@@ -72,7 +72,7 @@ def test_a_value_is_encoded_as_in_the_table(kind, value, data):
     assert read(kind, data) == value
 
 
-def test_every_kind_of_variable_size_is_among_these():
+def test_every_kind_of_variable_size_is_tested():
     assert {kind for kind, _, _ in LAYOUTS} == set(VARIABLE)
 
 
@@ -122,7 +122,7 @@ def test_a_record_with_a_wrong_crc_is_rejected():
         read(FieldKind.RECORDS, count(1) + bytes(wrong))
 
 
-def test_numbers_stay_packed_and_are_whole():
+def test_packed_numbers_are_not_copied_and_have_whole_items():
     with pytest.raises(LocalProtocolError, match="items of 8 bytes, found 9"):
         put(FieldKind.PACKED_INT64S, bytes(9))
     data = count(2) + bytes(16)

@@ -72,11 +72,11 @@ def test_a_request_for_a_segment_round_trips(partition_id, first, ticket):
 
 def test_each_storage_has_its_own_socket_name_of_valid_length():
     host = "a-host-with-a-very-long-name." * 8
-    doors = {
+    names = {
         socket_name_of(key, f"{host}:{port}", with_tickets=with_tickets)
         for key in (KEY, bytes(16))
         for port in (1, 2)
         for with_tickets in (False, True)
     }
-    assert len(doors) == 8
-    assert max(map(len, doors)) < 100
+    assert len(names) == 8
+    assert max(map(len, names)) < 100

@@ -8,7 +8,13 @@ from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_grants import force_option
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, run_change, with_wait
+from waltz_core.cli.access.access_run import (
+    AccessCommand,
+    AccessResult,
+    new_client_key,
+    run_change,
+    with_wait,
+)
 from waltz_core.cli.access.private_files import read_private, write_private
 from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.output import print_json, print_result, time_text
@@ -23,7 +29,7 @@ def read_export(path: Path) -> Permissions:
     try:
         return access_node.decode(data)
     except BadFormat as error:
-        raise BadFormat(f"{path}: {error}") from error
+        raise BadFormat(f"{path}: {error}. Hint: `access export` writes such a file.") from error
 
 
 def described(found: Permissions) -> str:
@@ -77,7 +83,11 @@ export.details = (
     metavar="FILE",
     help="a file of `access export`",
 )
-@click.option("--yes", is_flag=True, help="replace the permissions; otherwise only show both")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="make the change; otherwise only show what the file and the cluster have",
+)
 @force_option
 @with_wait
 async def import_command(
@@ -93,16 +103,16 @@ async def import_command(
                 check_replicate(before, after, command.partition_count)
 
         permissions = command.coordinator.permissions
-        change = await permissions.replace(saved, command.author, check)
+        change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
         return AccessResult(change, f"the permissions are those of {described(saved)}")
 
     return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
 
 
 import_command.details = (
-    "It replaces all grants, groups, limits, tokens and the key that signs client IDs. Permissions "
-    "and tokens that were revoked after the export are valid again. The new revision is above that "
-    "of the file and that of the cluster."
+    "The command replaces all grants, groups, limits, tokens and the key that signs client IDs. A "
+    "cluster without permissions gets a new key. Permissions and tokens that were revoked after "
+    "the export are valid again. The new revision is higher than those of the file and the cluster."
 )
 
 

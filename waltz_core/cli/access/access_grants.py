@@ -1,7 +1,5 @@
 """`waltz-core access init | grant | revoke | limit | accept-0-13`."""
 
-import secrets
-
 import click
 
 from waltz_core.access import permission_changes as changes
@@ -9,13 +7,16 @@ from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_run import (
+    AccessCommand,
+    AccessResult,
+    changes_access,
+    new_client_key,
+)
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
-
-CLIENT_KEY_BYTES = 32
 
 holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
 verbs_argument = options.argument(
@@ -29,7 +30,9 @@ partitions_option = click.option(
 )
 group_option = click.option("--group", "is_group", is_flag=True, help="HOLDER names a group")
 force_option = click.option(
-    "--force", is_flag=True, help="also if a partition then has no principal with replicate"
+    "--force",
+    is_flag=True,
+    help="make the change even if it leaves a partition without a principal with `replicate`",
 )
 
 
@@ -48,12 +51,10 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
 )
 @changes_access
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
-    first = changes.first_permissions(
-        secrets.token_bytes(CLIENT_KEY_BYTES), accepts_0_13=accepts_0_13
-    )
+    first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
-        PermissionsChange(None, made), "the cluster has permissions, which grant nothing"
+        PermissionsChange(None, made), "the permissions are created, without any grant"
     )
 
 
@@ -111,8 +112,8 @@ async def revoke(
 
 
 revoke.details = (
-    "A principal keeps what its groups are granted; the command names it. The last grant of "
-    "`replicate` for a partition stays without --force."
+    "A principal keeps the verbs that are granted to its groups; the command lists them. Without "
+    "--force, the last grant of `replicate` for a partition is not revoked."
 )
 
 
@@ -129,7 +130,9 @@ def _kept(
         left = changes.granted(after, principal, each, count) & numbers
         if left:
             text = ranges_text(changes.ranges_of(left))
-            lines.append(f"{principal} still has {each.value} for partitions {text} by a group")
+            lines.append(
+                f"{principal} still has {each.value} for partitions {text} through a group"
+            )
     return tuple(lines)
 
 
@@ -143,8 +146,8 @@ def _words(verbs: tuple[AccessVerb, ...]) -> str:
 )
 @click.option("--bytes-per-s", type=int, metavar="N", help="bytes of appends and reads per second")
 @click.option("--appends-per-s", type=int, metavar="N", help="append requests per second")
-@click.option("--connections", type=int, metavar="N", help="connections")
-@click.option("--feeds", type=int, metavar="N", help="feeds")
+@click.option("--connections", type=int, metavar="N", help="number of open connections")
+@click.option("--feeds", type=int, metavar="N", help="number of open feeds")
 @click.option("--remove", is_flag=True, help="remove all limits of the principal")
 @changes_access
 async def limit(
@@ -152,13 +155,31 @@ async def limit(
 ) -> AccessResult:
     limits = PrincipalLimits(**given)
     if remove == (limits != PrincipalLimits()):
-        raise BadConfig("expected one or more limits, or --remove")
+        options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise BadConfig(f"expected one or more limits ({options_text}), or --remove")
     if remove:
         change = await command.change(lambda old: changes.remove_limits(old, principal))
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
     words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
-    return AccessResult(change, f"{principal} has the limits {words}")
+    notes = () if _is_named(change.after, principal) else (_not_named(change.after, principal),)
+    return AccessResult(change, f"{principal} has the limits {words}", notes)
+
+
+def _not_named(found: Permissions, principal: str) -> str:
+    hint = f". Hint: {principal} is a group; limits are for principals."
+    is_group = principal in found.groups
+    return f"no permission or token names {principal} yet{hint if is_group else ''}"
+
+
+def _is_named(found: Permissions, principal: str) -> bool:
+    """Whether a grant, a group or a token names a principal."""
+    return principal in {
+        DEFAULT_LIMITS,
+        *(each.holder for each in found.grants if not each.is_group),
+        *(member for members in found.groups.values() for member in members),
+        *(each.principal for each in found.tokens.values()),
+    }
 
 
 limit.details = (
@@ -169,7 +190,10 @@ limit.details = (
 
 @verb
 @options.argument(
-    "state", "on|off", "whether such IDs are accepted", type=options.NamedChoice(["on", "off"])
+    "state",
+    "on|off",
+    "whether the daemons accept these IDs",
+    type=options.NamedChoice(["on", "off"]),
 )
 @changes_access
 async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:

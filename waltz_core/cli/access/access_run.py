@@ -16,11 +16,13 @@ Rules:
 
 import asyncio
 import functools
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from waltz_core.access.client_ids import KEY_BYTES
 from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
@@ -34,12 +36,17 @@ from waltz_core.cluster.membership.applied import SERVER_PREFIX, server_name, st
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import Unavailable
 
-APPLY_S: Final = 10.0
+APPLY_TIMEOUT_S: Final = 10.0
 # A daemon that finds the first permissions publishes their revision sooner than this.
-OFF_S: Final = 2.0
+ACCESS_OFF_AFTER_S: Final = 2.0
 POLL_INTERVAL_S: Final = 0.1
 
 PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
+
+
+def new_client_key() -> bytes:
+    """Return a key for proofs of client IDs."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> VerbFunction
 def with_wait(function: VerbFunction) -> VerbFunction:
     """Declare the options of every change."""
     what = "seconds to wait until the daemons use the change"
-    with_timeout = options.timeout_s(what, default_s=APPLY_S)(function)
+    with_timeout = options.timeout_s(what, default_s=APPLY_TIMEOUT_S)(function)
     return options.connect(options.as_json(with_timeout))
 
 
@@ -178,7 +185,7 @@ async def wait_until_applied(
     while True:
         found = await read_applied(coordinator, revision, known)
         took_s = time.monotonic() - begun_s
-        is_off = found.is_off and took_s >= OFF_S
+        is_off = found.is_off and took_s >= ACCESS_OFF_AFTER_S
         if found.is_complete or is_off or took_s >= timeout_s:
             return found
         line.show(len(found.using), found.count, f"waiting for {', '.join(found.missing)}")
@@ -263,7 +270,7 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
     ]
     hint = "Hint: check their logs and /health; `access list` shows the revisions in use."
     if any("ignores" in each for each in applied.late.values()):
-        hint += " Restart a daemon with a later revision than ZooKeeper's."
+        hint += " Restart each daemon that ignores earlier revisions."
     lines.append(
         f"revision {revision} is stored, and {len(applied.missing)} of {applied.count} daemons do "
         f"not use it. {hint}"

@@ -18,7 +18,7 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig
 
-DENIED = 1
+EXIT_DENIED = 1
 
 
 @verb
@@ -47,8 +47,9 @@ async def list_command(*, connect: str, as_json: bool) -> int:
 
 
 list_command.details = (
-    "It prints neither the hash of a token nor the key that signs client IDs. After a restore of "
-    "ZooKeeper, check revision and time: permissions that were revoked later are valid again."
+    "The command prints neither the hash of a token nor the key that signs client IDs. After a "
+    "restore of ZooKeeper, check revision and time: permissions that were revoked later are valid "
+    "again."
 )
 
 
@@ -159,7 +160,7 @@ async def check(
             f"{'permitted' if is_permitted else 'denied'}: {principal} has {verb} for partitions "
             f"{text}; revision {found.revision}"
         )
-    return 0 if is_permitted else DENIED
+    return 0 if is_permitted else EXIT_DENIED
 
 
 def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
@@ -171,5 +172,5 @@ def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
 check.details = (
     "The exit code is 0 if ZooKeeper's permissions permit it, and 1 if they deny it. Without "
     "--partition, the verb must be granted for `all` partitions, as for requests that concern the "
-    "cluster: ranges do not permit these, also if they have every partition."
+    "cluster: a range with every partition is not sufficient."
 )

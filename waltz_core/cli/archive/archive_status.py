@@ -78,10 +78,10 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
 
 
 status.details = (
-    "It reads ZooKeeper, the high-water marks of the servers, and the manifests of the archive. "
-    "The lag is the number of committed transactions that are not archived, their approximate "
-    "size, and the age of the oldest one of them in seconds. --json also has the chain and the "
-    "manifest. Exit code 1: a process or the archive could not be queried."
+    "The command reads ZooKeeper, the high-water marks of the servers, and the manifests of the "
+    "archive. The lag is the number of committed transactions that are not archived, their "
+    "approximate size, and the age of the oldest one of them in seconds. --json also has the "
+    "chain and the manifest. Exit code 1: a process or the archive could not be queried."
 )
 
 

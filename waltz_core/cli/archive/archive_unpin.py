@@ -42,9 +42,9 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
 
 
 unpin.details = (
-    "A restored cluster pins the objects of the original one, none of which is deleted while the "
-    "pin exists. `archive status` lists the pins. Use the command if the restored cluster will "
-    "never run again, or if its restore was interrupted. A restored cluster that still uses the "
-    "objects would lose transactions; the command detects such a cluster only in the same "
-    "ZooKeeper."
+    "A restored cluster pins the objects of the cluster that was backed up: none of them is "
+    "deleted while the pin exists. `archive status` lists the pins. Use the command if the "
+    "restored cluster will never run again, or if its restore was interrupted. A restored cluster "
+    "that still uses the objects would lose transactions; the command detects such a cluster only "
+    "in the same ZooKeeper."
 )

@@ -108,11 +108,12 @@ async def verify(  # noqa: PLR0913 - one for each option
 
 
 verify.details = (
-    "It reads all objects as a whole: the record checksums, the chain, the pages' checksums, and "
-    "whether they join the chain in ZooKeeper. With --repair, a storage that still has all "
-    "transactions of a missing or corrupt object writes it again; otherwise nothing is changed. "
-    "Exit code 0: all files are right, or were replaced; 1: a file is missing or corrupt, nothing "
-    "of a given range is archived any more, or the archive cannot be read."
+    "The command reads every object completely. It verifies the checksums of records and pages, "
+    "the chain through all objects, and that this chain is the one in ZooKeeper. With --repair, a "
+    "storage that still has all transactions of a missing or corrupt object writes it again; "
+    "otherwise nothing is changed. Exit code 0: all files are correct, or were replaced; 1: a file "
+    "is missing or corrupt, the given range is not in the archive any more, or the archive cannot "
+    "be read."
 )
 
 

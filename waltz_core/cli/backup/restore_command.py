@@ -15,6 +15,7 @@ from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_copies import described, revision_values
+from waltz_core.cli.access.access_run import new_client_key
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.verbs import verb
@@ -142,7 +143,8 @@ async def _restore(  # noqa: PLR0913 - one for each option
         # Another command may have restored it meanwhile.
         await _check_absent(coordinator, backup, same_key=same_key)
         is_creating = True
-        await coordinator.create_restored(new, restored_cluster(backup, key.bytes, ends, ids))
+        restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
+        await coordinator.create_restored(new, restored)
     except WaltzError as error:
         # After an unknown outcome the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
@@ -168,8 +170,8 @@ def _result(
         lines.append(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
     if backup.access is not None:
         lines.append(
-            f"permissions: {described(backup.access)}. What was revoked later is valid again. "
-            "Hint: repeat these revocations before the daemons start."
+            f"permissions: {described(backup.access)}. Permissions that were revoked after the "
+            "backup are valid again. Hint: revoke them again before the daemons start."
         )
     lines.append(
         f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key {key}. Start "

@@ -1,4 +1,5 @@
-"""`waltz-core client`: append, read and watch transactions, and validate a log.
+"""`waltz-core client`: append, read, watch and export transactions, and validate a log.
 
-`client_command.py` has the verbs for the log, `client_check.py` those that check its guarantees.
+`client_command.py` has the verbs for the log, `client_export.py` writes it to files, and
+`client_check.py` has the verbs that check its guarantees.
 """

@@ -262,10 +262,10 @@ async def validate(chosen: CheckLoad) -> int:
 
         await _with_timeout(chosen, work(), lambda: f"{written}, and {_unread(checks, written)}")
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
-    strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
-    if strange:
+    foreign_count = sum(end - starts[each] for each, end in written.ends.items()) - written.count
+    if foreign_count:
         wrong.append(
-            f"found {strange} more transactions than were written: duplicates, or those of "
+            f"found {foreign_count} more transactions than were written: duplicates, or those of "
             "other clients"
         )
     result = {
@@ -365,7 +365,7 @@ def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]
-    return f"{sum(reached)} of {len(checks)} clients have seen all of them"
+    return f"{sum(reached)} of {len(checks)} clients have seen all transactions"
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:

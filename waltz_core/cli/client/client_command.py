@@ -1,6 +1,7 @@
 """`waltz-core client append | read | watch | high-water-mark`: the log from the shell."""
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from waltz_core.client import (
     lock,
 )
 from waltz_core.client.model.callbacks import policy_of
+from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.errors import BadConfig, BelowStart, WaltzError
 from waltz_core.records.record import TransactionId
 
@@ -33,9 +35,11 @@ from waltz_core.records.record import TransactionId
 )
 @click.option(
     "--partition",
-    type=int,
-    metavar="P",
-    help="the partition [default: derived from the first lock, otherwise round-robin]",
+    "--partitions",
+    "partitions",
+    metavar="PARTITIONS",
+    help="the partitions, in turn, for example 3 or 0-3,7; with --write-lock only one "
+    "[default: derived from the first lock, otherwise all, round-robin]",
 )
 @click.option("--header", type=int, default=0, help="the header, a 32-bit number [default: 0]")
 @click.option(
@@ -52,7 +56,7 @@ from waltz_core.records.record import TransactionId
 def append(  # noqa: PLR0913 - one for each option
     *,
     data: tuple[str, ...],
-    partition: int | None,
+    partitions: str | None,
     header: int,
     write_lock: tuple[str, ...],
     high_water_mark: int | None,
@@ -61,6 +65,7 @@ def append(  # noqa: PLR0913 - one for each option
 ) -> int:
     locks = [_lock(text) for text in write_lock]
     with WaltzClient(connect) as client:
+        chosen = _partitions(partitions, client.partition_count, has_locks=bool(locks))
         futures = [
             client.append(
                 payload,
@@ -69,7 +74,7 @@ def append(  # noqa: PLR0913 - one for each option
                 write_locks=locks,
                 client_high_water_mark=high_water_mark,
             )
-            for payload in _payloads(data)
+            for payload, partition in zip(_payloads(data), chosen, strict=False)
         ]
         ids, failures = _outcomes(futures)
     if as_json:
@@ -79,9 +84,20 @@ def append(  # noqa: PLR0913 - one for each option
             print_result(str(transaction_id))
     if failures:
         # Without this line a user would repeat the command, and append the others twice.
-        print_error(f"{len(ids)} of {len(futures)} transactions were appended; their IDs are above")
+        where = "; their IDs are above" if ids else ""
+        print_error(f"{len(ids)} of {len(futures)} transactions were appended{where}")
         raise failures[0]
     return 0
+
+
+def _partitions(text: str | None, count: int, *, has_locks: bool) -> Iterator[int | None]:
+    """Return the partition of each row, without end; None: the client chooses it."""
+    if text is None:
+        return itertools.repeat(None)
+    chosen = parse_partitions(text, count)
+    if has_locks and len(chosen) > 1:  # a lock is valid in one partition only
+        raise BadConfig(f"--partition: expected one partition with --write-lock, found {text!r}")
+    return itertools.cycle(chosen)
 
 
 def _outcomes(futures: Sequence[Future[TransactionId]]) -> tuple[list[int], list[WaltzError]]:

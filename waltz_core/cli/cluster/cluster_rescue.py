@@ -18,6 +18,7 @@ import click
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_copies import described, read_export
+from waltz_core.cli.access.access_run import new_client_key
 from waltz_core.cli.archive.archive_status import archive_url
 from waltz_core.cli.changing import Command, Result, changes, now_ms, user_name
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
@@ -603,7 +604,9 @@ async def _restore_access(command: Command, saved: Permissions) -> None:
     permissions = command.coordinator.permissions
     if await permissions.read() is None:
         author = Author(user_name(), now_ms())
-        change = await permissions.replace(saved, author, lambda _before, _after: None)
+        change = await permissions.replace(
+            saved, author, lambda _before, _after: None, new_key=new_client_key()
+        )
         what = f"restored the permissions of {described(saved)}"
         command.note(f"{what} as revision {change.after.revision}")
 

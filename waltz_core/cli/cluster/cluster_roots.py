@@ -14,7 +14,7 @@ from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
 # A session needs a root; if only hosts are given, this is one that no cluster has.
-NO_ROOT = "/zookeeper"
+ROOT_FOR_CONNECTING = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
 
 
@@ -63,7 +63,7 @@ def _place(text: str) -> tuple[str, str]:
     hosts, _, path = place.partition("/")
     if path.strip("/"):
         return text, "/" + path.strip("/")
-    return f"{hosts}{NO_ROOT}{question}{query}", "/"
+    return f"{hosts}{ROOT_FOR_CONNECTING}{question}{query}", "/"
 
 
 @verb

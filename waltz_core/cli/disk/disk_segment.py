@@ -39,7 +39,7 @@ from waltz_core.offline.records import Fields, Gap, begins_at, fields, walk
 from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, statistic_of
 
 
-class _Wanted(NamedTuple):
+class _DumpOptions(NamedTuple):
     """The parts of a segment to print."""
 
     header: bool
@@ -99,7 +99,7 @@ def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | N
     return 0
 
 
-def _wanted(chosen: SegmentChoice) -> _Wanted:
+def _wanted(chosen: SegmentChoice) -> _DumpOptions:
     first, last = chosen.first, chosen.last
     if chosen.transaction is not None:
         if first is not None or last is not None:
@@ -110,7 +110,7 @@ def _wanted(chosen: SegmentChoice) -> _Wanted:
             raise BadConfig(f"{option}: expected an ID from 0, found {value}")
     is_part = chosen.metadata or chosen.record or chosen.batches
     name = chosen.deserializer or ("bytes" if chosen.data else None)
-    return _Wanted(
+    return _DumpOptions(
         header=chosen.metadata or not is_part,
         records=chosen.record or not is_part,
         batches=chosen.batches,
@@ -125,7 +125,7 @@ def _wanted(chosen: SegmentChoice) -> _Wanted:
 # one segment
 
 
-def _dump_segment(path: Path, wanted: _Wanted) -> None:
+def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
     first = int(path.stem)
     batches = _batches(path, wanted) if wanted.batches else iter(())
     with OpenFile(path) as file:
@@ -139,7 +139,7 @@ def _dump_segment(path: Path, wanted: _Wanted) -> None:
 
 
 def _dump_records(
-    file: OpenFile, path: Path, first: int, wanted: _Wanted, batches: Iterator[BatchEntry]
+    file: OpenFile, path: Path, first: int, wanted: _DumpOptions, batches: Iterator[BatchEntry]
 ) -> Iterator[BatchEntry]:
     """Print records, each batch after its last record; return the remaining batches."""
     if not wanted.json:
@@ -180,7 +180,7 @@ def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, in
     return first, FILE_HEADER_BYTES
 
 
-def _batches(path: Path, wanted: _Wanted) -> Iterator[BatchEntry]:
+def _batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
     chain_path = segment_path(path.parent, int(path.stem), ".chn")
     if not chain_path.exists():
         return
@@ -194,7 +194,7 @@ def _batches(path: Path, wanted: _Wanted) -> Iterator[BatchEntry]:
             yield batch
 
 
-def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> None:
+def _show_header(path: Path, header: FileHeader, size: int, wanted: _DumpOptions) -> None:
     if wanted.json:
         print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
@@ -223,11 +223,11 @@ _TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "dat
 _ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
-def _show_record_titles(wanted: _Wanted) -> None:
+def _show_record_titles(wanted: _DumpOptions) -> None:
     print_result((_ROW.format(*_TITLES) + ("  data" if wanted.read is not None else "")).rstrip())
 
 
-def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
+def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
     found = fields(record)
     data = record[36:-4]
     stated = int.from_bytes(record[-4:], "big")
@@ -268,11 +268,11 @@ def _record_json(found: Fields, offset: int, crc: int, *, is_valid: bool) -> dic
     }
 
 
-def _data(wanted: _Wanted, data: bytes) -> dict[str, object]:
+def _data(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
     return {} if wanted.read is None else payload(wanted.read, data)
 
 
-def _show_gap(gap: Gap, wanted: _Wanted) -> None:
+def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
     if wanted.json:
         print_json({"kind": "gap", **gap._asdict()})
         return
@@ -282,7 +282,7 @@ def _show_gap(gap: Gap, wanted: _Wanted) -> None:
     print_result(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
 
 
-def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
+def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
     if wanted.json:
         value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
         print_json({**value, "stamp": utc_text(batch.stamp_ms)})

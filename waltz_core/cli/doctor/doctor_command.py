@@ -75,7 +75,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     if found:
         await asyncio.sleep(RECHECK_AFTER_S)
         facts = await gather(connect, timeout_s=timeout_s, local=local)
-        found = persistent(found, diagnose(facts))
+        found = lasting(found, diagnose(facts))
     if as_json:
         print_json(value_of(facts, found))
     else:
@@ -85,9 +85,9 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"It changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each with a "
-    "command in which you replace the words in capitals. Exit code 0: no problem; 1: problems, or "
-    "the cluster could not be queried. docs/doctor.md lists all findings."
+    f"The doctor changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each "
+    "with a command in which you replace the words in capitals. Exit code 0: no problem; 1: "
+    "problems, or the cluster could not be queried. docs/doctor.md lists all findings."
 )
 
 
@@ -104,7 +104,7 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     return connect, local if local and local.connect == connect else None
 
 
-def persistent(before: list[Finding], after: list[Finding]) -> list[Finding]:
+def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
     """Return the findings of both times (rule 2), as of the second."""
     known = {each.key for each in before}
     return [each for each in after if each.key in known]

@@ -31,6 +31,7 @@ from waltz_core.errors import (
     AuthenticationFailed,
     ClusterKeyMismatch,
     NoCluster,
+    PermissionDenied,
     TlsFailed,
     Unavailable,
     WaltzError,
@@ -96,10 +97,12 @@ from waltz_core.wire.messages import (
 
 CONCURRENT_PROBES_MAX: Final = 32
 # Concurrent lists of reads of one storage: a read that hangs delays its own list only.
-LISTS_COUNT: Final = 8
+CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock took longer, the result is not precise to a second.
 READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
+# A process with one of these answers works: the doctor needs another token.
+DENIALS: Final = (AuthenticationFailed, PermissionDenied)
 # A storage's text for a log that is not open yet, without an error (storage/service/upkeep.py).
 OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
@@ -175,15 +178,26 @@ class _ProbeFailure(TypedDict):
     failure: str
     is_silent: bool
     is_tls_mismatch: bool
+    is_denied: bool
 
 
 async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
     """Return the facts about a process that could not be queried."""
     is_tls_mismatch = isinstance(error, TlsFailed)
-    has_answered = isinstance(error, TlsFailed | AuthenticationFailed)
+    is_denied = isinstance(error, DENIALS)
+    has_answered = is_tls_mismatch or is_denied
     is_silent = not has_answered and await _accepts_connections(address, timeout_s)
-    failure = str(error).removeprefix(f"{address}: ")
-    return {"failure": failure, "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
+    return {
+        "failure": _reason(error, address),
+        "is_silent": is_silent,
+        "is_tls_mismatch": is_tls_mismatch,
+        "is_denied": is_denied,
+    }
+
+
+def _reason(error: Exception, address: str) -> str:
+    """Return an error without its hint: a finding has its own."""
+    return str(error).removeprefix(f"{address}: ").partition(". Hint: ")[0]
 
 
 # --- ZooKeeper
@@ -568,6 +582,9 @@ class _Storage:
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
+            if isinstance(error, DENIALS):
+                why = _reason(error, facts.admin)
+                return replace(facts, admin_failure=why, is_denied=True)
             why = str(error).removeprefix(f"{facts.admin}: ")
             why = why or f"no answer within {self._timeout_s:g} s"
             port = await self._admin_port()
@@ -598,7 +615,9 @@ class _Storage:
     async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
         """Return the served logs that do not answer; rule 2 holds for each list separately."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
-        lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
+        lists = [
+            served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
+        ]
         first_stuck = await _concurrently(lists, lambda each: self._first_stuck(each, replicas))
         return {each for each in first_stuck if each is not None}
 

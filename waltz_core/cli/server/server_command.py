@@ -35,19 +35,19 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     with ProgressLine() as line:
         async with asyncio.TaskGroup() as tasks:
             answers = {
-                key: tasks.create_task(_state_of(its.address), name=its.address)
-                for key, its in view.servers.items()
+                key: tasks.create_task(_state_of(descriptor.address), name=descriptor.address)
+                for key, descriptor in view.servers.items()
             }
             line.show(0, len(answers), "waiting for the servers to answer")
     rows = [
         ServerRow(
             int(key),
-            its.address,
+            descriptor.address,
             answers[key].result(),
             sorted(map(int, view.partitions_of(key))),
-            sorted(map(int, its.preferred)),
+            sorted(map(int, descriptor.preferred)),
         )
-        for key, its in view.servers.items()
+        for key, descriptor in view.servers.items()
     ]
     if as_json:
         entries = [each._asdict() for each in rows]

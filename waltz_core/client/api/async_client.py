@@ -115,6 +115,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
         self._runs: dict[ContextRun, None] = {}
+        self._range_readers: dict[ReplicaReader, None] = {}  # of ranges that are being read
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
@@ -249,6 +250,8 @@ class AsyncWaltzClient(OpenedByConnect):
             for partition in self._partitions.values():
                 partition.close()
             self._closing.set()
+            for reader in list(self._range_readers):
+                reader.close()
             await asyncio.wait([root])
             self.requests.close()
             await self.links.close("the client was closed")
@@ -330,6 +333,15 @@ class AsyncWaltzClient(OpenedByConnect):
         # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
+    def waits_for(self) -> str:
+        """Return why appends may not have their outcomes yet; on any thread."""
+        waiting = [
+            f"partition {each.partition_id}: {each.stream.failure}"
+            for each in list(self._partitions.values())
+            if not each.is_ready
+        ]
+        return "; ".join(waiting[:3]) or "the servers have not answered yet"
+
     def layout(self) -> ClusterLayout:
         """Return cluster and partition owners as plain values, for `at` in other processes."""
         owners = {
@@ -337,6 +349,11 @@ class AsyncWaltzClient(OpenedByConnect):
             for partition_id, owner in self.directory.owners.items()
         }
         return ClusterLayout(self._connect, self.directory.cluster, owners)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it decrypts payloads."""
+        return self._encryption is not None
 
     async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the ID of the last committed transaction of a partition, -1 if it is empty.
@@ -600,6 +617,7 @@ class AsyncWaltzClient(OpenedByConnect):
             timeout_s=self.config.server_connect_timeout_ms / 1000,
             ssl=self._ssl,
         )
+        self._range_readers[reader] = None
         try:
             async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):
                 if self._encryption is None:
@@ -608,6 +626,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     decrypt = partial(self._encryption.decrypt, partition=partition_id)
                     yield replace(chunk, decrypt=decrypt)
         finally:
+            self._range_readers.pop(reader, None)
             reader.close()
 
     # --- private

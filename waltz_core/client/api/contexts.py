@@ -222,7 +222,10 @@ class ContextRun:
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
         row.is_attempt = True
-        await self._before_deadline(partition.window.take(1, row.size_bytes), "its window was full")
+        await self._before_deadline(
+            partition.window.take(1, row.size_bytes),
+            "the client's limit of appends in flight left no room for it",
+        )
         partition.appends.add(row)
         self._row = row
         return True

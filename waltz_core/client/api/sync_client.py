@@ -19,25 +19,25 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
 
 import uvloop
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import NOT_SENT, Opening
+from waltz_core.client.api.scanning import (
+    ArrowReader,
+    ArrowSchema,
+    ScanColumns,
+    open_scan,
+    spans_of,
+)
 from waltz_core.client.api.subscriptions import self_wait_error
+from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
@@ -59,15 +59,13 @@ from waltz_core.client.read.feed_delivery import (
     DeliveryRun,
     mark_of,
 )
-from waltz_core.client.read.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.read.ranges import RangeChunk, ReplicaSet, SteppedChunks
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.monitor import BatchOutcome
 
@@ -413,9 +411,9 @@ class WaltzClient:
         header_values: Iterable[int] = (),
         bytes_max: int | None = None,
         replicas: ReplicaSet | None = None,
-    ) -> Iterator[RangeChunk]:
+    ) -> Generator[RangeChunk, None, None]:
         """Yield the committed transactions first..last in checked chunks, dense and in order."""
-        chunks = _Chunks(
+        chunks = SteppedChunks(
             self._client.read_range(
                 partition,
                 first,
@@ -436,6 +434,29 @@ class WaltzClient:
             if not self._is_closed and os.getpid() == self._pid:
                 self._call(chunks.end())
 
+    def scan(
+        self,
+        partition: int | Iterable[int] | None = None,
+        *,
+        start: int | Mapping[int, int] | None = None,
+        stop: int | Mapping[int, int] | None = None,
+        schema: ArrowSchema | None = None,
+        data_format: str = "msgpack",
+    ) -> ArrowReader:
+        """Return a `pyarrow.RecordBatchReader` of the committed transactions start..stop-1.
+
+        It reads one partition after the other (default: all), while the consumer reads. `start` and
+        `stop` are IDs, or IDs by partition (default: all that is available now). Columns of
+        `schema` (default: the log's) that the log does not have are unpacked from the payloads,
+        strictly. Raises DataLoss for an ID after the end of the log, BelowStart for expired ones.
+        """
+        wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
+        columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
+        # A server that has just lost a partition may have a lower mark than a given ID.
+        is_given = start is not None or stop is not None
+        sources = self.replica_sets(wanted, linearizable=is_given)
+        return open_scan(self, spans_of(sources, start, stop), sources, columns)
+
     # --- private
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -450,7 +471,7 @@ class WaltzClient:
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
         """Wait for space in the window; return the outcome's future for threads."""
-        outcome: Future[ResultT] = Future()
+        outcome: Future[ResultT] = ThreadOutcome(self._client.waits_for)
         # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
@@ -505,7 +526,10 @@ class WaltzClient:
         if self._is_closed:
             raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
-            raise errors.UsageError("a blocking call on the client's own event loop")
+            raise errors.UsageError(
+                "a blocking method was called on the client's event loop, where it would wait for "
+                "itself"
+            )
 
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -771,28 +795,3 @@ def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
         outcome.set_exception(error)
     else:
         outcome.set_result(done.result())
-
-
-class _Chunks:
-    """The chunks of a range, on the loop: Ctrl-C ends the wait for a chunk, not its fetch."""
-
-    def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
-        self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
-        self._turn = asyncio.Lock()
-        self._fetching: asyncio.Task[Any] | None = None
-
-    async def next_or_none(self) -> RangeChunk | None:
-        """Return the next chunk, None after the last."""
-        self._fetching = asyncio.current_task()
-        try:
-            async with self._turn:
-                return await anext(self._chunks)
-        except StopAsyncIteration:
-            return None
-
-    async def end(self) -> None:
-        """Close the range and cancel a fetch whose caller has stopped waiting."""
-        if self._fetching is not None:
-            self._fetching.cancel()
-        async with self._turn:
-            await self._chunks.aclose()

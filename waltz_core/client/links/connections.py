@@ -29,7 +29,7 @@ from waltz_core import errors
 from waltz_core.client.links import silence
 from waltz_core.client.links.legacy_server import LegacyServer
 from waltz_core.client.links.pending_requests import AnswerT, PendingRequests
-from waltz_core.client.links.silence import Silences, SilenceWatch
+from waltz_core.client.links.silence import SilenceWatch, SilentServers
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
@@ -71,7 +71,7 @@ class ServerLink:
         link: net.Link,
         *,
         lost: Callable[["ServerLink"], None],
-        silences: Silences,
+        silences: SilentServers,
     ) -> None:
         self.number = number
         self._link = link
@@ -225,7 +225,7 @@ class ServerLinks:
         silent: Callable[[], None] | None = lambda: None,
         ssl: SSLContext | None = None,
     ) -> None:
-        self._silences = Silences(silent)
+        self._silences = SilentServers(silent)
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._ssl = ssl

@@ -30,7 +30,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig
@@ -329,7 +329,7 @@ class FixedDirectory:
         )
         self._is_open = False
         self._is_closed = False
-        self._opening = Shared(self._open_fallback)
+        self._opening = SharedRequest(self._open_fallback)
         self._request_timeout: asyncio.Timeout | None = None
         self._is_suspect = asyncio.Event()
 
@@ -444,14 +444,14 @@ class FixedDirectory:
     def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners whose generation is at least `ahead` above the known one."""
         known = self._known_owners
-        news = {
+        new_owners = {
             each: owner
             for each, owner in owners.items()
             if each not in known or owner.generation >= known[each].generation + ahead
         }
-        self._known_owners = {**known, **news}
-        if news and self._changed is not None:
-            self._changed(news)
+        self._known_owners = {**known, **new_owners}
+        if new_owners and self._changed is not None:
+            self._changed(new_owners)
 
 
 def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:

@@ -18,7 +18,7 @@ SILENT_S = 1.0
 
 
 @dataclass(slots=True)
-class _Silence:
+class _SilentServer:
     """The silence of one server: its silent connections, and whether it was logged."""
 
     connections: set[int] = field(default_factory=set)
@@ -27,7 +27,7 @@ class _Silence:
     is_logged: bool = False
 
 
-class Silences:
+class SilentServers:
     """The silent servers of one client, by address; connections have numbers.
 
     `doubt` makes the directory read ZooKeeper: the server's partitions may have moved. A server
@@ -37,14 +37,14 @@ class Silences:
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
         self._on_silence = mark_suspect
-        self._known: dict[str, _Silence] = {}
+        self._known: dict[str, _SilentServer] = {}
 
     def detected(self, address: str, connection: int, *, since_s: float) -> None:
         """It has sent nothing here since `since_s` (the loop's clock), and a caller waits."""
         if self._on_silence is None:
             return
         self._on_silence()
-        known = self._known.setdefault(address, _Silence())
+        known = self._known.setdefault(address, _SilentServer())
         if not known.connections:
             known.since_s = since_s
         known.connections.add(connection)
@@ -77,7 +77,7 @@ class Silences:
                 reason,
             )
 
-    def _ended(self, address: str, connection: int) -> _Silence | None:
+    def _ended(self, address: str, connection: int) -> _SilentServer | None:
         """Return the silence that has ended with this connection's, if it was logged."""
         known = self._known.get(address)
         if known is None:
@@ -89,7 +89,7 @@ class Silences:
         return known
 
 
-def _lasted_s(silence: _Silence) -> float:
+def _lasted_s(silence: _SilentServer) -> float:
     return asyncio.get_running_loop().time() - silence.since_s
 
 
@@ -97,7 +97,7 @@ class SilenceWatch:
     """Finds out whether the server of one connection is silent while a caller waits for it."""
 
     def __init__(
-        self, silences: Silences, address: str, connection: int, is_waiting: Callable[[], bool]
+        self, silences: SilentServers, address: str, connection: int, is_waiting: Callable[[], bool]
     ) -> None:
         self._silences = silences
         self._address = address

@@ -28,7 +28,7 @@ from waltz_core.client.model.transaction import (
 )
 from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.wire.messages import FEED_HEADERS_MAX
+from waltz_core.wire.messages import FILTER_HEADERS_MAX
 
 # The methods of callbacks in addition to `apply_transaction`.
 _HOOKS = ("client_high_water_mark", "uncaught_exception")
@@ -177,6 +177,6 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     if headers is None:
         return ()
     values = tuple(sorted({check_header(each) for each in items_of("headers", headers)}))
-    if not 0 < len(values) <= FEED_HEADERS_MAX:
-        raise errors.BadRequest(f"headers: expected 1 to {FEED_HEADERS_MAX}, found {len(values)}")
+    if not 0 < len(values) <= FILTER_HEADERS_MAX:
+        raise errors.BadRequest(f"headers: expected 1 to {FILTER_HEADERS_MAX}, found {len(values)}")
     return values

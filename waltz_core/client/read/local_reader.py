@@ -119,7 +119,9 @@ class LocalReader:
             ChecksumMismatch: a record is damaged.
         """
         if self._is_reading:
-            raise errors.Unreachable(f"{self._address}: a read is not done yet")
+            raise errors.Unreachable(
+                f"{self._address}: another read of this connection is still running"
+            )
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await query()

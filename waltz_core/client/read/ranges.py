@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, replace
 from random import Random
 from ssl import SSLContext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,8 @@ from waltz_core.wire.messages import Buffer, RangeForm, WireProtocol
 from waltz_core.wire.record_locations import LOCATIONS, decode_locations, socket_name_of
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from waltz_core.encryption.envelopes import DecryptedPayload
 
 I64 = npt.NDArray[np.int64]
@@ -165,6 +167,13 @@ class RangeQuery:
     header_values: tuple[int, ...] = ()
     bytes_max: int = RANGE_BYTES_MAX
 
+    def __post_init__(self) -> None:
+        """Raise BadRequest for a filter that servers do not accept."""
+        if (count := len(self.header_values)) > messages.FILTER_HEADERS_MAX:
+            raise errors.BadRequest(
+                f"headers: expected at most {messages.FILTER_HEADERS_MAX}, found {count}"
+            )
+
 
 Fetch = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
 Start = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
@@ -195,6 +204,31 @@ async def read_chunks(
         if start is not None and rest.first <= rest.last:
             coming = start(fetch(rest))
         yield chunk
+
+
+class SteppedChunks:
+    """The chunks of a range, on the loop: Ctrl-C ends the wait for a chunk, not its fetch."""
+
+    def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
+        self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
+        self._turn = asyncio.Lock()
+        self._fetching: asyncio.Task[Any] | None = None
+
+    async def next_or_none(self) -> RangeChunk | None:
+        """Return the next chunk, None after the last."""
+        self._fetching = asyncio.current_task()
+        try:
+            async with self._turn:
+                return await anext(self._chunks)
+        except StopAsyncIteration:
+            return None
+
+    async def end(self) -> None:
+        """Close the range and cancel a fetch whose caller has stopped waiting."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+        async with self._turn:
+            await self._chunks.aclose()
 
 
 # ---------------------------------------------------------------------------------------------

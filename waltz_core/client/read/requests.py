@@ -147,9 +147,10 @@ class OwnerRequests:
                         last_error.code,
                         f"partition {partition_id}: no answer within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",
+                        retry_after_ms=_retry_after_ms(last_error),
                     ) from error
                 before = error
-                named_s = error.retry_after_ms / 1000 if isinstance(error, errors.Overloaded) else 0
+                named_s = _retry_after_ms(error) / 1000
                 named_s = min(named_s, deadline_s - now_s - pause_s)
             await asyncio.sleep(max(named_s, pause_s * (0.5 + self._random.random() / 2)))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
@@ -427,3 +428,7 @@ async def by_partition(
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return {partition: task.result() for partition, task in tasks.items()}
+
+
+def _retry_after_ms(error: errors.WaltzError) -> int:
+    return error.retry_after_ms if isinstance(error, errors.Overloaded) else 0

@@ -28,7 +28,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.monitor import BatchOutcome, Single, Submission
+from waltz_core.client.stream.monitor import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -43,7 +43,7 @@ from waltz_core.wire.messages import Reason
 SINGLES_MAX = 8
 # While at least this many submissions are in flight, rows are gathered until one of them has its
 # outcome or a submission is full: under load many small writers share a frame, else none waits.
-SUBMISSIONS_BEFORE_GATHERING = 1
+UNANSWERED_SUBMISSIONS_MIN = 1
 # The server delays its answer to a rejection by a contended lock; other rows do not wait for it.
 GATHERING_S_MAX = 0.005
 # Delays before rows are sent again; the longer one after a full disk or a full queue.
@@ -344,7 +344,7 @@ class Appends:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        if self._has_landed or len(self._submissions) < SUBMISSIONS_BEFORE_GATHERING:
+        if self._has_landed or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
             self._send_gathered()
         elif self._gather_timer is None:
             self._gather_timer = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
@@ -392,7 +392,7 @@ class Appends:
         token = self._next_token()
         self._submissions[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
-        single = Single(row.header, row.data, *locks, row.follows)
+        single = SingleRow(row.header, row.data, *locks, row.follows)
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
@@ -484,6 +484,8 @@ class Appends:
                 row.future.set_result(TransactionId(transaction_id))
             else:
                 error = error_of(self._partition_id, row, result, outcome.detail)
+                if isinstance(error, errors.Overloaded):
+                    error.retry_after_ms = outcome.retry_after_ms
                 if isinstance(error, errors.LockFailed) and outcome.following is not None:
                     error.following = outcome.following
                     error.conflicting = outcome.following.mark

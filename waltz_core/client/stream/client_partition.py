@@ -25,14 +25,14 @@ from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.links.outage import LOG_AFTER_S, Outage
-from waltz_core.client.stream import stream_events
+from waltz_core.client.stream import stream_events, verdicts
 from waltz_core.client.stream.appends import Appends, AppendWindow
 from waltz_core.client.stream.monitor import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.driver import Driver
+from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.machine import Report
 from waltz_core.records.record import Generation, PartitionId, TransactionId
@@ -197,9 +197,10 @@ class ClientPartition:
             async with asyncio.timeout(timeout_ms / 1000):
                 await future
         except TimeoutError as error:
-            raise errors.Unreachable(
+            raise verdicts.timed_out(
                 f"partition {self.partition_id} could not be mounted within {timeout_ms} ms: "
-                f"{self.stream.failure}"
+                f"{self.stream.failure}",
+                self.stream.pause_ms(loop_clock_ms()),
             ) from error
         finally:
             self._mount_waiters.pop(future, None)
@@ -310,7 +311,7 @@ class ClientPartition:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
             if around.claim is not None:
                 await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
-            link = await around.links.get(owner.address, excluded=effect.spoiled)
+            link = await around.links.get(owner.address, excluded=effect.avoided_links)
             self._check_claim(link)
             identity: ClientIdentity | None = None
             if self.stream.needs_client_id:

@@ -74,7 +74,9 @@ class BatchOutcome:
     conflicting: I64
     # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
     following: FollowedState | None = None
-    detail: str = ""  # the server's words about a rejection of all rows
+    # Of a rejection of all rows: the server's words, and the pause that it requests.
+    detail: str = ""
+    retry_after_ms: int = 0
 
     @property
     def has_rejections(self) -> bool:
@@ -89,7 +91,12 @@ class BatchOutcome:
 
     @staticmethod
     def uniform(
-        row_count: int, reason: Reason, *, high_water_mark: TransactionId, detail: str = ""
+        row_count: int,
+        reason: Reason,
+        *,
+        high_water_mark: TransactionId,
+        detail: str = "",
+        retry_after_ms: int = 0,
     ) -> "BatchOutcome":
         """Return the outcome of rows that were all rejected for one reason."""
         assert reason is not Reason.COMMITTED
@@ -99,10 +106,11 @@ class BatchOutcome:
             np.full(row_count, reason, dtype=np.uint8),
             np.full(row_count, BEFORE_FIRST, dtype=np.int64),
             detail=detail,
+            retry_after_ms=retry_after_ms,
         )
 
 
-class Single(NamedTuple):
+class SingleRow(NamedTuple):
     """The fields of an append of one row that goes without Arrow."""
 
     header: int
@@ -124,19 +132,19 @@ class Submission:
     token: int
     row_count: int
     client_high_water_mark: TransactionId
-    content: Buffer | Single
+    content: Buffer | SingleRow
     content_crc: int
     keeps_order: bool = False
 
     @property
     def size_bytes(self) -> int:
         """The bytes of payload or data."""
-        return len(self.content.data if isinstance(self.content, Single) else self.content)
+        return len(self.content.data if isinstance(self.content, SingleRow) else self.content)
 
     @property
     def follows(self) -> FollowedState | None:
         """The in-flight appends that it depends on; None without any."""
-        return self.content.follows if isinstance(self.content, Single) else None
+        return self.content.follows if isinstance(self.content, SingleRow) else None
 
     def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
         """Return the request that carries it.
@@ -145,7 +153,7 @@ class Submission:
         depend on any.
         """
         mark, content = self.client_high_water_mark, self.content
-        if isinstance(content, Single):
+        if isinstance(content, SingleRow):
             locks = (content.write_locks, content.read_locks, content.append_locks)
             rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
             if content.follows is None:
@@ -415,7 +423,7 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
 
 def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
     submission, content = pending.submission, pending.submission.content
-    if submission.follows is None or not isinstance(content, Single):
+    if submission.follows is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
             f"predecessors {tuple(result.req_id)}: the append was not a dependent one"
         )

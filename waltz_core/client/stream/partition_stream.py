@@ -119,7 +119,7 @@ class PartitionStream:
         self._remount_reason: str | None = None
         self._link = -1
         # Links with appends that were never answered (invariant 4).
-        self._spoiled: dict[int, None] = {}
+        self._avoided_links: dict[int, None] = {}
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
@@ -236,8 +236,8 @@ class PartitionStream:
         self.phase = Phase.LINKING
         self._phase_deadline_ms = None
         self.attempt += 1
-        self._spoiled.update((pending.link, None) for pending in self._monitor)
-        out.append(OpenLink(self.attempt, tuple(self._spoiled)))
+        self._avoided_links.update((pending.link, None) for pending in self._monitor)
+        out.append(OpenLink(self.attempt, tuple(self._avoided_links)))
 
     def _linked(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -246,7 +246,7 @@ class PartitionStream:
             self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
-        assert event.link not in self._spoiled  # invariant 4
+        assert event.link not in self._avoided_links  # invariant 4
         assert not self.needs_client_id
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
@@ -270,18 +270,18 @@ class PartitionStream:
         out.append(Send(self._link, request))
 
     def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
-        self._spoiled.pop(event.link, None)
+        self._avoided_links.pop(event.link, None)
         for pending in self._monitor:
             pending.is_link_lost |= pending.link == event.link
         if event.link == self._link and self.phase in _LINKED:
             self._leave(event.reason, now_ms, out)
 
-    def _spoil(self, pending: Pending) -> None:
+    def _avoid_link(self, pending: Pending) -> None:
         """Do not mount the link of an unanswered submission again."""
         if pending.is_link_lost:
-            self._spoiled.pop(pending.link, None)
+            self._avoided_links.pop(pending.link, None)
         else:
-            self._spoiled[pending.link] = None
+            self._avoided_links[pending.link] = None
 
     def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -340,11 +340,17 @@ class PartitionStream:
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
-        delay_ms = max(self._backoff.failed(), self._paused_until_ms - now_ms)
+        # A request waits no longer than its timeout in any case.
+        pause_ms = min(self.pause_ms(now_ms), self._settings.request_timeout_ms)
+        delay_ms = max(self._backoff.failed(), pause_ms)
         if delay_ms == 0:
             self._open_link(out)
         else:
             self._phase_deadline_ms = now_ms + delay_ms
+
+    def pause_ms(self, now_ms: int) -> int:
+        """Return the rest of the pause that a server has requested (invariant 9)."""
+        return max(0, self._paused_until_ms - now_ms)
 
     # --- messages
 
@@ -433,12 +439,13 @@ class PartitionStream:
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
-            self._spoil(pending)
+            self._avoid_link(pending)
             self._settle_submission(pending.submission, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
         self._is_id_denied = False
         self._phase_deadline_ms = None
+        self._paused_until_ms = now_ms
         self._ready_since_ms = now_ms
         self._wants_mount = False
         out.append(Ready(self.high_water_mark))
@@ -468,10 +475,9 @@ class PartitionStream:
             out.append(self._report("stream.message_ignored", message=str(error)))
 
     def _note_pause(self, error: errors.WaltzError, now_ms: int) -> None:
-        """Invariant 9; a request waits no longer than its timeout in any case."""
+        """Invariant 9."""
         if isinstance(error, errors.Overloaded):
-            pause_ms = min(error.retry_after_ms, self._settings.request_timeout_ms)
-            self._paused_until_ms = max(self._paused_until_ms, now_ms + pause_ms)
+            self._paused_until_ms = max(self._paused_until_ms, now_ms + error.retry_after_ms)
 
     def _read_below_start(self, error: errors.BelowStart, now_ms: int, out: list[Effect]) -> None:
         """The log begins after what must be read back: these rows have an unknown outcome."""
@@ -535,8 +541,9 @@ class PartitionStream:
                 reason,
                 high_water_mark=self.high_water_mark,
                 detail=str(error),
+                retry_after_ms=self.pause_ms(now_ms),
             )
-            is_paused = self._paused_until_ms > now_ms
+            is_paused = outcome.retry_after_ms > 0
             self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
@@ -598,13 +605,14 @@ class PartitionStream:
         for pending in late:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
-            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure)
+            pause_ms = self.pause_ms(now_ms)
+            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure, pause_ms)
             out.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
-        self._spoil(pending)
+        self._avoid_link(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
             out.append(SubmissionSettled(pending.submission.token, outcome))

@@ -185,10 +185,10 @@ Event: TypeAlias = (
 
 @value(frozen=True, slots=True)
 class OpenLink:
-    """Find the partition's owner and connect to it, on a link that is not in `spoiled`."""
+    """Find the partition's owner and connect to it, on a link that is not in `avoided_links`."""
 
     attempt: int
-    spoiled: tuple[int, ...]
+    avoided_links: tuple[int, ...]
 
 
 @value(frozen=True, slots=True)

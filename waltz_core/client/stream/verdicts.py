@@ -64,12 +64,19 @@ def is_mount_retriable(error: errors.WaltzError) -> bool:
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 
 
-def not_sent(partition_id: PartitionId, timeout_ms: int, failure: str) -> errors.Unreachable:
+def not_sent(
+    partition_id: PartitionId, timeout_ms: int, failure: str, retry_after_ms: int
+) -> errors.Unavailable:
     """Return the error of a submission that was never sent, so it is not in the log."""
-    return errors.Unreachable(
-        f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
-        "it is not in the log"
-    )
+    text = f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
+    return timed_out(f"{text}it is not in the log", retry_after_ms)
+
+
+def timed_out(text: str, retry_after_ms: int) -> errors.Unavailable:
+    """Return the error of a timeout; Overloaded while a server requests a pause."""
+    if retry_after_ms > 0:
+        return errors.Overloaded(text, retry_after_ms)
+    return errors.Unreachable(text)
 
 
 def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:

@@ -85,7 +85,7 @@ class Change(NamedTuple):
         return f"partition {self.partition_id}: {' '.join(added + removed)}"
 
 
-class Wait(NamedTuple):
+class PlanWait(NamedTuple):
     """A partition's next step must wait; the reason is shown to the user."""
 
     partition_id: PartitionId
@@ -97,7 +97,7 @@ class Wait(NamedTuple):
 
 def next_step(
     partition_id: PartitionId, now: PartitionReplicas, plan: Plan
-) -> Change | Wait | None:
+) -> Change | PlanWait | None:
     """Return the next step of a partition, or why it must wait; None if it is as wanted."""
     wanted = plan.wanted[partition_id]
     if not wanted:
@@ -111,7 +111,7 @@ def next_step(
         return _one_by_one(partition_id, now, lacking, leaving)
     reason = _awaited_session(now) or _not_in_sync(now, plan.joining[partition_id])
     if reason is not None:
-        return Wait(partition_id, reason)
+        return PlanWait(partition_id, reason)
     if lacking:
         return _add_replica(partition_id, now, lacking[0], leaving)
     if leaving:
@@ -183,7 +183,7 @@ def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str 
 
 def _add_replica(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
-) -> Change | Wait:
+) -> Change | PlanWait:
     away = [each for each in leaving if each not in now.in_sync]
     if away:  # The quorum keeps its size, so appends need not wait for the copy.
         after = (*_without(now.assigned, away[0]), added)
@@ -196,7 +196,7 @@ def _add_replica(
 
 def _remove_replica(
     partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
-) -> Change | Wait:
+) -> Change | PlanWait:
     away = [each for each in leaving if each not in now.in_sync]
     after = _without(now.assigned, (away or leaving)[0])
     return _checked(partition_id, now, after, len([each for each in now.in_sync if each in after]))
@@ -207,13 +207,13 @@ def _checked(
     now: PartitionReplicas,
     after: tuple[ReplicaId, ...],
     in_sync_count: int,
-) -> Change | Wait:
+) -> Change | PlanWait:
     """Return the change, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
         return Change(partition_id, now.assigned, after)
     missing = [each for each in now.assigned if each not in now.in_sync]
-    return Wait(
+    return PlanWait(
         partition_id,
         f"{_names(missing)} is not in sync, and appends would need {quorum} of {_names(after)}. "
         "Hint: start it, or replace its storage.",
@@ -403,14 +403,14 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
 def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
     replicas = places.held[partition_id]
     while True:
-        given_up = places.worst_of(replicas)
-        others = [each for each in replicas if each != given_up]
-        found = places.best_for(others, [given_up])
+        removed = places.worst_of(replicas)
+        others = [each for each in replicas if each != removed]
+        found = places.best_for(others, [removed])
         if found is None:
             return
         if places.group_count([*others, found]) <= places.group_count(replicas):
             return
-        places.move(partition_id, given_up, found)
+        places.move(partition_id, removed, found)
 
 
 def _move_one(places: _Places) -> bool:

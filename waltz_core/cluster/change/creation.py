@@ -17,7 +17,14 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster.membership.assignment import assign_replicas
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Delete, Operation, Set
+from waltz_core.cluster.znodes.interface import (
+    NO_NODE,
+    CheckVersion,
+    CreateNode,
+    Delete,
+    Operation,
+    Set,
+)
 from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -160,7 +167,7 @@ def _steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     steps: list[list[Operation]] = []
     room = 0
     for each in operations:
-        data = b"" if isinstance(each, Delete) else each.data or b""
+        data = b"" if isinstance(each, Delete | CheckVersion) else each.data or b""
         size = _OPERATION_BYTES + len(each.path) + len(data)
         if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
             steps.append([])

@@ -27,7 +27,8 @@ Rules (docs/design/correctness.md 2.4, row 15):
     5. Client IDs (both counters) and generations continue above all that were ever allocated, so
        that no append is taken for an old one. They start at the seconds since 2020. The operator's
        clock may have been set back, so they also start above the greatest ones in the last records
-       of each log.
+       of each log. Principals can have requested more issued IDs than that; proofs of these IDs end
+       with their key (`stored_permissions.py`, rule 4).
     6. ZooKeeper is written before a replica is marked: a marked replica is trusted. If a command
        died between the two and the old metadata was still in ZooKeeper, a session would count the
        replica, although it lacks records.

@@ -9,7 +9,8 @@ Rules (docs/decisions/047, "Backup and restore"):
        ends before the backup's mark, no write counts as done: a repetition finds its rows in the
        log, and appends those that are missing. A write that is being removed stays so.
     4. The permissions are those of the backup, with their revision: daemons of a restored cluster
-       start with it.
+       start with it. They have a new key for proofs of client IDs: IDs that were issued after the
+       backup have proofs of the earlier key, and may be issued again.
 """
 
 from collections.abc import Mapping
@@ -58,8 +59,12 @@ def restored_cluster(
     cluster_key: bytes,
     ends: Mapping[PartitionId, model.ArchivedMark | None],
     ids: int,
+    client_key: bytes,
 ) -> RestoredCluster:
-    """Return the cluster of a backup up to these ends; `ids` as for a rebuilding (rule 2)."""
+    """Return the cluster of a backup up to these ends; `ids` as for a rebuilding (rule 2).
+
+    `client_key` is a new key for proofs of client IDs (rule 4).
+    """
     partitions = tuple(
         RestoredPartition(
             Generation(max(each.generation + 1, ids)),
@@ -83,7 +88,7 @@ def restored_cluster(
             for name, each in backup.writes.items()
         },
         sources,
-        backup.access,
+        None if backup.access is None else replace(backup.access, client_key=client_key),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, Wait
+from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, PlanWait
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import Delete, Set, Signal
@@ -96,7 +96,7 @@ class Progress:
 
     done_count: int
     count: int
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[PlanWait, ...] = ()
     step: tuple[Change, ...] = ()
 
 
@@ -229,7 +229,7 @@ class Storages:
             for partition_id in [each for each, step in steps.items() if step is None]:
                 open_ends.remove(partition_id)
             todo = tuple(each for each in steps.values() if isinstance(each, Change))
-            waits = tuple(each for each in steps.values() if isinstance(each, Wait))
+            waits = tuple(each for each in steps.values() if isinstance(each, PlanWait))
             on_progress(Progress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo))
             if not open_ends:
                 raise _Done

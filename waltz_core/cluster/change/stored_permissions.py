@@ -7,8 +7,12 @@ Rules:
        node is at the version before it. Otherwise the error goes to the caller.
     3. Another user of ZooKeeper may have created the node, or that of the audit, before. So the
        first permissions and replaced ones also set the access lists of both, before they are read.
+    4. Permissions that are written where there are none get a new key for proofs of client IDs. The
+       counter of IDs may have begun again below IDs that have a proof of the earlier key
+       (`rebuilding.py`, rule 5).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -99,13 +103,16 @@ class StoredPermissions:
         found: Permissions,
         author: Author,
         check: Callable[[Permissions, Permissions], None],
+        *,
+        new_key: bytes,
     ) -> PermissionsChange:
         """Write permissions of a file, also where there are none, or unreadable ones.
 
         Their revision is above that of the file and that of the node. `check` receives the ones
-        before, if they can be read, and those after, and may raise.
+        before, if they can be read, and those after, and may raise. `new_key` is for rule 4.
         """
         await self._protect()
+        first = dataclasses.replace(found, client_key=new_key)
         for _ in range(WRITE_ATTEMPTS_MAX):
             node, before = await self._get(), None
             if node is not None:
@@ -114,7 +121,7 @@ class StoredPermissions:
                 except errors.BadFormat:
                     before = None  # It is replaced because of that.
             newest = max(found.revision, before.revision if before else 0)
-            made = next_revision(found, newest + 1, *author)
+            made = next_revision(first if node is None else found, newest + 1, *author)  # rule 4
             if before is not None:
                 check(before, made)
             if await self._is_written(made, node):

@@ -72,7 +72,7 @@ def assign_partitions(
     for server_id in distribution.owned:
         distribution.assign_preferred(server_id, servers[server_id].preferred)
     if keeps_all and servers.keys() <= old.servers.keys():
-        distribution.keep_all()
+        distribution.keep_current_owners()
     else:
         for server_id in distribution.owned:
             distribution.keep(server_id)
@@ -164,7 +164,7 @@ class _Distribution:
         kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
         self._assign_up_to_share(server_id, kept)
 
-    def keep_all(self) -> None:
+    def keep_current_owners(self) -> None:
         for partition_id in sorted(self.free):
             owner = self._owner.get(partition_id)
             if owner in self.owned:

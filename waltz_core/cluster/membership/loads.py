@@ -76,7 +76,7 @@ class LoadMeter:
         return found
 
 
-class LoadBook:
+class LoadAverages:
     """The loads that are used for all partitions (rule 3)."""
 
     def __init__(self, window_ms: int) -> None:

@@ -154,7 +154,7 @@ def eligible(
     return frozenset(filter(may_own, live)) or frozenset(live)
 
 
-class ReachBoard:
+class PublishedReachability:
     """Where servers publish, through one session (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:

@@ -31,7 +31,7 @@ from waltz_core.cluster.membership.assignment import (
     move_partitions,
     with_generations,
 )
-from waltz_core.cluster.membership.reachability import ReachBoard, eligible
+from waltz_core.cluster.membership.reachability import PublishedReachability, eligible
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Delete, NodeStat, Operation, Set, Signal
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
@@ -98,7 +98,7 @@ class Membership:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._reach = ReachBoard(nodes)
+        self._reach = PublishedReachability(nodes)
         # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
         # For rule 5: the last addresses of servers, the servers known to be dead, and the signals

@@ -79,7 +79,15 @@ class Delete:
     version: int
 
 
-Operation = CreateNode | Set | Delete
+@dataclass(frozen=True, slots=True)
+class CheckVersion:
+    """Change nothing: a node must be at `version`."""
+
+    path: str
+    version: int
+
+
+Operation = CreateNode | Set | Delete | CheckVersion
 
 
 class SessionState(Enum):

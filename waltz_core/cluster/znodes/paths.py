@@ -96,7 +96,7 @@ ZNODES = (
         "R/x/writes/W/T",
         "persistent",
         "TaskState (JSON)",
-        "servers, for each attempt of T",
+        "servers, at each attempt of task T",
         _MEMBERS,
     ),
     Znode(

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 
-class Shared:
+class SharedRequest:
     """A request that concurrent callers share.
 
     Args:

@@ -102,8 +102,8 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
     if node is None:
         return
     names = () if listing is None else listing.names
-    strange = [name for name in names if name not in TOP_NAMES]
-    for path in _children(root, tuple(strange)):
+    foreign_names = [name for name in names if name not in TOP_NAMES]
+    for path in _children(root, tuple(foreign_names)):
         for other in await find_clusters(znodes, path):
             raise errors.BadRequest(
                 f"{root} of ZooKeeper {znodes.where}: expected no other cluster below it, found "
@@ -111,8 +111,12 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
             )
     if _params(node.data) is not None:
         return
-    if node.data or strange:
-        what = f"a node {strange[0]}" if strange else f"{len(node.data)} bytes of another program"
+    if node.data or foreign_names:
+        what = (
+            f"a node {foreign_names[0]}"
+            if foreign_names
+            else f"{len(node.data)} bytes of another program"
+        )
         raise errors.BadRequest(
             f"{root} of ZooKeeper {znodes.where}: expected a cluster or its remains, found {what}"
         )

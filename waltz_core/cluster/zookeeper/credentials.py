@@ -79,6 +79,7 @@ class Credentials:
     grants: tuple[NodePermission, ...] = ()
     members: User | None = None
     administrators: str = ""  # USER:HASH
+    where: str = field(default="", compare=False)  # the file, for errors
 
     @property
     def is_member(self) -> bool:
@@ -125,7 +126,7 @@ def parse_credentials(text: str, where: str) -> Credentials:
     if not lines:
         raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found nothing")
     (number, first), *others = lines
-    found = Credentials(_user(first, _FIRST_LINE, f"{where}, line {number}"))
+    found = Credentials(_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where)
     for number, line in others:
         found = _with_line(found, line, f"{where}, line {number}")
     return found

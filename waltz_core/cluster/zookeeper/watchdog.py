@@ -32,7 +32,7 @@ class Watchdog:
     def __init__(self, timeout_ms: int, now_ms: int) -> None:
         self.timeout_ms = timeout_ms
         self._beat_ms = now_ms  # written by the loop
-        self._asked_ms = now_ms  # written by the thread
+        self._checked_ms = now_ms  # written by the thread
 
     def beat(self, now_ms: int) -> None:
         """Note that the event loop runs."""
@@ -44,7 +44,7 @@ class Watchdog:
 
     def may_keep_session(self, now_ms: int) -> bool:
         """Return whether ZooKeeper may receive a heartbeat now (rules 2 and 3)."""
-        gap_ms, self._asked_ms = now_ms - self._asked_ms, now_ms
+        gap_ms, self._checked_ms = now_ms - self._checked_ms, now_ms
         if self.silent_ms(now_ms) <= self.timeout_ms:
             return True
         return gap_ms > LOST_AFTER_SHARE * self.timeout_ms

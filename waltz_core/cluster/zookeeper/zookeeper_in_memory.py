@@ -19,6 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
+    CheckVersion,
     Children,
     CreateNode,
     Delete,
@@ -155,6 +156,8 @@ class MemoryZooKeeper:
                 self._touch_parent(path)
                 touched.append(path)
                 return NO_NODE
+            case CheckVersion(path, version):
+                return self._expect(path, version).version
 
     def _create(self, operation: CreateNode, owner: int, touched: list[str]) -> int:
         parent = self._nodes.get(_parent(operation.path))

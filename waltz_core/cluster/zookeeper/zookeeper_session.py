@@ -47,6 +47,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     PERSISTENT,
+    CheckVersion,
     Children,
     CreateNode,
     Delete,
@@ -59,7 +60,7 @@ from waltz_core.cluster.znodes.interface import (
     StateCallback,
 )
 from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,
@@ -90,6 +91,10 @@ CONFLICT_ERRORS = (
     NodeExistsError,
     NoNodeError,
     NotEmptyError,
+)
+_FILE_HINT = (
+    "Hint: an auth file has users of ZooKeeper, not a token (docs/zookeeper.md, 'Access control'); "
+    "commands that change the cluster need the file of an administrator."
 )
 # ZooKeeper's errors for the other operations of a rejected write.
 OTHER_OPERATION_ERRORS = (RolledBackError, RuntimeInconsistency)
@@ -227,7 +232,7 @@ class ZooKeeperSession:
         self._is_closed = False
         self._signals: list[_Signal] = []
         self._callbacks: list[StateCallback] = []
-        self._syncs = Shared(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
+        self._syncs = SharedRequest(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
         """Connect; raises CoordinatorUnavailable if that fails, and ends the session then."""
@@ -487,6 +492,8 @@ class ZooKeeperSession:
                     versions.append(cast("ZnodeStat", result).version)
                 case Delete():
                     versions.append(NO_NODE)
+                case CheckVersion(version=version):
+                    versions.append(version)
         return versions
 
     async def protect(self, path: str) -> int:
@@ -524,14 +531,15 @@ class ZooKeeperSession:
         if self._credentials is None:
             return (
                 f"ZooKeeper {self._hosts} requires authentication at {path}: expected a connect "
-                "string that ends in ?auth=FILE, found none"
+                f"string with ?auth=FILE, found none. {_FILE_HINT}"
             )
         name = self._credentials.user.name
         if self._credentials.is_member and self._row(path).members != MEMBER_PERMISSIONS:
             return f"ZooKeeper {self._hosts} denies access to {path}: {_expected_other(name)}"
         return (
-            f"ZooKeeper {self._hosts} denies access to {path}: expected the user and the password "
-            f"that created it, found user {name!r} with another password, or another user"
+            f"ZooKeeper {self._hosts} denies access to {path}: expected the user that created it, "
+            f"with its password, found {name!r} in {self._credentials.where}: the user or the "
+            f"password is another one. {_FILE_HINT}"
         )
 
     def check_role(self) -> None:
@@ -627,14 +635,15 @@ class _Signal:
 def _read_credentials(place: ConnectString) -> Credentials | None:
     if not place.auth_file:
         return None
+    where = f"the auth file {place.auth_file!r} of the connect string"
     try:
         with open(place.auth_file, encoding="utf-8") as file:
-            return parse_credentials(file.read(), place.auth_file)
+            return parse_credentials(file.read(), where)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise errors.BadConfig(
-            f"the auth file {place.auth_file!r} of the connect string cannot be read: {reason}"
-        ) from error
+        raise errors.BadConfig(f"{where} cannot be read: {reason}. {_FILE_HINT}") from error
+    except errors.BadConfig as error:
+        raise errors.BadConfig(f"{error}. {_FILE_HINT}") from None
 
 
 def _expected_other(name: str) -> str:
@@ -671,6 +680,9 @@ def _add(
         case Delete(path, version):
             assert version >= 0  # rule 4
             request.delete(path, version)
+        case CheckVersion(path, version):
+            assert version >= 0  # rule 4
+            request.check(path, version)
 
 
 def _conflict(operation: Operation, error: Exception) -> str:

@@ -18,7 +18,7 @@ from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Reached
+from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached
 from waltz_core.server.locking.dependent_appends import Followers
 from waltz_core.server.locking.tickets import AppendCounters, FlushGroup, SingleTicket, Ticket
 from waltz_core.server.partition_events import SendToClient
@@ -50,23 +50,23 @@ class Completions:
         ticket.flush_group.unfinished -= 1
         assert ticket.flush_group.unfinished >= 0
         while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
-            out.extend(Reached(token) for token in self._flush_groups.popleft().waiting)
+            out.extend(BarrierReached(token) for token in self._flush_groups.popleft().waiting)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Return `Reached` when everything received up to now has ended."""
+        """Return `BarrierReached` when everything received up to now has ended."""
         if self._flush_groups[-1].unfinished:
             self._flush_groups[-1].waiting.append(token)
             self._flush_groups.append(FlushGroup())
         elif len(self._flush_groups) > 1:
             self._flush_groups[-2].waiting.append(token)
         else:
-            return [Reached(token)]
+            return [BarrierReached(token)]
         return []
 
     def abandon(self) -> list[AppendOutcome]:
         """No request will end any more: notify everything that waits."""
         out: list[AppendOutcome] = [
-            Reached(token) for group in self._flush_groups for token in group.waiting
+            BarrierReached(token) for group in self._flush_groups for token in group.waiting
         ]
         self._flush_groups = deque((FlushGroup(),))
         return out

@@ -19,7 +19,7 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
     6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
-       most `FEED_HEADERS_MAX` headers: a peer must not exhaust memory.
+       most `FILTER_HEADERS_MAX` headers: a peer must not exhaust memory.
     7. With access control, a client ID without a proof belongs to the principal that has mounted it
        first in the generation, for as long as its fence is remembered (rule 3).
 """
@@ -41,7 +41,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountRequest, MountWriter
+from waltz_core.wire.messages import FILTER_HEADERS_MAX, LATEST_MARK, MountRequest, MountWriter
 
 # Rule 6. A client uses one ID on a connection, and the next one after 2^31 appends.
 CLIENTS_MAX: Final = 64
@@ -142,14 +142,16 @@ class Mounts:
     ) -> WaltzError | None:
         """Rule 6."""
         count = len(message.header_values) if isinstance(message, MountWriter) else 0
-        if count > FEED_HEADERS_MAX:
+        if count > FILTER_HEADERS_MAX:
             return BadRequest(
-                f"{place}: expected at most {FEED_HEADERS_MAX} headers, found {count}"
+                f"{place}: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
             )
         others = self._clients_of.get(connection, ())
         if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
             return None
-        return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
+        return Overloaded(
+            f"{place}: expected at most {CLIENTS_MAX} clients on this connection, found one more"
+        )
 
     def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int

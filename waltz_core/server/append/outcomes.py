@@ -26,7 +26,7 @@ class BatchCommitted:
 
 
 @value(frozen=True, slots=True)
-class Reached:
+class BarrierReached:
     """Everything that a flush or a mount waited for is final."""
 
     token: int
@@ -40,5 +40,5 @@ class AheadOfLog:
 
 
 AppendOutcome: TypeAlias = (
-    SendToClient | SubmitBatch | BatchCommitted | Reached | AheadOfLog | Fetch | Report
+    SendToClient | SubmitBatch | BatchCommitted | BarrierReached | AheadOfLog | Fetch | Report
 )

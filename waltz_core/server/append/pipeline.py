@@ -45,7 +45,12 @@ from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.in_flight import Draft, Flight, Flights
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import AppendOutcome, BatchCommitted, Reached, SubmitBatch
+from waltz_core.server.append.outcomes import (
+    AppendOutcome,
+    BarrierReached,
+    BatchCommitted,
+    SubmitBatch,
+)
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.dependent_appends import Followers
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
@@ -157,7 +162,7 @@ class AppendPipeline:
                 if ticket.settle(min(last, submitted), self._loss):
                     self._mounts.invalidate(ticket.req_id.client_id)
                 self._landed(ticket, out)
-            out.extend(Reached(token) for token in each.waiting)
+            out.extend(BarrierReached(token) for token in each.waiting)
         self._flights.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
@@ -221,7 +226,7 @@ class AppendPipeline:
                     queued.append(ticket)  # It was not submitted.
                 else:
                     doubtful[id(ticket)] = ticket
-            out.extend(Reached(token) for token in each.waiting)
+            out.extend(BarrierReached(token) for token in each.waiting)
         for ticket in self._lanes.drop_all():
             if isinstance(ticket, BatchTicket) and ticket.validated_count:
                 doubtful[id(ticket)] = ticket
@@ -283,10 +288,10 @@ class AppendPipeline:
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
-        """Return `Reached` when everything that is in flight now is final; for mounts."""
+        """Return `BarrierReached` when everything that is in flight now is final; for mounts."""
         last = self._flights.last
         if last is None:
-            return [Reached(token)]
+            return [BarrierReached(token)]
         last.waiting.append(token)
         return []
 
@@ -295,7 +300,7 @@ class AppendPipeline:
         return self._completions.answer_ahead(ticket, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Return `Reached` when everything received up to now is final."""
+        """Return `BarrierReached` when everything received up to now is final."""
         return self._completions.flush(token)
 
     # -----------------------------------------------------------------------------------------
@@ -491,7 +496,7 @@ class AppendPipeline:
             out += self._completions.answer_rejected(
                 self._lock_queues.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
-        out.extend(Reached(token) for token in flight.waiting)
+        out.extend(BarrierReached(token) for token in flight.waiting)
 
     def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
         if not is_contending(ticket):

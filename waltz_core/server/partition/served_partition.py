@@ -468,7 +468,7 @@ class Partition:
             )
             return
         if event.has_expired:
-            self._give_up("batches of an earlier session are below the start of the log")
+            self._abandon("batches of an earlier session are below the start of the log")
             return
         unbroken = opened.unbroken and opened.generation == self._settled_generation
         self._settled_generation = opened.generation
@@ -576,10 +576,10 @@ class Partition:
 
     def _lose(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
-        self._give_up(f"data loss: {reason}")
+        self._abandon(f"data loss: {reason}")
         self._out.append(Report("partition.data_loss", (("reason", reason),)))
 
-    def _give_up(self, reason: str) -> None:
+    def _abandon(self, reason: str) -> None:
         """Release the partition: appends in flight have an unknown outcome."""
         self._stop_serving(reason)
         self._drive(replication.ReleaseOwnership())
@@ -601,7 +601,7 @@ class Partition:
         waiting += self.reads.abandon()
         self._mounts.end()
         self._out.extend(answers.reject(request, gone) for request in waiting)
-        assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
+        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
@@ -615,7 +615,7 @@ class Partition:
                     self._drive(replication.Submit(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
                     self.reads.remember(outcome.entry, outcome.batch)
-                case outcomes.Reached():
+                case outcomes.BarrierReached():
                     self._reached(outcome.token)
                 case outcomes.AheadOfLog():
                     self._prove(outcome.ticket)

@@ -2,8 +2,8 @@
 
 Rules:
     1. A request that needs a session waits for it for `open_wait_ms`, and is then rejected.
-    2. Mounts and flushes wait for a token that the append pipeline returns (`Reached`). Only the
-       latest mount of a client waits.
+    2. Mounts and flushes wait for a token that the append pipeline returns (`BarrierReached`). Only
+       the latest mount of a client waits.
 """
 
 from collections import deque

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
-from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
+from waltz_core.cluster.membership.loads import LoadAverages, LoadMeter
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import WaltzError
@@ -62,7 +62,7 @@ class Balancing:
         self._pace = pace
         self._is_fit = is_fit
         self._meter = LoadMeter(pace.window_ms)
-        self._book = LoadBook(pace.window_ms)
+        self._book = LoadAverages(pace.window_ms)
         window_ms = pace.window_ms
         limits = BalanceLimits(
             pace.cooldown_ms, sustained_ms=window_ms // 2, settling_ms=2 * window_ms

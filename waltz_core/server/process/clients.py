@@ -7,7 +7,8 @@ Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
     2. A link is read only while `flow` has room for its requests.
     3. A partition that has received a request of a connection is notified when the connection is
-       congested, drained or closed.
+       congested, drained or closed. While the principal's limit pauses its feeds, it is congested
+       for partitions, but not for `flow`.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
     5. A denied request is rejected here; nothing else receives it (decision 048, AC 7). So is a
@@ -170,7 +171,7 @@ class _Client:
     link: Link
     legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, Served] = field(default_factory=dict)  # that have its requests
-    is_congested: bool = False
+    is_feed_paused: bool = False  # its partitions send no feed (rule 3)
     is_read: bool = True
     # Small answers of one turn of the loop are sent together: a system call for each would cost
     # more than all other work for a single append.
@@ -254,12 +255,13 @@ class Clients:
 
     def _drained(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
-        if client is None or not client.is_congested:
+        if client is None:
             return
-        client.is_congested = False
         self._note_backlog(connection, client)
-        for host in list(client.hosts.values()):
-            host.post(Drained(connection))
+        if client.is_feed_paused and not client.link.pauses_feeds:
+            client.is_feed_paused = False
+            for host in list(client.hosts.values()):
+                host.post(Drained(connection))
         self._admit(connection)
 
     def _closed(self, connection: ConnectionId, reason: str) -> None:
@@ -354,21 +356,21 @@ class Clients:
         self._balance()
 
     def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
-        if client.link.is_congested and not client.is_congested:
-            client.is_congested = True
+        if client.link.pauses_feeds and not client.is_feed_paused:
+            client.is_feed_paused = True
             self._loop.call_soon(self._post_congested, connection)
         self._note_backlog(connection, client)  # last: flow must know about the congestion, too
 
     def _post_congested(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
-        if client is None or not client.is_congested:
+        if client is None or not client.is_feed_paused:
             return
         for host in list(client.hosts.values()):
             host.post(Congested(connection))
 
     def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
         self._flow.backlog(
-            connection, client.link.write_backlog_bytes, is_congested=client.is_congested
+            connection, client.link.write_backlog_bytes, is_congested=client.link.is_congested
         )
 
     # -----------------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ class Clients:
             return
         if client.hosts.get(partition_id) is not host:
             client.hosts[partition_id] = host
-            if client.is_congested:
+            if client.is_feed_paused:
                 host.post(Congested(connection))
         principal = ""
         if isinstance(message, MountRequest | MountWriter):
@@ -514,10 +516,10 @@ class Clients:
             return
         elif isinstance(message, RegistryRequest) and self._backend.registry is not None:
             link = self._clients[connection].link
-            answering = self._backend.registry.answer(
+            answer_coroutine = self._backend.registry.answer(
                 message, link.access, is_closed=lambda: link.is_closed
             )
-            self._tasks.create_task(self._serve_registry(connection, request, answering))
+            self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
             fault = f"{type(message).__name__} is not a request to a server"
@@ -537,8 +539,10 @@ class Clients:
         self, connection: ConnectionId, message: ClientIdRequest, cost_bytes: int
     ) -> None:
         client = self._clients.get(connection)
+        if client is None:
+            return
         try:
-            if client is not None and client.link.access is not None:
+            if client.link.access is not None:
                 client.link.access.take_client_id()
             client_id = await self._backend.next_client_id()
         except errors.WaltzError as error:
@@ -553,11 +557,11 @@ class Clients:
         self,
         connection: ConnectionId,
         request: AdmittedRequest,
-        answering: Coroutine[Any, Any, RegistryResponse],
+        answer_coroutine: Coroutine[Any, Any, RegistryResponse],
     ) -> None:
         message, cost_bytes = request
         try:
-            answer = await answering
+            answer = await answer_coroutine
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return

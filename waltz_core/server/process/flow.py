@@ -8,7 +8,10 @@ Rules (docs/design/correctness.md 5, "Limits"):
        requests wait, and the connection is not read while any request waits.
     2. The answer to a range request counts from the request on, and reading may use half of the
        bytes only. No requests of a congested connection are admitted.
-    3. Over the memory limit, the connections that use most are not read until an eighth is free.
+    3. Over the memory limit, the connections that use most are not read until an eighth is free,
+       and a connection begins a read (a range, or a transaction's data) only if it has nothing
+       under way: otherwise each new connection of a client that reads no answers could use half of
+       its own limit.
 """
 
 from collections import deque
@@ -23,8 +26,11 @@ from waltz_core.wire.messages import (
     AppendRequest,
     ClientMessage,
     MountWriter,
+    ObjectReplacementRequest,
     RangeRequest,
+    RegistryRequest,
     RemovePreferredRequest,
+    TransactionDataRequest,
 )
 
 # Memory of a request in addition to its bytes: Python objects.
@@ -175,6 +181,9 @@ class Flow:
         if account.is_congested or account.count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
+        is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
+        if is_read and account.count and self.bytes > limits.memory_bytes_max:
+            return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2
         return account.in_flight_bytes < bytes_max
@@ -186,13 +195,21 @@ class Flow:
 
 
 def _request_bytes(message: ClientMessage) -> int:
+    data_bytes = number_count = 0
     if isinstance(message, AppendBatch):
-        return len(message.payload) + REQUEST_OVERHEAD_BYTES
-    if isinstance(message, AppendRequest):
-        lock_count = len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
-        return len(message.data) + REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * lock_count
-    if isinstance(message, MountWriter | RangeRequest):
-        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.header_values)
-    if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.partitions)
-    return REQUEST_OVERHEAD_BYTES
+        data_bytes = len(message.payload)
+    elif isinstance(message, AppendRequest):
+        data_bytes = len(message.data)
+        number_count = (
+            len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
+        )
+    elif isinstance(message, MountWriter | RangeRequest):
+        number_count = len(message.header_values)
+    elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
+        number_count = len(message.partitions)
+    elif isinstance(message, RegistryRequest):
+        data_bytes = len(message.write) + len(message.marks) + len(message.arguments)
+        number_count = len(message.partitions)
+    elif isinstance(message, ObjectReplacementRequest):
+        data_bytes = len(message.object)
+    return REQUEST_OVERHEAD_BYTES + data_bytes + NUMBER_BYTES * number_count

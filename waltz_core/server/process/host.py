@@ -122,7 +122,7 @@ class Host:
         self.partition_id = partition_id
         self.partition = partition
         self._take_append_times = store.take_append_times
-        self._waits = Waits(partition_id, store.replica_waits_ms, services.metrics)
+        self._waits = ReplicaWaits(partition_id, store.replica_waits_ms, services.metrics)
         self._services = services
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
@@ -340,7 +340,7 @@ class Host:
         return sorted(self._waits.silent)
 
 
-class Waits:
+class ReplicaWaits:
     """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
 
     Args:

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core.cluster.membership.reachability import Reachability, ReachBoard
+from waltz_core.cluster.membership.reachability import PublishedReachability, Reachability
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
@@ -92,7 +92,7 @@ class Neighbors:
             self._tasks.create_task(watch.run())
         self._results.reachability.keep({server_id for server_id, _ in others})
 
-    async def report(self, board: ReachBoard, is_witness: Callable[[], bool]) -> None:
+    async def report(self, board: PublishedReachability, is_witness: Callable[[], bool]) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
             self._results.is_changed.clear()

@@ -15,13 +15,16 @@ Rules (decision 048, AC 14):
        at a time.
     6. An operation whose connection was closed before its turn is dropped: its principal may have
        lost its permissions.
+    7. TASKS reads a node for each task. So one principal has one at a time, with `READS_MAX` reads
+       under way, and it ends with its connection. It keeps only what the answer needs.
 """
 
 import asyncio
 import logging
 import struct
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -49,7 +52,7 @@ TASKS_MAX: Final = 100_000
 _ARGUMENTS_BYTES: Final = 16 * 1024
 _ARGUMENTS_BYTES_OF_PARTITION: Final = 64
 _SUMMARY_LEVELS_MAX: Final = 10
-_READS_MAX: Final = 100
+READS_MAX: Final = 16
 
 
 class RegistryRequests:
@@ -73,6 +76,7 @@ class RegistryRequests:
         self._turns: dict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(TURNS_MAX)
         )
+        self._listings: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def answer(
         self,
@@ -91,10 +95,13 @@ class RegistryRequests:
             ConnectionSuperseded: a later attempt has begun, or the write is over.
             Unavailable: ZooKeeper does not answer; or the principal gets too many client IDs.
         """
-        async with self._turns["" if access is None else access.principal]:
-            if is_closed():
-                raise errors.Unreachable("the connection was closed before its request had a turn")
-            answer = await self._answer(request, access)
+        principal = "" if access is None else access.principal
+        async with AsyncExitStack() as turn:
+            if request.operation == RegistryOperation.TASKS:
+                await turn.enter_async_context(self._listings[principal])  # rule 7
+            await turn.enter_async_context(self._turns[principal])
+            _check_open(is_closed)
+            answer = await self._answer(request, access, is_closed)
         is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
         if is_over and not self._is_removing:
             self._is_removing = True
@@ -102,20 +109,27 @@ class RegistryRequests:
         return answer
 
     async def _answer(
-        self, request: RegistryRequest, access: ConnectionAccess | None
+        self,
+        request: RegistryRequest,
+        access: ConnectionAccess | None,
+        is_closed: Callable[[], bool],
     ) -> RegistryResponse:
         if access is not None:
             own = self._writes.of(access.principal, is_limited=access.is_enforced)
             try:
-                return await self._carry_out(request, own, access)
+                return await self._carry_out(request, own, access, is_closed)
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
         # No proof by rule 2: it would stay valid when the requests are denied.
-        return await self._carry_out(request, self._writes, None)
+        return await self._carry_out(request, self._writes, None, is_closed)
 
     async def _carry_out(
-        self, request: RegistryRequest, writes: WriteRegistry, access: ConnectionAccess | None
+        self,
+        request: RegistryRequest,
+        writes: WriteRegistry,
+        access: ConnectionAccess | None,
+        is_closed: Callable[[], bool],
     ) -> RegistryResponse:
         given = Arguments(bytes(request.arguments), self._arguments_bytes_max)
         write = request.write
@@ -137,7 +151,8 @@ class RegistryRequests:
             case RegistryOperation.CHECK:
                 await writes.check(write, _task(request), request.attempt)
             case RegistryOperation.TASKS:
-                return await self._read_tasks(request, writes, given.text("run"))
+                result = await _read_tasks(writes, write, given.text("run"), is_closed)
+                return RegistryResponse(request.req_id, result)
             case RegistryOperation.FINISH:
                 done = await writes.finish(write, given.summary(), given.keep_ms())
                 return RegistryResponse(request.req_id, done.to_bytes())
@@ -151,15 +166,6 @@ class RegistryRequests:
         if access is not None:
             access.take_client_id()
         return await self._next_client_id()
-
-    async def _read_tasks(
-        self, request: RegistryRequest, writes: WriteRegistry, run: str
-    ) -> RegistryResponse:
-        await writes.read(request.write)  # it checks the owner
-        tasks = await _states_of(writes, request.write)
-        others = {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
-        result = strict_json.to_json({"tasks": list(tasks), "others": others})
-        return RegistryResponse(request.req_id, result)
 
     def _marks(self, request: RegistryRequest) -> dict[int, int]:
         if len(request.partitions) > self._partition_count:
@@ -250,20 +256,38 @@ class Arguments:
         )
 
 
-async def _states_of(writes: WriteRegistry, write: str) -> dict[int, TaskState]:
-    """Read all tasks of a write, many at the same time: there may be a hundred thousand."""
+async def _read_tasks(
+    writes: WriteRegistry, write: str, run: str, is_closed: Callable[[], bool]
+) -> bytes:
+    """Return the answer to TASKS (rule 7): there may be a hundred thousand tasks."""
+    await writes.read(write)  # it checks the owner
     numbers = await writes.task_numbers(write)
-    found: dict[int, TaskState] = {}
-    for start in range(0, len(numbers), _READS_MAX):
-        part = numbers[start : start + _READS_MAX]
-        try:
-            async with asyncio.TaskGroup() as group:
-                reads = {each: group.create_task(writes.task_state(write, each)) for each in part}
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        states = {number: read.result() for number, read in reads.items()}
-        found |= {number: state for number, state in states.items() if state is not None}
-    return found
+    found: list[int] = []
+    others: dict[str, int] = {}
+    for start in range(0, len(numbers), READS_MAX):
+        _check_open(is_closed)
+        tasks = await _states_of(writes, write, numbers[start : start + READS_MAX])
+        found += tasks
+        others |= {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
+    return strict_json.to_json({"tasks": found, "others": others})
+
+
+async def _states_of(
+    writes: WriteRegistry, write: str, numbers: Sequence[int]
+) -> dict[int, TaskState]:
+    """Read some tasks of a write at the same time."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            reads = {each: group.create_task(writes.task_state(write, each)) for each in numbers}
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    states = {number: read.result() for number, read in reads.items()}
+    return {number: state for number, state in states.items() if state is not None}
+
+
+def _check_open(is_closed: Callable[[], bool]) -> None:
+    if is_closed():
+        raise errors.Unreachable("the connection was closed before its request was processed")
 
 
 def _has_levels(value: object, levels_max: int) -> bool:

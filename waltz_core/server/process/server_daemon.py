@@ -28,7 +28,7 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership.applied import server_name
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
-from waltz_core.cluster.znodes.sharing import Shared
+from waltz_core.cluster.znodes.sharing import SharedRequest
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
@@ -156,7 +156,7 @@ class Server:
         self._append_times = AppendTimes()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
-        self._storage_id_reads = Shared(self._read_storage_ids)
+        self._storage_id_reads = SharedRequest(self._read_storage_ids)
         self._nearby: set[ReplicaId] = set()  # storages of this server's own group
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None

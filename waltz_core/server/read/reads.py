@@ -76,6 +76,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
 from waltz_core.wire.messages import (
+    FILTER_HEADERS_MAX,
     OWN_HEADERS,
     Buffer,
     RangeBytes,
@@ -576,6 +577,8 @@ def _range_fault(message: RangeRequest) -> str | None:
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
         return f"range: expected a form of {forms}, found {message.form}"
+    if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
+        return f"range: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
 
 

@@ -39,7 +39,7 @@ from typing import Final, Protocol
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 from waltz_core.storage.disk.descriptors import Descriptors
-from waltz_core.storage.disk.page_cache import KEPT_BYTES, Tail, blocks_begun
+from waltz_core.storage.disk.page_cache import KEPT_BYTES, RecentPages, blocks_begun
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -258,7 +258,7 @@ class RealFile:
         self._is_locked = False
         self._is_unsynced = False
         self._is_used = False
-        self._tail = Tail(page_cache_bytes_max)
+        self._tail = RecentPages(page_cache_bytes_max)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
             with descriptors.lock:

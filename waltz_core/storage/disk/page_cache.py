@@ -28,7 +28,7 @@ def blocks_begun(offset: int, size: int, block_bytes: int = FOLIO_BYTES_MAX) -> 
     return start, -(-(offset + size) // block_bytes) * block_bytes - start
 
 
-class Tail:
+class RecentPages:
     """The newest part of one file, as far as it was written here. Offsets and sizes in bytes."""
 
     __slots__ = ("_end", "_first", "_kept_bytes", "_start")

@@ -203,8 +203,8 @@ def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -
     if held:
         raise BadFormat(
             f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, as there "
-            f"are directories of partitions {', '.join(held)}, found {found}; the file held "
-            "their promises, so it is not created again"
+            f"are directories of partitions {', '.join(held)}, found {found}; the promised "
+            "sessions are lost with the file, so the storage does not create another one"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 

@@ -361,24 +361,26 @@ class Segment:
         self,
         first: TransactionId,
         *,
-        index_first: TransactionId | None = None,
+        index_rewrite_first: TransactionId | None = None,
         syncs_all: bool = True,
     ) -> None:
         """Rewrite everything from an ID on, and sync: the cache may consider lost pages clean.
 
-        The index is rewritten from `index_first` on, where that is lower: its own sync may have
-        failed. Without `syncs_all`, records and index were synced earlier, and are synced again
-        only where an opening has changed them. Records after the last batch are not needed.
+        The index is rewritten from `index_rewrite_first` on, where that is lower: its own sync may
+        have failed. Without `syncs_all`, records and index were synced earlier, and are synced
+        again only where an opening has changed them. Records after the last batch are not needed.
         """
         file, index, lineage = self._opened()
         if first < self.next_id:
             start = int(self.bounds(first, first)[0])
             for at in range(start, self.size_bytes, SCAN_BYTES):
                 file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - at), at)], at)
-        index_first = first if index_first is None else min(first, index_first)
-        if index_first < self.next_id:
-            position = index_first - self.first
-            index.write(position, index.read(position, self.next_id - index_first))
+        index_rewrite_first = (
+            first if index_rewrite_first is None else min(first, index_rewrite_first)
+        )
+        if index_rewrite_first < self.next_id:
+            position = index_rewrite_first - self.first
+            index.write(position, index.read(position, self.next_id - index_rewrite_first))
         lineage.write_again(lineage.position_of(first))
         if syncs_all or self._records_dirty:
             file.sync()
@@ -513,8 +515,8 @@ class Segment:
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:
             raise MissingSegment(
-                f"{self._path('.seg')}: expected at most {HOLE_IDS_MAX} records up to ID "
-                f"{hole.last}, where the next segment begins, found none from ID {hole.first} on"
+                f"{self._path('.seg')}: found no records from ID {hole.first} to {hole.last}: "
+                f"expected at most {HOLE_IDS_MAX} missing records before the next segment"
             )
         pieces = [
             (at, min(_PIECE_IDS, position + count - at))

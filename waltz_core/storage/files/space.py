@@ -101,7 +101,7 @@ class DiskSpace:
                 f"found {free} free"
             )
 
-    def ran_short(self, size: int) -> None:
+    def note_shortage(self, size: int) -> None:
         """Note that an append found no room although `check` allowed it (rule 4)."""
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0

@@ -51,7 +51,7 @@ class Unarchived(NamedTuple):
     age_ms: int = -1
 
 
-NOT_KNOWN: Final = Unarchived()
+UNARCHIVED_UNKNOWN: Final = Unarchived()
 
 
 class ArchiveRead(NamedTuple):
@@ -65,7 +65,7 @@ class ArchiveRead(NamedTuple):
     is_last: bool = True
     error: str = ""
     chain_before: Chain = GENESIS_CHAIN
-    unarchived: Unarchived = NOT_KNOWN
+    unarchived: Unarchived = UNARCHIVED_UNKNOWN
 
 
 class RetentionPiece(NamedTuple):
@@ -112,7 +112,7 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
             "ones (their entries were damaged)"
         )
     end, stamp_ms = read.entries[-1].last, read.entries[0].stamp_ms
-    age_ms, unarchived = log.clock_ms() - stamp_ms, NOT_KNOWN
+    age_ms, unarchived = log.clock_ms() - stamp_ms, UNARCHIVED_UNKNOWN
     if piece.bytes_min:
         byte_count = log.reader.byte_count(piece.first, last)
         unarchived = Unarchived(last, byte_count, max(0, age_ms) if stamp_ms else -1)

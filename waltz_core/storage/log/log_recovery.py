@@ -102,14 +102,14 @@ def open_log(
     info: PartitionInfo,
     *,
     trust_fsync: bool,
-    is_named: bool = False,
+    is_name_durable: bool = False,
 ) -> tuple[Segments, SlotFile]:
     """Open or create the files of a partition and bring them into a state that can be trusted.
 
-    Durable on return, the dirty bit included. `is_named` says that the directory's name is
+    Durable on return, the dirty bit included. `is_name_durable` says that the directory's name is
     durable.
     """
-    if not (is_named and disk.exists(directory)):
+    if not (is_name_durable and disk.exists(directory)):
         disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
@@ -614,7 +614,7 @@ class _Opening:
             durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
-            index_first=max(current.first, TransactionId(marker + 1)),
+            index_rewrite_first=max(current.first, TransactionId(marker + 1)),
             syncs_all=self._adopting or segments.last_id > self._marker,
         )
 

@@ -100,7 +100,7 @@ class PartitionLog:
         control: ControlFile,
         settings: LogSettings,
         *,
-        is_named: bool = False,
+        is_name_durable: bool = False,
     ) -> Self:
         """Open or create a log, and recover it; durable. See `open_log`.
 
@@ -112,7 +112,7 @@ class PartitionLog:
         blank = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
         info, trusts = control.info(partition_id), settings.trust_fsync
         opened = log_recovery.open_log(
-            disk, directory, blank, info, trust_fsync=trusts, is_named=is_named
+            disk, directory, blank, info, trust_fsync=trusts, is_name_durable=is_name_durable
         )
         files = LogFiles(*opened, settings)
 
@@ -121,7 +121,7 @@ class PartitionLog:
             # This process has not stopped, so an unclean stop need not be assumed.
             info = control.info(partition_id)
             return log_recovery.open_log(
-                disk, directory, blank, info, trust_fsync=True, is_named=True
+                disk, directory, blank, info, trust_fsync=True, is_name_durable=True
             )
 
         return cls(files, Cover(files, reopen), control)

@@ -131,11 +131,13 @@ class Serving:
 
     def assigned(self, assignments: ReplicaAssignments) -> None:
         """Take a new replica assignment from ZooKeeper."""
-        mine = assignments.partitions.get(self.address)
-        if mine is None:
+        own_partitions = assignments.partitions.get(self.address)
+        if own_partitions is None:
             _log.warning("storage.not_assigned address=%s", self.address)
         count_max = self._engine.partition_count
-        self._assigned = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
+        self._assigned = tuple(
+            sorted(each for each in own_partitions or () if 0 <= each < count_max)
+        )
         self.recheck()
 
     def recheck(self) -> None:
@@ -214,13 +216,13 @@ class Serving:
                 continue
             try:
                 metadata = (await self._coordinator.read_partition(partition_id)).metadata
-                is_named = metadata is not None and self.address in metadata.states
+                is_name_durable = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
                 _log.warning(
                     "storage.metadata_read_failed partition=%s error=%s", partition_id, error
                 )
-                is_named = partition_id in self.logs
-            if is_named:
+                is_name_durable = partition_id in self.logs
+            if is_name_durable:
                 leaving.append(partition_id)
         return leaving
 

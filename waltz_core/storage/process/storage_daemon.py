@@ -413,16 +413,16 @@ class StorageDaemon:
         coordinator = self._coordinator
         if coordinator is None:
             return
-        mine = UUID(bytes=engine.storage_id)
+        own_id = UUID(bytes=engine.storage_id)
         registered = await retry_start_step(
             "its registration",
-            lambda: coordinator.register_storage_id(ReplicaId(self.address), mine),
+            lambda: coordinator.register_storage_id(ReplicaId(self.address), own_id),
             timeout_ms=self._config.zookeeper_connect_timeout_ms,
         )
-        if registered != mine:
+        if registered != own_id:
             raise errors.StorageIdMismatch(
                 f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} belongs to storage {mine}. Hint: mount the "
+                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount the "
                 f"right disk, or run `waltz-core cluster replace-storage {self.address} "
                 f"{self.address}` to let an empty directory take its place."
             )

@@ -44,7 +44,7 @@ class StorageMetrics:
         """Register gauges that read the current state."""
         set_source = self._metrics.set_source
         set_source("waltz_storage_connections", links_count)
-        set_source("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
+        set_source("waltz_storage_queued_bytes", lambda: machine.queue_limits.owner_bytes)
         set_source("waltz_storage_free_bytes", lambda: _free_bytes(space))
         set_source("waltz_storage_full_disks", lambda: space.is_short)
         set_source(

@@ -340,7 +340,7 @@ class AdminService:
             if state.is_engaged:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
-                    f"count on, found it engaged {_is_engaged_error(state)}. Hint: take it offline "
+                    f"need, found it engaged {_is_engaged_error(state)}. Hint: take it offline "
                     "first (`storage availability`), so that the others continue without it, or "
                     "use --force."
                 )
@@ -501,7 +501,7 @@ def _removal(
         raise BadRequest(
             f"partition {partition_id}: expected no assignment to this storage in "
             "ZooKeeper, found one. Hint: unassign it first, otherwise it is created again at "
-            "once; or use `storage re-seed` to start this replica again, empty."
+            "once; or use `storage re-seed` to begin this replica again with an empty log."
         )
     if state.is_engaged and not is_forced:
         raise BadRequest(

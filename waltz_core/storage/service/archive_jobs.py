@@ -34,7 +34,12 @@ from waltz_core.archive.upload_job import (
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import GENESIS_CHAIN, Chain, PartitionId, SessionId, TransactionId
-from waltz_core.storage.log.archive_pieces import NOT_KNOWN, ArchivePiece, ArchiveRead, Unarchived
+from waltz_core.storage.log.archive_pieces import (
+    UNARCHIVED_UNKNOWN,
+    ArchivePiece,
+    ArchiveRead,
+    Unarchived,
+)
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
     Effect,
@@ -87,7 +92,7 @@ class _Job:
     runs: list[BatchRun] = field(default_factory=list)
     chain_before: Chain = GENESIS_CHAIN  # before the first of them
     piece: ArchivePiece | None = None  # that is being read
-    unarchived: Unarchived = NOT_KNOWN
+    unarchived: Unarchived = UNARCHIVED_UNKNOWN
 
     @property
     def partition_id(self) -> PartitionId:

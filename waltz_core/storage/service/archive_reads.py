@@ -98,7 +98,9 @@ class ArchiveReads:
         """The session has ended."""
         self.marks.pop(partition_id, None)
 
-    def instead(self, request: LaneRequest, error: WaltzError) -> ArchiveQuery | WaltzError:
+    def archive_query_for(
+        self, request: LaneRequest, error: WaltzError
+    ) -> ArchiveQuery | WaltzError:
         """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
         message = request.message
         if not isinstance(error, BelowStart | ChecksumMismatch):
@@ -109,12 +111,12 @@ class ArchiveReads:
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):
-            why = "which the session's owner has not announced yet"
+            why = "and the owner has not sent the archived mark yet"
             if not self._has_archive:
                 why = "and this storage has no `archive_url`"
-            return ArchiveUnavailable(f"{error}; the others are in the archive, {why}")
+            return ArchiveUnavailable(f"{error}; earlier IDs are in the archive, {why}")
         if mark is None and self._has_archive and isinstance(message, RangeRaw):
-            why = "the session's owner has not announced yet whether the archive has them"
+            why = "the owner has not sent yet whether the archive has these records"
             return ArchiveUnavailable(f"{error}; {why}")
         return error
 

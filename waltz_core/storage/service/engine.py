@@ -289,7 +289,7 @@ class Engine:
                 partition_id,
                 self._control,
                 self._settings,
-                is_named=partition_id in self._named,
+                is_name_durable=partition_id in self._named,
             )
         except WaltzError as error:
             self.failed[partition_id] = error
@@ -402,7 +402,7 @@ class Engine:
                 records_crc=found,
             )
         except NoSpace:
-            self.space.ran_short(size)
+            self.space.note_shortage(size)
             raise
         return log.sync()
 

@@ -20,8 +20,16 @@ from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import ScrubPiece
-from waltz_core.storage.service.work import ConnectionId, LanePiece, LaneRequest, Work
+from waltz_core.storage.service.work import (
+    BATCHES_BYTES_MAX,
+    RANGE_BYTES_MAX,
+    ConnectionId,
+    LanePiece,
+    LaneRequest,
+    Work,
+)
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
+from waltz_core.wire.record_locations import LOCATIONS
 
 # A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
@@ -106,7 +114,11 @@ def queue_bytes(message: StorageMessage) -> int:
             return REQUEST_BYTES + len(message.records) + len(message.lengths) + metadata_bytes
         case Repair():
             return REQUEST_BYTES + len(message.records) + len(message.lengths)
+        case RangeRaw(form=form) if form == LOCATIONS:
+            return REQUEST_BYTES
+        case RangeRaw(whole_batches=True):
+            return REQUEST_BYTES + min(max(0, message.bytes_max), BATCHES_BYTES_MAX)
         case RangeRaw() | LockBlocksRequest():
-            return REQUEST_BYTES + max(0, message.bytes_max)
+            return REQUEST_BYTES + min(max(0, message.bytes_max), RANGE_BYTES_MAX)
         case _:
             return REQUEST_BYTES

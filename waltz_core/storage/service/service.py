@@ -20,7 +20,8 @@ Rules:
        it names, and only up to the last synced ID.
     6. After a write or a sync has failed the partition leaves its session. A second failure in the
        life of the process ends it.
-    7. The queues are bounded: connections that bring more are not read until there is room.
+    7. The queues are bounded: connections that bring more are not read until there is room
+       (`queue_limits.py`).
     8. The owner is notified of damage at once, however it was found, so that it can be repaired
        while other replicas still have the records. The scrub looks for damage between other work.
     9. While appends are rejected because there is no room, the disk is queried repeatedly.
@@ -76,7 +77,8 @@ from waltz_core.storage.service.archive_jobs import (
     Uploaded,
 )
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
-from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
+from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane
+from waltz_core.storage.service.queue_limits import QueueLimits
 from waltz_core.storage.service.retention import NO_LIMIT, Retention, RetentionLimits
 from waltz_core.storage.service.service_effects import (
     CheckSpace,
@@ -226,7 +228,6 @@ class StorageService:
         archive: ArchiveLimits | None = None,
         retention: RetentionLimits = NO_LIMIT,
     ) -> None:
-        assert queue_bytes_max > 0
         self._identity = identity
         self._space = space
         self._space_check_at_ms: int | None = None
@@ -234,15 +235,13 @@ class StorageService:
         self._archive = ArchiveJobs(archive)
         self._archive_reads = ArchiveReads(has_archive=archive is not None)
         self._retention = Retention(retention)
-        self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
         self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
-        self._paused: dict[ConnectionId, None] = {}
+        self.queue_limits = QueueLimits(queue_bytes_max)
         self._failures_count = 0
         self._is_full = False  # as last reported
         self._mark_at_ms: int | None = None
         self._effects: list[Effect] = []
-        self.queued_bytes = 0
 
     @property
     def wake_at_ms(self) -> int | None:
@@ -268,7 +267,7 @@ class StorageService:
 
     @property
     def queued_count(self) -> int:
-        """How many requests have no answer yet; `queued_bytes` is what they hold."""
+        """How many requests have no answer yet; `queue_limits` has what they hold."""
         lanes = self._lanes.values()
         waiting = sum(len(lane.writes) + len(lane.reads) for lane in lanes)
         return waiting + sum(len(lane.work.requests) for lane in lanes if lane.work is not None)
@@ -433,7 +432,7 @@ class StorageService:
         The error states the reason: only a later session may look like one to the old owner.
         """
         for request in (*lane.writes, *lane.reads):
-            self._subtract_queued(request)
+            self.queue_limits.subtract(request)
             self._reject(request, why)
         lane.writes.clear()
         lane.reads.clear()
@@ -448,7 +447,7 @@ class StorageService:
     def _disconnected(self, connection: ConnectionId) -> None:
         """Forget a connection and its queued requests."""
         self._readers.pop(connection, None)
-        self._paused.pop(connection, None)
+        self.queue_limits.forget(connection)
         for lane in self._lanes.values():
             if lane.owner == connection:
                 lane.owner = None
@@ -457,7 +456,7 @@ class StorageService:
                 gone = [request for request in queue if request.connection == connection]
                 for request in gone:
                     queue.remove(request)
-                    self._subtract_queued(request)
+                    self.queue_limits.subtract(request)
 
     def _opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
@@ -517,16 +516,10 @@ class StorageService:
 
     def _queue(self, lane: Lane, queue: deque[LaneRequest], request: LaneRequest) -> None:
         queue.append(request)
-        self.queued_bytes += queue_bytes(request.message)
-        if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
-            self._paused[request.connection] = None
+        if self.queue_limits.add(request):
             self._effects.append(PauseReading(request.connection))
         if lane.work is None:
             self._start_work(lane)
-
-    def _subtract_queued(self, request: LaneRequest) -> None:
-        self.queued_bytes -= queue_bytes(request.message)
-        assert self.queued_bytes >= 0
 
     def _start_work(self, lane: Lane) -> None:
         """Start the next piece of work (`lane.py`)."""
@@ -553,8 +546,8 @@ class StorageService:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                found = self._archive_reads.instead(request, outcome)
-            self._subtract_queued(request)
+                found = self._archive_reads.archive_query_for(request, outcome)
+            self.queue_limits.subtract(request)
             if isinstance(found, ArchiveQuery):
                 self._effects.append(ReadArchive(found))
             else:
@@ -711,9 +704,7 @@ class StorageService:
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        if self._paused and self.queued_bytes <= self._queue_bytes_max // 2:
-            self._effects += [ResumeReading(connection) for connection in self._paused]
-            self._paused.clear()
+        self._effects += [ResumeReading(each) for each in self.queue_limits.resumed()]
 
     # ------------------------------------------------------------------ the archive (rule 12)
 

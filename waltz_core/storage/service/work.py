@@ -174,7 +174,7 @@ class Work:
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
         if wants_room and space is not None:
             if self.is_append:
-                space.ran_short(self._append_bytes())
+                space.note_shortage(self._append_bytes())
             else:
                 space.release()
                 result = self._run(clock_s)

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.errors import BadFormat
-from waltz_spark.options import columns_named
-from waltz_spark.unpacking import Unpacker
+from waltz_core.records.unpacking import Unpacker, columns_named
 
 UTC = dt.UTC
 KINDS = {

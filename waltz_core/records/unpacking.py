@@ -1,7 +1,7 @@
 """Unpacks payloads, msgpack or JSON, into the columns of a declared schema.
 
-`rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the table of
-accepted values for each type.
+`waltz_spark/rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the
+table of accepted values for each type.
 
 Rules:
     1. A value is converted only without loss. A float is not an integer, a boolean is not a number,
@@ -10,7 +10,7 @@ Rules:
     3. A nested array is built from its children, each cast separately: a cast of the whole array
        would also cast the values under a null, which may not be of the type.
     4. A payload's key matches a column like names in Spark: exactly, or in any case unless
-       `spark.sql.caseSensitive` is on.
+       `spark.sql.caseSensitive` is on. Outside of Spark it matches exactly.
     5. A field that is not nullable never has a null: Spark plans queries by it. A null, or an
        absent value, does not fit there.
 """
@@ -29,12 +29,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import TaskContext
 
 from waltz_core.errors import BadFormat
+from waltz_core.records.payload_types import is_binary, plain_type
 from waltz_core.records.strict_json import exact_from_json, from_json
-from waltz_spark.options import columns_named
-from waltz_spark.rows import is_binary, plain_type
 
 # The digits of Arrow's widest decimal; Spark's has 38.
 _DECIMAL_DIGITS_MAX = 76
@@ -193,7 +191,7 @@ class Unpacker:
                 raise BadFormat(
                     f"{where(values.index(None))}: column {part.name!r} is NOT NULL in the schema, "
                     "and the payload has no value for it. Hint: a nullable column reads it as null "
-                    "(.schema(df.schema.toNullable()), or no NOT NULL in DDL)."
+                    "(in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
                 )
             return array
         value = values[row]
@@ -229,10 +227,11 @@ _REASONS: dict[type, str] = {
 }
 
 
-def is_case_sensitive() -> bool:
-    """Return the session's `spark.sql.caseSensitive`, which Spark passes to tasks."""
-    context = TaskContext.get()
-    return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"
+def columns_named(name: str, columns: Sequence[str]) -> list[str]:
+    """Return the columns for a name: the equal one, otherwise those in another case."""
+    if name in columns:
+        return [name]
+    return [each for each in columns if each.lower() == name.lower()]
 
 
 def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401

@@ -20,7 +20,7 @@ from waltz_core.records.record import TransactionId
 COUNT = 10
 
 
-async def give_up(answer):
+async def time_out(answer):
     with contextlib.suppress(TimeoutError, errors.Unreachable):
         async with asyncio.timeout(1.0):
             await answer
@@ -45,7 +45,7 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
     applier = Applier(PARTITION, None, lambda mark: None)
     applier.start(TransactionId(3))
     for _ in range(COUNT):
-        await give_up(applier.reached(TransactionId(4)))
+        await time_out(applier.reached(TransactionId(4)))
     assert not applier._waiting
 
 
@@ -53,8 +53,8 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
 async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
-        await give_up(partition.mounted())
-        await give_up(partition.known(TransactionId(4)))
+        await time_out(partition.mounted())
+        await time_out(partition.known(TransactionId(4)))
     assert not partition._mount_waiters
     assert not partition._mark_waiters
     partition.close()
@@ -68,7 +68,7 @@ async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
     assert window.try_take(1, row.size_bytes)
     appends.add(row)
     for _ in range(COUNT):
-        await give_up(appends.wait_for_earlier())
+        await time_out(appends.wait_for_earlier())
     assert not any(each.waiting for each in appends._flush_groups)
     appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

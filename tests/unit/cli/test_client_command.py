@@ -1,0 +1,54 @@
+"""`client append`: the partitions of its rows."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.commands import run_command
+from waltz_core.cli.client import client_command
+from waltz_core.memory_waltz import MemoryWaltz
+
+
+@pytest.fixture
+def waltz(monkeypatch):
+    """Have the command's client be one of a Waltz in memory."""
+    with MemoryWaltz(partition_count=4) as made:
+
+        @contextmanager
+        def client(_connect):
+            with made.client() as opened:
+                yield opened
+
+        monkeypatch.setattr(client_command, "WaltzClient", client)
+        yield made
+
+
+def append(*words):
+    return run_command("client", "append", *words, "--connect", "memory:1/w")
+
+
+def rows(waltz):
+    return [[each.data for each in waltz.transactions(p)] for p in range(4)]
+
+
+@pytest.mark.parametrize("option", ["--partition", "--partitions"])
+def test_rows_go_to_the_named_partitions_only(waltz, option):
+    assert append(option, "1,3", "a", "b", "c").returncode == 0
+    assert append(option, "3", "--write-lock", "account:7", "d").returncode == 0
+    assert rows(waltz) == [[], [b"a", b"c"], [], [b"b", b"d"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--partition", "4"), "'4': expected partitions like 0-3,7 of 0..3, or all"),
+        (
+            ("--partition", "1,3", "--write-lock", "account:7"),
+            "--partition: expected one partition with --write-lock, found '1,3'",
+        ),
+    ],
+)
+def test_nothing_is_appended_to_wrong_partitions(waltz, words, error):
+    done = append(*words, "a")
+    assert (done.returncode, rows(waltz)) == (1, [[], [], [], []])
+    assert error in done.stderr

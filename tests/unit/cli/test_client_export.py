@@ -1,0 +1,125 @@
+"""`client export`: the formats, the columns, and a file that is written whole or not at all."""
+
+import csv
+import datetime as dt
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.commands import run_command
+from waltz_core.cli.client import client_export
+from waltz_core.cli.client.client_export import _schema, _sink, _write_csv, _write_json
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.records.batches import READ_SCHEMA
+
+ROWS = [
+    {
+        "partition": 0,
+        "transaction_id": 7,
+        "header": -1,
+        "request_id": {"client_id": 1, "generation": 2, "partition": 0, "sequence": 3},
+        "commit_time": dt.datetime(2026, 11, 29, 10, tzinfo=dt.UTC),
+        "data": b"a\n\xff,",
+    },
+    {
+        "partition": 0,
+        "transaction_id": 8,
+        "header": 0,
+        "request_id": {"client_id": 1, "generation": 2, "partition": 0, "sequence": 4},
+        "commit_time": None,
+        "data": b"",
+    },
+]
+
+
+def log_reader() -> pa.RecordBatchReader:
+    batches = [pa.RecordBatch.from_pylist([row], schema=READ_SCHEMA) for row in ROWS]
+    return pa.RecordBatchReader.from_batches(READ_SCHEMA, batches)
+
+
+def test_csv_has_a_column_for_each_field_and_escaped_text_for_bytes():
+    sink = io.BytesIO()
+    assert _write_csv(log_reader(), sink) == 2
+    first, second = csv.DictReader(io.StringIO(sink.getvalue().decode()))
+    assert first["transaction_id"] == "7"
+    assert first["request_id.sequence"] == "3"
+    assert first["commit_time"].startswith("2026-11-29 10:00:00")
+    assert first["data"] == "a\\n\\xff,"
+    assert (second["commit_time"], second["data"]) == ("", "")
+
+
+def test_an_empty_export_to_csv_has_the_names_of_the_columns():
+    sink = io.BytesIO()
+    assert _write_csv(pa.RecordBatchReader.from_batches(READ_SCHEMA, []), sink) == 0
+    assert sink.getvalue().startswith(b'"partition","transaction_id"')
+
+
+def test_json_has_a_line_for_each_transaction():
+    sink = io.BytesIO()
+    assert _write_json(log_reader(), sink) == 2
+    first, second = map(json.loads, sink.getvalue().splitlines())
+    assert first["request_id"]["sequence"] == 3
+    assert first["commit_time"] == "2026-11-29T10:00:00+00:00"
+    assert first["data"] == "a\n\\xff,"
+    assert second["commit_time"] is None
+
+
+def test_json_rejects_a_number_that_it_does_not_have():
+    reader = pa.table({"price": [1.0, float("nan")]}).to_reader()
+    with pytest.raises(BadFormat, match=r"row 1 of the output: found nan"):
+        _write_json(reader, io.BytesIO())
+
+
+def test_parquet_has_the_log_s_schema_and_row_groups_of_many_batches(monkeypatch):
+    sink = io.BytesIO()
+    assert client_export._write_parquet(log_reader(), sink) == 2
+    found = pq.ParquetFile(sink)
+    assert found.num_row_groups == 1
+    assert found.read().to_pylist() == ROWS
+    monkeypatch.setattr(client_export, "GROUP_BYTES", 1)
+    sink = io.BytesIO()
+    assert client_export._write_parquet(log_reader(), sink) == 2
+    assert pq.ParquetFile(sink).num_row_groups == 2
+
+
+def test_a_file_is_complete_or_absent(tmp_path):
+    output = tmp_path / "log.csv"
+    with pytest.raises(ZeroDivisionError), _sink(output) as sink:  # noqa: PT012
+        sink.write(b"a")
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    with _sink(output) as sink:
+        sink.write(b"a")
+        assert not output.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["log.csv"]
+    with (
+        pytest.raises(BadConfig, match=r"--output .*log.csv/x: Not a directory"),
+        _sink(output / "x"),
+    ):
+        pass
+
+
+def test_columns_are_those_of_the_log_or_have_a_type():
+    assert _schema(()) is None
+    found = _schema(("transaction_id", "id:int64", "header:string"))
+    assert found.names == ["transaction_id", "id", "header"]
+    assert found.field("id").type == pa.int64()
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("owner", "the log has no column 'owner'. Hint: NAME:TYPE is a column of the payload"),
+        ("id:int46", "--column id: expected a type of bool"),
+    ],
+)
+def test_a_wrong_column_is_named(column: str, message: str):
+    done = run_command(
+        "client", "export", "--connect", "h:1/w", "--format", "csv", "--column", column
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not done.stdout

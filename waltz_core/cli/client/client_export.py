@@ -1,0 +1,228 @@
+"""`waltz-core client export`: transactions as Parquet, CSV or JSON, from `WaltzClient.scan`."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import date, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.output import one_line, print_error
+from waltz_core.cli.verbs import verb
+from waltz_core.client import WaltzClient
+from waltz_core.client.api.scanning import DATA_FORMATS, ArrowReader, ArrowSchema
+from waltz_core.config.settings import nearest
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.records.batches import READ_SCHEMA
+from waltz_core.records.strict_json import to_json
+
+# A row group of a Parquet file: its batches are in memory together.
+GROUP_BYTES = 64 * 1024 * 1024
+_TYPES = {
+    "bool": pa.bool_(),
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+}
+
+
+@verb
+@click.option(
+    "--format",
+    "file_format",
+    type=options.NamedChoice(["parquet", "csv", "json"]),
+    required=True,
+    help="format of the output; json has a line for each transaction",
+)
+@click.option(
+    "--output", type=options.PATH, metavar="FILE", help="the file [default: standard output]"
+)
+@click.option(
+    "--partition",
+    "partitions",
+    type=int,
+    multiple=True,
+    metavar="P",
+    help="a partition, may be repeated [default: all]",
+)
+@click.option(
+    "--first", type=int, metavar="ID", help="first ID [default: the first that is available]"
+)
+@click.option("--last", type=int, metavar="ID", help="last ID [default: the high-water mark]")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="NAME[:TYPE]",
+    help="a column of the log, or with a type one of the payload, may be repeated [default: the "
+    "columns of the log]",
+)
+@click.option(
+    "--data-format",
+    type=options.NamedChoice(list(DATA_FORMATS)),
+    default="msgpack",
+    help="format of the payloads, for columns with a type [default: msgpack]",
+)
+@options.connect
+def export(  # noqa: PLR0913 - one for each option
+    *,
+    file_format: str,
+    output: Path | None,
+    partitions: tuple[int, ...],
+    first: int | None,
+    last: int | None,
+    columns: tuple[str, ...],
+    data_format: str,
+    connect: str,
+) -> int:
+    if file_format == "parquet" and output is None and sys.stdout.isatty():
+        raise BadConfig("a Parquet file is not printed on a terminal. Hint: use --output FILE.")
+    schema = _schema(columns)
+    with WaltzClient(connect) as client:
+        reader = client.scan(
+            partitions or None,
+            start=first,
+            stop=None if last is None else last + 1,
+            schema=schema,
+            data_format=data_format,
+        )
+        with reader, _sink(output) as sink:
+            count = _WRITERS[file_format](reader, sink)
+    print_error(f"{count} transactions were exported")
+    return 0
+
+
+export.details = (
+    f"Types of payload columns: {', '.join(_TYPES)}. A payload that does not fit ends the command "
+    "with an error that names the transaction, and FILE is not written. In CSV and JSON, binary "
+    "values are text, in which bytes that are no UTF-8 are escaped with a backslash."
+)
+
+
+def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
+    """Return the schema of --column; None without any."""
+    fields = []
+    for each in columns:
+        name, colon, kind = each.partition(":")
+        if not colon and name in READ_SCHEMA.names:
+            fields.append(READ_SCHEMA.field(name))
+        elif not colon:
+            raise BadConfig(
+                f"--column: the log has no column {name!r}. Hint: NAME:TYPE is a column of the "
+                f"payload; the log's are {', '.join(READ_SCHEMA.names)}."
+            )
+        elif kind in _TYPES:
+            fields.append(pa.field(name, _TYPES[kind]))
+        else:
+            raise BadConfig(
+                f"--column {name}: expected a type of {', '.join(_TYPES)}, found {kind!r}"
+                f"{nearest(kind, list(_TYPES))}"
+            )
+    return pa.schema(fields) if fields else None
+
+
+@contextmanager
+def _sink(output: Path | None) -> Iterator[IO[bytes]]:
+    """Open the output; a file gets its name when it is complete."""
+    if output is None:
+        sys.stdout.flush()
+        with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as sink:
+            yield sink
+        return
+    part = output.with_name(f"{output.name}.part")
+    try:
+        try:
+            with part.open("wb") as sink:
+                yield sink
+            part.replace(output)
+        except OSError as error:
+            raise BadConfig(f"--output {output}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):  # it has its name, or there is none
+            part.unlink()
+
+
+# ---------------------------------------------------------------------------------------------
+# the formats
+
+
+def _write_parquet(reader: ArrowReader, sink: IO[bytes]) -> int:
+    count = 0
+    with pyarrow.parquet.ParquetWriter(sink, reader.schema) as writer:
+        for group in _groups(reader):
+            writer.write_table(group, row_group_size=max(1, group.num_rows))
+            count += group.num_rows
+    return count
+
+
+def _groups(reader: ArrowReader) -> Iterator[Any]:
+    """Yield batches together, of about `GROUP_BYTES`."""
+    waiting: list[pa.RecordBatch] = []
+    size = 0
+    for batch in reader:
+        waiting.append(batch)
+        size += batch.nbytes
+        if size >= GROUP_BYTES:
+            yield pa.Table.from_batches(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+def _write_csv(reader: ArrowReader, sink: IO[bytes]) -> int:
+    count = 0
+    head = _flat(reader.schema.empty_table())
+    with pyarrow.csv.CSVWriter(sink, head.schema) as writer:
+        for batch in reader:
+            writer.write_table(_flat(pa.Table.from_batches([batch])))
+            count += batch.num_rows
+    return count
+
+
+def _flat(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """Return a table with the fields of structs as columns, and binary values as text."""
+    table = table.flatten()
+    for index, part in enumerate(table.schema):
+        if pa.types.is_binary(part.type):
+            texts = [None if each is None else one_line(each) for each in table[index].to_pylist()]
+            table = table.set_column(index, part.name, pa.array(texts, pa.string()))
+    return table
+
+
+def _write_json(reader: ArrowReader, sink: IO[bytes]) -> int:
+    count = 0
+    for batch in reader:
+        for row in batch.to_pylist():
+            try:
+                sink.write(to_json({name: _plain(value) for name, value in row.items()}) + b"\n")
+            except ValueError as error:
+                raise BadFormat(f"row {count} of the output: {error}") from None
+            count += 1
+    return count
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value.isoformat() if isinstance(value, date | datetime) else value
+
+
+_WRITERS: dict[str, Callable[[ArrowReader, IO[bytes]], int]] = {
+    "parquet": _write_parquet,
+    "csv": _write_csv,
+    "json": _write_json,
+}

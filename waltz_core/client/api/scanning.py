@@ -1,0 +1,252 @@
+"""Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
+
+Rules:
+    1. The marks are resolved in the call, so the stream is a snapshot. It has exactly the
+       transactions from `start` to `stop` of each partition, one partition after the other.
+    2. Nothing is read before the consumer requests it. Besides the chunks that `read_range` has in
+       memory, there is one batch of at most 8,192 rows or about 8 MiB.
+    3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
+    4. Without payload columns and `data`, only headers are read.
+    5. With encryption keys, a payload that cannot be decrypted is null, and so are its columns;
+       column `data_error` has the reason.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias
+
+import pyarrow as pa
+
+from waltz_core.client.read.ranges import RangeChunk, ReplicaSet
+from waltz_core.errors import BadRequest, BelowStart, DataLoss
+from waltz_core.records import batches
+from waltz_core.records.record import PartitionId
+from waltz_core.records.unpacking import Unpacker
+from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.client.api.sync_client import WaltzClient
+
+ArrowReader: TypeAlias = pa.RecordBatchReader
+ArrowSchema: TypeAlias = pa.Schema
+
+DATA_FORMATS = ("msgpack", "json")
+ERROR_FIELD = pa.field("data_error", pa.string())
+# The columns that name a payload in an error.
+_PLACE = ("partition", "transaction_id")
+# Columns that may be null in the log.
+_NULLABLE = ("commit_time",)
+_NULLABLE_WITH_KEYS = ("commit_time", "data", ERROR_FIELD.name)
+
+
+class Span(NamedTuple):
+    """The transactions start..stop-1 of a partition."""
+
+    partition: int
+    start: int
+    stop: int
+
+
+class ScanColumns:
+    """The columns of a scan, and how a batch of the log becomes them.
+
+    Args:
+        schema: the wanted columns; None for the log's.
+        data_format: the format of the payloads, for columns that are not the log's.
+        has_keys: whether the client decrypts payloads (rule 5).
+
+    Raises:
+        BadRequest: a column of the log has another type, or the format is unknown.
+    """
+
+    def __init__(
+        self, schema: ArrowSchema | None, data_format: str = "msgpack", *, has_keys: bool = False
+    ) -> None:
+        if data_format not in DATA_FORMATS:
+            near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
+            hint = f"Hint: did you mean {near[0]!r}?" if near else "Hint: use another reader."
+            raise BadRequest(
+                f"data_format: expected {' or '.join(DATA_FORMATS)}, found {data_format!r}. {hint}"
+            )
+        log = batches.READ_SCHEMA.append(ERROR_FIELD) if has_keys else batches.READ_SCHEMA
+        self.schema = log if schema is None else _checked(schema, log, has_keys=has_keys)
+        self._foreign = [part for part in self.schema if part.name not in log.names]
+        columns = [
+            name for name in self.schema.names if name in log.names and name != ERROR_FIELD.name
+        ]
+        needs_data = bool(self._foreign) or ERROR_FIELD.name in self.schema.names
+        if needs_data or (has_keys and "data" in columns):
+            columns += [name for name in (*_PLACE, "header", "data") if name not in columns]
+        self._unpacker = Unpacker(self._foreign, data_format, is_case_sensitive=True)
+        # Without any column there is a batch with the number of rows.
+        self._columns = columns or ["partition"]
+        self.form = RangeForm.WHOLE if "data" in self._columns else RangeForm.HEADERS
+
+    def batches(self, chunk: RangeChunk, partition: int) -> Iterator[pa.RecordBatch]:
+        """Yield the transactions of a chunk.
+
+        Raises:
+            BadFormat: a payload does not fit the schema.
+        """
+        partition_id = PartitionId(partition)
+        if self.form is RangeForm.HEADERS:
+            found = batches.headers_to_arrow(
+                chunk.records, chunk.stamps, self._columns, partition_id=partition_id
+            )
+        else:
+            found = batches.range_to_arrow(
+                chunk.records, chunk.lengths, chunk.stamps, self._columns, partition_id=partition_id
+            )
+        for batch in found:
+            yield self._projected(batch, chunk)
+
+    def _projected(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
+        found = dict(zip(batch.schema.names, batch.columns, strict=True))
+        if chunk.decrypt is not None and "data" in found:
+            payloads = [
+                chunk.decrypt(data, header=header)
+                for data, header in zip(
+                    found["data"].to_pylist(), found["header"].to_pylist(), strict=True
+                )
+            ]
+            found["data"] = pa.array([each.data for each in payloads], pa.binary())
+            found[ERROR_FIELD.name] = pa.array([each.error for each in payloads], pa.string())
+        if self._foreign:
+            columns = self._unpacked(found)
+            found |= dict(zip((part.name for part in self._foreign), columns, strict=True))
+        if not self.schema.names:
+            return batch.select([])
+        arrays = [found[name] for name in self.schema.names]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _unpacked(self, found: dict[str, pa.Array]) -> list[pa.Array]:
+        """Return the payload's columns, null where there is no payload (rule 5)."""
+        is_present = found["data"].is_valid()
+        data, *place = (found[name].filter(is_present) for name in ("data", *_PLACE))
+        columns = self._unpacker.columns(
+            data, lambda row: f"partition {place[0][row]}, transaction {place[1][row]}"
+        )
+        if not found["data"].null_count:
+            return columns
+        flags = is_present.to_pylist()
+        rows = iter(range(len(data)))
+        place_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
+        return [column.take(place_of) for column in columns]
+
+
+def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowSchema:
+    """Return the schema; raises BadRequest for a column that the log cannot fill."""
+    if not isinstance(schema, pa.Schema):
+        raise BadRequest(
+            f"schema: expected a pyarrow.Schema, found {schema!r}. Hint: "
+            'pyarrow.schema([("id", pyarrow.int64())]), for example.'
+        )
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise BadRequest(f"schema: expected each column once, found {name!r} twice")
+    nullable = _NULLABLE_WITH_KEYS if has_keys else _NULLABLE
+    for part in schema:
+        if part.name not in log.names:
+            if has_keys and not part.nullable:
+                raise BadRequest(
+                    f"schema: column {part.name!r} is not nullable, but payloads that cannot be "
+                    "decrypted have no value for it. Hint: declare it nullable."
+                )
+            continue
+        wanted = log.field(part.name).type
+        if part.type != wanted:
+            raise BadRequest(
+                f"schema: column {part.name!r} of the log: expected type {wanted}, found "
+                f"{part.type}"
+            )
+        if part.name in nullable and not part.nullable:
+            raise BadRequest(
+                f"schema: column {part.name!r} of the log may be null. Hint: declare it nullable."
+            )
+    return schema
+
+
+def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> list[Span]:
+    """Return the transactions to read.
+
+    Args:
+        sources: the partitions to read, with their marks now.
+        start: the first ID, or one for each partition; None: the first that is available.
+        stop: the ID after the last, or one for each partition; None: the end of the log now.
+
+    Raises:
+        BadRequest: an ID is not a number or is negative, a partition has none, or a start is after
+            its stop.
+        BelowStart: IDs before the first available one are requested.
+        DataLoss: an ID is after the end of the log.
+    """
+    starts, stops = _by_partition("start", start, sources), _by_partition("stop", stop, sources)
+    found = []
+    for partition, source in sorted(sources.items()):
+        end = int(source.high_water_mark) + 1
+        available = int(source.archived.first) if source.archived else 0
+        first, last = starts.get(partition, available), stops.get(partition, end)
+        for name, value in (("start", first), ("stop", last)):
+            if value > end:
+                raise DataLoss(
+                    f"{name}: partition {partition}: expected at most {end}, the end of the log, "
+                    f"found {value}. Hint: another cluster, or a log that was created again."
+                )
+        if first < available or last < available:
+            raise BelowStart(
+                f"partition {partition}: the log begins at transaction {available}, found start "
+                f"{first} and stop {last}: the archive has expired the others",
+                available,
+            )
+        if first > last:
+            raise BadRequest(
+                f"partition {partition}: expected a start up to the stop, found start {first} and "
+                f"stop {last}"
+            )
+        found.append(Span(partition, first, last))
+    return found
+
+
+def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> dict[int, int]:
+    """Return a given ID, or IDs, by partition."""
+    if given is None:
+        return {}
+    ids = given if isinstance(given, Mapping) else dict.fromkeys(partitions, given)
+    if ids.keys() != partitions.keys():
+        raise BadRequest(
+            f"{name}: expected an ID for each partition of {sorted(partitions)}, found "
+            f"{sorted(ids)}"
+        )
+    found = {}
+    for partition, value in ids.items():
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
+            raise BadRequest(
+                f"{name}: partition {partition}: expected a transaction ID, found {value!r}"
+            )
+        found[partition] = index(value)
+    return found
+
+
+def open_scan(
+    client: "WaltzClient",
+    spans: Sequence[Span],
+    sources: Mapping[int, ReplicaSet],
+    columns: ScanColumns,
+) -> ArrowReader:
+    """Return the reader of spans, which reads while its consumer does (rule 2)."""
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for partition, start, stop in spans:
+            if start == stop:
+                continue
+            chunks = client.read_range(
+                partition, start, stop - 1, form=columns.form, replicas=sources[partition]
+            )
+            # Closed here: a traceback would keep the range open until after the client's close.
+            with closing(chunks):
+                for chunk in chunks:
+                    yield from columns.batches(chunk, partition)
+
+    return pa.RecordBatchReader.from_batches(columns.schema, read())

@@ -1,0 +1,65 @@
+"""The memory of the requests that wait in a storage, and the connections that are not read.
+
+Rules:
+    1. Over the limit, a connection that brings more is not read until half of it is free.
+    2. Reads of readers have a limit of their own. Otherwise readers, which may be many tenants,
+       could stop the appends and heartbeats of sessions.
+"""
+
+from waltz_core.storage.service.lane import queue_bytes
+from waltz_core.storage.service.work import ConnectionId, LaneRequest
+from waltz_core.wire.messages import RangeRaw
+
+
+class QueueLimits:
+    """See the module's rules."""
+
+    def __init__(self, bytes_max: int) -> None:
+        assert bytes_max > 0
+        self._bytes_max = bytes_max
+        self.owner_bytes = 0
+        self.reader_bytes = 0
+        self._paused: dict[ConnectionId, bool] = {}  # whether for the reads of readers
+
+    def add(self, request: LaneRequest) -> bool:
+        """Count a request; return whether to stop reading its connection."""
+        is_read = _is_of_reader(request)
+        self._count(queue_bytes(request.message), is_read=is_read)
+        held_bytes = self.reader_bytes if is_read else self.owner_bytes
+        if held_bytes <= self._bytes_max or request.connection in self._paused:
+            return False
+        self._paused[request.connection] = is_read
+        return True
+
+    def subtract(self, request: LaneRequest) -> None:
+        """Count a request no longer."""
+        self._count(-queue_bytes(request.message), is_read=_is_of_reader(request))
+        assert min(self.owner_bytes, self.reader_bytes) >= 0
+
+    def _count(self, size_bytes: int, *, is_read: bool) -> None:
+        if is_read:
+            self.reader_bytes += size_bytes
+        else:
+            self.owner_bytes += size_bytes
+
+    def resumed(self) -> list[ConnectionId]:
+        """Return the connections that are read again."""
+        if not self._paused:
+            return []
+        room_bytes = self._bytes_max // 2
+        found = [
+            connection
+            for connection, is_read in self._paused.items()
+            if (self.reader_bytes if is_read else self.owner_bytes) <= room_bytes
+        ]
+        for connection in found:
+            del self._paused[connection]
+        return found
+
+    def forget(self, connection: ConnectionId) -> None:
+        """Forget a closed connection; its requests are subtracted one by one."""
+        self._paused.pop(connection, None)
+
+
+def _is_of_reader(request: LaneRequest) -> bool:
+    return isinstance(request.message, RangeRaw) and request.message.reader
