@@ -13,14 +13,19 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 import waltz_spark
 
+SETTINGS = {
+    "spark.sql.shuffle.partitions": "4",
+    "spark.sql.ansi.enabled": "true",
+    # Each query would compile classes of its own, for a few rows. The sessions of the notebooks,
+    # of Spark Connect and of the clusters do so.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    session = waltz_spark.session(
-        "waltz tests",
-        master="local[2]",
-        **{"spark.sql.shuffle.partitions": "4", "spark.sql.ansi.enabled": "true"},
-    )
+    session = waltz_spark.session("waltz tests", master="local[2]", **SETTINGS)
     yield session
     session.stop()
 

@@ -1,10 +1,10 @@
-"""A Spark job that writes twice, each time with four tasks, three of which fail at first.
+"""A Spark job that writes three times, each time with four tasks, three of which fail at first.
 
     python -m tests.spark.once_job CONNECT DIRECTORY
 
 It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
 worker of task 1 and the executor of task 2 are killed with -9; each when some of its rows are in
-the log. The job checks the log after each write.
+the log. The job checks the log after each write; the last one is encrypted.
 """
 
 import os
@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
+from tests.spark import encrypted_write
 from tests.spark.once_rows import (
     ROWS,
     SMALL_BATCHES,
@@ -89,6 +90,9 @@ def main(connect: str, directory: Path) -> None:
         broken = rows.mapInArrow(FailsOnce(connect, struck, after), rows.schema)
         result = waltz_spark.append(broken, connect, batchSize="10", **options)
         check_write(write, result.counts, rows_in(connect, after))
+    struck = directory / "encrypted"
+    struck.mkdir()
+    encrypted_write.run(spark, connect, lambda after: FailsOnce(connect, struck, after))
     spark.stop()
 
 

@@ -1,27 +1,25 @@
-"""A Spark job whose tasks fail during an encrypted write, with keys of a function.
+"""The encrypted write of `once_job.py`, with keys of a function.
 
-    python -m tests.spark.encrypted_job CONNECT DIRECTORY
-
-It fails as in `once_job.py`. Each task has its own key, whose ID the log has in plain text. The
-workers get the module with the keys from Spark.
+Each task has its own key, whose ID the log has in plain text. The workers get the module with the
+keys from Spark.
 """
 
-import os
-import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import pyarrow as pa
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
 from tests.spark.in_log import in_log
-from tests.spark.once_job import FailsOnce
-from tests.spark.once_rows import EXPECTED, ROWS, SMALL_BATCHES, TASKS, marks_of, rows_of
+from tests.spark.once_rows import EXPECTED, ROWS, TASKS, marks_of, rows_of
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 
 VAULT = Path(__file__).with_name("vault.py")
+FailingStep = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def decrypted(
@@ -39,17 +37,14 @@ def decrypted(
     return found
 
 
-def main(connect: str, directory: Path) -> None:
-    """Run the job."""
-    spark = waltz_spark.session(
-        "encrypted",
-        master="local-cluster[2,2,1024]",
-        **{"spark.executor.memory": "512m", "spark.ui.enabled": "false", **SMALL_BATCHES},
-    )
+def run(
+    spark: SparkSession, connect: str, fails_once_of: Callable[[Mapping[int, int]], FailingStep]
+) -> None:
+    """Write while a breaker makes tasks fail; read with all keys, and without one."""
     spark.addArtifact(str(VAULT), pyfile=True)
     after = marks_of(connect)
     rows = rows_of(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
-    broken = rows.mapInArrow(FailsOnce(connect, directory, after), rows.schema)
+    broken = rows.mapInArrow(fails_once_of(after), rows.schema)
     options = {"encryptionKeys": "vault:key_of", "encryptionKeyColumn": "key"}
     result = waltz_spark.append(broken, connect, batchSize="10", **options)
     assert (result.counts["committed"], result.counts["rejected"]) == (TASKS * ROWS, 0)
@@ -63,9 +58,3 @@ def main(connect: str, directory: Path) -> None:
     assert decrypted(connect, after, "without_task_1") == Counter(
         {(data, None): 1 for data in kept} | {(None, "there is no key 'task1-key'"): ROWS}
     )
-    spark.stop()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    main(sys.argv[1], Path(sys.argv[2]))
