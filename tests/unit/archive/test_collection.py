@@ -266,7 +266,9 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     assert {6, 5} <= set(heads_of(store))
     for attempt in range(1, 6):
         before = all_files(store)
-        with pytest.raises(BadRequest, match=r"version above 6 .* session 9.* found .*/5-10-.*back"):
+        with pytest.raises(
+            BadRequest, match=r"version above 6 .* session 9.* found .*/5-10-.*back"
+        ):
             run(store, request(own, attempt=attempt))
         with pytest.raises(BadRequest, match="version 6 after session 9"):
             run(store, request(own, session=11, nonce=NONCE, attempt=0))
