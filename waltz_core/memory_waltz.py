@@ -202,11 +202,14 @@ class MemoryWaltz:
         by default), and its client cannot find out before its `request_timeout_ms` has passed. With
         any other error it is not in the log. Clients send an append again after `Overloaded`,
         `NoSpace` and `SessionLost`: the application sees these errors only if they last for
-        `request_timeout_ms`. Raises BadRequest for an error that an append cannot end with.
+        `request_timeout_ms`. Raises BadRequest for an error with which no append fails.
         """
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and reason_of(error) is None:
-            raise errors.BadRequest(f"an append cannot end with {type(error).__name__}")
+            raise errors.BadRequest(
+                "fail_next_append: expected an error with which an append can fail, found "
+                f"{type(error).__name__}"
+            )
         self._faults.failures = InjectedFailures(count, error, enters_log)
 
     def suspend_feed(self) -> None:

@@ -179,8 +179,8 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
         other = taken.setdefault(name.lower(), name)
         if other != name:
             raise BadRequest(
-                f"columns {other!r} and {name!r} are equal for Spark, and results would have both. "
-                "Hint: rename one, or use option resultColumns without it."
+                f"the results would have columns {other!r} and {name!r}, which are the same name "
+                "for Spark. Hint: rename one, or omit it from option resultColumns."
             )
 
 

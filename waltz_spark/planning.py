@@ -64,7 +64,7 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
     """
     if not 0 <= partition < partition_count:
         raise BadConfig(
-            f"{where}: expected partitions of 0 to {partition_count - 1}, found {partition}"
+            f"{where}: expected partitions from 0 to {partition_count - 1}, found {partition}"
         )
 
 

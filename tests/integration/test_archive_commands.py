@@ -101,7 +101,7 @@ def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Arch
     done = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
     assert (done.returncode, done.stderr) == (
         1,
-        "waltz-core: --objects: expected --json, too\n",
+        "waltz-core: --objects requires --json\n",
     )
 
 

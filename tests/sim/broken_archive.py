@@ -14,7 +14,7 @@ from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
-from waltz_core.replication.archiving import Archiving
+from waltz_core.replication.archiving import SessionArchiver
 from waltz_core.replication.partition_store import PartitionStore, _Waiting
 from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.settlement import Settlement
@@ -34,7 +34,7 @@ def _without_comparison(self, attempt, found, engaged, now_ms):
 @switch
 def announced_before_zookeeper() -> Patches:
     """Replicas receive an archived mark before ZooKeeper has it."""
-    original = Archiving._announce
+    original = SessionArchiver._announce
 
     def _announce(self, engaged, now_ms):
         recorded, self.recorded = self.recorded, self.wanted or self.recorded
@@ -43,7 +43,7 @@ def announced_before_zookeeper() -> Patches:
         finally:
             self.recorded = recorded
 
-    yield instead(Archiving, "_announce", _announce)
+    yield instead(SessionArchiver, "_announce", _announce)
 
 
 @switch
@@ -104,7 +104,7 @@ def reconstructed_batches_are_archived() -> Patches:
     """A replica archives batches that it has reconstructed, and no other replica is compared."""
 
     yield instead(archive_pieces, "RECONSTRUCTED", object())
-    yield instead(Archiving, "_compare", _without_comparison)
+    yield instead(SessionArchiver, "_compare", _without_comparison)
 
 
 @switch
@@ -114,7 +114,7 @@ def attempts_are_not_counted() -> Patches:
     def _next_of(self, capable):
         return capable[0]
 
-    yield instead(Archiving, "_next_of", _next_of)
+    yield instead(SessionArchiver, "_next_of", _next_of)
 
 
 @switch
@@ -207,7 +207,11 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 @switch
 def mark_is_not_fenced() -> Patches:
     """An archived mark of a session that has ended is recorded in the next one."""
-    end, start, begin = PartitionStore._end_session, PartitionStore._start_session, Archiving.begin
+    end, start, begin = (
+        PartitionStore._end_session,
+        PartitionStore._start_session,
+        SessionArchiver.begin,
+    )
 
     def _end_session(self, reason, error_code=0):
         if self._session is not None:
@@ -226,7 +230,7 @@ def mark_is_not_fenced() -> Patches:
 
     yield instead(PartitionStore, "_end_session", _end_session)
     yield instead(PartitionStore, "_start_session", _start_session)
-    yield instead(Archiving, "begin", _begin)
+    yield instead(SessionArchiver, "begin", _begin)
 
 
 @switch
@@ -263,14 +267,14 @@ def uncommitted_batches_are_archived() -> Patches:
     The comparison alone waits until the owner knows that a second replica has the batches. Of three
     replicas these are a quorum.
     """
-    original = Archiving.advance
+    original = SessionArchiver.advance
 
     def advance(self, engaged, replicas, committed, now_ms):
         lasts = (each.synced_last for each in engaged)
         original(self, engaged, replicas, max(lasts, default=committed), now_ms)
 
-    yield instead(Archiving, "advance", advance)
-    yield instead(Archiving, "_compare", _without_comparison)
+    yield instead(SessionArchiver, "advance", advance)
+    yield instead(SessionArchiver, "_compare", _without_comparison)
 
 
 @switch
@@ -344,7 +348,7 @@ def replaced_manifests_are_deleted_at_once() -> Patches:
 @switch
 def collection_while_a_mark_is_written() -> Patches:
     """A session collects garbage while its write of a mark is under way."""
-    original = Archiving.advance
+    original = SessionArchiver.advance
 
     def advance(self, engaged, replicas, committed, now_ms):
         original(self, engaged, replicas, committed, now_ms)
@@ -352,13 +356,13 @@ def collection_while_a_mark_is_written() -> Patches:
         if is_due and self.wanted is not None and self._attempt is None:
             self._collect([each for each in engaged if each.supports_archiving], replicas, now_ms)
 
-    yield instead(Archiving, "advance", advance)
+    yield instead(SessionArchiver, "advance", advance)
 
 
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
     """A session collects by a mark that ZooKeeper had lost, and which a log has passed."""
-    original = Archiving._collect
+    original = SessionArchiver._collect
 
     def _collect(self, capable, replicas, now_ms):
         starts = {each: each.repair.start for each in replicas if each.repair is not None}
@@ -370,7 +374,7 @@ def collection_ignores_the_starts_of_logs() -> Patches:
             for each, start in starts.items():
                 each.repair.start = start
 
-    yield instead(Archiving, "_collect", _collect)
+    yield instead(SessionArchiver, "_collect", _collect)
 
 
 # ---- replacement of an object (AR 5)
@@ -390,7 +394,7 @@ def replacement_is_not_compared() -> Patches:
 @switch
 def replacement_without_the_newest_object() -> Patches:
     """A replacement uses the previous manifest while a write of a new mark is under way."""
-    advance, written = Archiving.advance, Archiving._object_written
+    advance, written = SessionArchiver.advance, SessionArchiver._object_written
 
     def _advance(self, engaged, replicas, committed, now_ms):
         advance(self, engaged, replicas, committed, now_ms)
@@ -401,8 +405,8 @@ def replacement_without_the_newest_object() -> Patches:
         last, chain = self.recorded[:2]
         written(self, attempt, replace(notice, last=last, chain=chain), now_ms)
 
-    yield instead(Archiving, "advance", _advance)
-    yield instead(Archiving, "_object_written", _object_written)
+    yield instead(SessionArchiver, "advance", _advance)
+    yield instead(SessionArchiver, "_object_written", _object_written)
 
 
 # ---- expiry (AR 7, AR 15)
@@ -411,7 +415,7 @@ def replacement_without_the_newest_object() -> Patches:
 @switch
 def archiving_forgets_the_expiry() -> Patches:
     """A mark that a session records has 0 as the first available ID."""
-    original = Archiving._archived
+    original = SessionArchiver._archived
 
     def _archived(self, attempt, notice, now_ms):
         recorded = self.recorded
@@ -421,7 +425,7 @@ def archiving_forgets_the_expiry() -> Patches:
         finally:
             self.recorded = recorded
 
-    yield instead(Archiving, "_archived", _archived)
+    yield instead(SessionArchiver, "_archived", _archived)
 
 
 @switch

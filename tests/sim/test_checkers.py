@@ -870,7 +870,7 @@ def test_no_rot_served_by_a_storage(world, form):
         world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_no_rot_served_as_a_batch_that_was_never_written(world):
+def test_no_rot_served_finds_a_batch_that_was_never_written(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.works(m.LineageRequest, 0, 1, outcome=outcome)

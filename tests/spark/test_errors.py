@@ -40,7 +40,7 @@ def planned(connect: str, schema: StructType = LOG, **options: str) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"partitions": "99"}, "expected partitions of 0 to 3, found 99"),
+        ({"partitions": "99"}, "expected partitions from 0 to 3, found 99"),
         ({"partitions": "0", "startingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
         ({"partitions": "0", "endingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
         ({"startingHighWaterMarks": '{"0": -1, "1": -1}'}, "has no mark for partition 2, 3"),
@@ -77,7 +77,7 @@ WRONG_WRITES = (
         "data string",
         ("x",),
         {"clientHighWaterMarks": '{"9": 1}'},
-        "expected partitions of 0 to 3, found 9",
+        "expected partitions from 0 to 3, found 9",
     ),
     ("data string", ("x" * (4 << 20) + "y",), {}, "4,194,305 bytes is over the limit"),
     (

@@ -90,7 +90,7 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
     found: dict[AccessVerb, None] = {}
     for word in text.split(","):
         if word.strip() not in known:
-            expected = f"expected verbs of {', '.join(known)}, such as read,append"
+            expected = f"expected one or more of {', '.join(known)}, such as read,append"
             raise BadConfig(f"{expected}, found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
@@ -99,7 +99,9 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
 def check_principal(name: str) -> None:
     """Raise BadConfig unless a principal of this name may have grants and limits."""
     if not is_principal(name) or (name in RESERVED and name != ANONYMOUS):
-        raise BadConfig(f"expected a principal of {PRINCIPAL_EXPECTED}, not reserved: {name!r}")
+        raise BadConfig(
+            f"expected a principal of {PRINCIPAL_EXPECTED}, not a reserved one, found {name!r}"
+        )
 
 
 def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: int) -> set[int]:
@@ -253,7 +255,7 @@ def _without_grant(
 def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Add principals to a group, which is created if there is none; raises BadConfig."""
     if not is_principal(group):
-        raise BadConfig(f"expected a group of {PRINCIPAL_EXPECTED}: {group!r}")
+        raise BadConfig(f"expected a group name of {PRINCIPAL_EXPECTED}, found {group!r}")
     for each in members:
         check_principal(each)
     named = tuple(dict.fromkeys((*old.groups.get(group, ()), *members)))
@@ -303,7 +305,7 @@ def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissi
     }
     for key, value in given.items():
         if not 1 <= value < 1 << 63:
-            raise BadConfig(f"{key}: expected 1 or more, found {value}")
+            raise BadConfig(f"{key}: expected 1 to 2^63 - 1, found {value}")
     return replace(
         old, limits={**old.limits, name: replace(old.limits.get(name, PrincipalLimits()), **given)}
     )

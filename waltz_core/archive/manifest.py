@@ -244,7 +244,9 @@ class Manifest:
         reach = bounds[0][0] - 1 if bounds else self.last
         for first, last in bounds:
             if first != reach + 1 or last < first:
-                raise BadFormat(f"manifest {name}: expected ID {reach + 1}, found {first}..{last}")
+                raise BadFormat(
+                    f"manifest {name}: expected IDs from {reach + 1} on, found {first}..{last}"
+                )
             reach = last
         if reach != self.last or not 0 <= self.first <= self.last + 1:
             raise BadFormat(
@@ -282,9 +284,10 @@ class RecordedManifest(NamedTuple):
         stated = (found.cluster_key, found.partition_id, found.last, found.chain)
         if stated != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
-                f"manifest {self.name or '(none)'}: expected one of partition {self.partition_id} "
-                f"that ends at {self.last} with chain {self.chain.hex()}, found partition "
-                f"{found.partition_id}, {found.last} and {found.chain.hex()}"
+                f"manifest {self.name or '(none)'}: expected partition {self.partition_id} of "
+                f"cluster {cluster_key.hex()} up to ID {self.last} with chain {self.chain.hex()}, "
+                f"found partition {found.partition_id} of cluster {found.cluster_key.hex()} "
+                f"up to ID {found.last} with chain {found.chain.hex()}"
             )
 
 

@@ -375,7 +375,9 @@ class ArchiveObject:
 
     def _expect(self, found: int, expected: int) -> None:
         if found != expected:
-            raise BadFormat(f"object {self.name}: expected ID {expected}, found {found}")
+            raise BadFormat(
+                f"object {self.name}: expected transaction ID {expected}, found {found}"
+            )
 
 
 def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:

@@ -247,7 +247,7 @@ class ArchiveStore:
 
 
 class StoreFile:
-    """A file that is open for reads, as Python's; its errors are the store's (rule 4).
+    """A binary file of the store, open for reads; raises the store's errors (rule 4).
 
     Each read requests its own bytes. pyarrow's `seek` in Google Cloud Storage requests all bytes
     from there to the end, and fails at the end. `native` is pyarrow's file.
@@ -295,7 +295,7 @@ class StoreFile:
 
 
 class StoreSink:
-    """A file that is open for writes, as Python's; its errors are the store's (rule 4).
+    """A binary file of the store, open for writes; raises the store's errors (rule 4).
 
     Its writes keep to `rate_limit` (rule 5).
     """

@@ -78,8 +78,8 @@ NOUNS: Mapping[str, NounEntry] = {
                 "replace-storage": (
                     "move a storage's replicas to another one, or to its empty successor"
                 ),
-                "add-replica": "add a replica of some partitions to a storage",
-                "remove-replica": "remove the replica of some partitions from a storage",
+                "add-replica": "add replicas of partitions to storages",
+                "remove-replica": "remove replicas of partitions from storages",
                 "move-replica": "move a replica from one storage to another",
                 "auto-assign": "spread all replicas evenly over groups and storages",
                 "remove-server": "remove a dead server from ZooKeeper",

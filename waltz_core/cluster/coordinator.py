@@ -284,7 +284,7 @@ class Coordinator:
             node = await self._nodes.require(path)
             last_id = decode_node(path, node, model.decode_id)
             if last_id == model.INT32_MAX:
-                raise errors.BadFormat(f"{path}: all {last_id} IDs are allocated")
+                raise errors.BadFormat(f"{path}: no ID is left: all {last_id} are allocated")
             try:
                 await self._znodes.write(
                     [Set(path, model.encode_id(last_id + 1), node.stat.version)]

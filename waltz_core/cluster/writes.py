@@ -227,7 +227,7 @@ class WriteRegistry:
         await WriteRegistry(self._nodes).forget_expired()
         if await self._count(principal) >= WRITES_MAX:
             raise errors.BadRequest(
-                f"expected at most {WRITES_MAX} writes of {principal}, which has that many. Hint: "
+                f"{principal} already has {WRITES_MAX} writes, the limit of a principal. Hint: "
                 "finished writes are removed after the time for which they are kept; shorten it "
                 "(option 'writeRetention')."
             )
@@ -539,7 +539,7 @@ def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"{what}: expected JSON: {error!s:.200}") from error
+        raise errors.BadFormat(f"{what}: not valid JSON: {error!s:.200}") from error
     if not isinstance(values, dict) or values.get("format") not in formats:
         expected = " or ".join(map(str, formats))
         raise errors.BadFormat(

@@ -119,7 +119,7 @@ class TlsConfig(Config):
         if self.tls_verify:
             self._check_one_of("tls_verify", TLS_CHECKS)
         if self.tls_key and not self.tls_certificate:
-            raise BadConfig("tls_key: expected tls_certificate as well, found none")
+            raise BadConfig("tls_key requires tls_certificate, which is not set")
         super().validate()
 
 
@@ -207,7 +207,7 @@ def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
 
 def _check_audit(audit_log: str, access: str) -> None:
     if audit_log and access == "off":
-        raise BadConfig('audit_log: expected access = "report" or "on" with it, found "off"')
+        raise BadConfig('audit_log requires access = "report" or "on", found "off"')
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
@@ -388,7 +388,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         self._check_one_of("tls_transition", TLS_TRANSITIONS)
         if self.tls_transition and self.access == "on":
             raise BadConfig(
-                f'tls_transition: expected none with access = "on", which requires TLS, found '
+                f'tls_transition: expected no value with access = "on", which requires TLS, found '
                 f"{self.tls_transition!r}"
             )
         _check_audit(self.audit_log, self.access)
@@ -634,7 +634,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         self._check_one_of("tls_transition", TLS_TRANSITIONS)
         if self.tls_transition and self.access == "on":
             raise BadConfig(
-                f'tls_transition: expected none with access = "on", which requires TLS, found '
+                f'tls_transition: expected no value with access = "on", which requires TLS, found '
                 f"{self.tls_transition!r}"
             )
         _check_audit(self.audit_log, self.access)
@@ -738,7 +738,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
         for name in ("encryption_key", "encryption_required"):
             if getattr(self, name) and not self.encryption_keys:
-                raise BadConfig(f"{name}: expected encryption_keys as well, found none")
+                raise BadConfig(f"{name} requires encryption_keys, which is not set")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,8 @@ class PartitionCondition:
         return set(self.states) != set(self.assigned)
 
     @property
-    def is_lost(self) -> bool:
-        """Whether ZooKeeper has lost its state: it was open, but no replica was engaged."""
+    def is_state_lost(self) -> bool:
+        """Whether ZooKeeper has lost its state: it is open, but no replica was engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_opened

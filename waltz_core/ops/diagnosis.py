@@ -634,7 +634,7 @@ class _Partition:
             # The assignment has only the decisions so far, not the former replicas.
             self._report("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
             return True
-        if self._now.is_lost:
+        if self._now.is_state_lost:
             counts = map(len, self._cluster.assigned.values())
             self._report("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
             return True

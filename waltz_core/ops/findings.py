@@ -142,8 +142,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "server-access-denied",
-            "server {server} rejects the doctor's requests: {why}. Hint: name a token whose "
-            "principal has read and administer.",
+            "server {server} rejects the doctor's requests: {why}. Hint: use a token whose "
+            "principal has the permissions `read` and `administer`.",
             _AS_ANOTHER,
         ),
         _row(
@@ -194,8 +194,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-access-denied",
-            "storage {storage} rejects the doctor's requests: {why}. Hint: name a token whose "
-            "principal has read and administer.",
+            "storage {storage} rejects the doctor's requests: {why}. Hint: use a token whose "
+            "principal has the permissions `read` and `administer`.",
             _AS_ANOTHER,
         ),
         _row(

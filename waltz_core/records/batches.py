@@ -250,7 +250,7 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(f"append batch: column {name}: a lock is null")
     elif cast.null_count:
-        raise BadRequest(f"append batch: column {name}: {cast.null_count} nulls, expected none")
+        raise BadRequest(f"append batch: column {name}: expected no nulls, found {cast.null_count}")
     return cast
 
 
@@ -350,7 +350,7 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     for name, column in columns.items():
         if name not in LOCK_COLUMNS and column.null_count:
             raise BadRequest(
-                f"append batch: column {name}: {column.null_count} nulls, expected none"
+                f"append batch: column {name}: expected no nulls, found {column.null_count}"
             )
     data = columns["data"]
     marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None

@@ -355,7 +355,7 @@ def _digits(value: str | int | Decimal) -> str:
         value = format(value, "f")
     text = value if isinstance(value, str) else str(value)
     if len(text) > 2 * _DECIMAL_DIGITS_MAX or sum(map(str.isdigit, text)) > _DECIMAL_DIGITS_MAX:
-        raise ValueError(f"more than {_DECIMAL_DIGITS_MAX} digits")
+        raise ValueError(f"expected at most {_DECIMAL_DIGITS_MAX} digits, found more")
     return text
 
 
@@ -426,7 +426,7 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
     """Apply rule 5 inside a struct, a list or a map."""
     if not part.nullable and any(value is None for value in values):
-        raise ValueError(f"{part.name!r} in it is NOT NULL in the schema, and a value is null")
+        raise ValueError(f"its field {part.name!r} is null, but NOT NULL in the schema")
 
 
 def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:

@@ -163,7 +163,7 @@ class _Lag:
         return newer + (reported_bytes * waiting // (last - before) if waiting else 0)
 
 
-class Archiving:
+class SessionArchiver:
     """The archive of one session. `wanted` is the mark to write to ZooKeeper, if any."""
 
     def __init__(self, claim: Claim, *, outbox: list[Effect], limits: SessionLimits) -> None:

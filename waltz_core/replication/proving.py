@@ -28,7 +28,7 @@ class _Proof:
     deadline_ms: int
 
 
-class Proving:
+class ProofCollector:
     """The proofs that are under way in one session; their tokens are the tickets of heartbeats."""
 
     def __init__(

@@ -440,7 +440,8 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
         raise ChecksumMismatch(f"range from {first}: record {first + bad} does not match its CRC")
     gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap is not None:
-        raise BadFormat(f"range from {first}: expected ID {first + gap}, found another one")
+        found = raw_records.ids_of(answer.records, lengths)[gap]
+        raise BadFormat(f"range from {first}: expected ID {first + gap}, found {found}")
 
 
 def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:

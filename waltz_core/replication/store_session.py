@@ -38,11 +38,11 @@ from waltz_core.records.record import PartitionId, ReplicaId, SessionId, Transac
 from waltz_core.replication.archiving import (
     ARCHIVE_NOTICES,
     ARCHIVE_TICKET,
-    Archiving,
     ExpiryBounds,
+    SessionArchiver,
 )
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.proving import Proving
+from waltz_core.replication.proving import ProofCollector
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.repair import ReplicaRepair
 from waltz_core.replication.repairs import Repairs
@@ -159,9 +159,9 @@ class StoreSession:
         self._quorum_since_ms: int | None = None
         self._progress_ms = 0
         self._is_waiting_reported = False
-        self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
+        self._proving = ProofCollector(claim.assigned, outbox=outbox, limits=limits)
         self._settlement: Settlement | None = None
-        self._archiving = Archiving(claim, outbox=outbox, limits=limits)
+        self._archiving = SessionArchiver(claim, outbox=outbox, limits=limits)
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------

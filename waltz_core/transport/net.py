@@ -555,7 +555,7 @@ class Link:
         """Take the principal of a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
-            raise AuthenticationFailed("expected TLS, without which no token is accepted")
+            raise AuthenticationFailed("expected TLS, which every token requires")
         if self.access is not None:
             self.access.take_token(credential.token)
 

@@ -277,7 +277,9 @@ def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
     (expected,) = _UINT32.unpack_from(view, at)
     found = crc32(values[-1])
     if found != expected:
-        raise RemoteProtocolError(f"data before byte {at}: CRC {found:08x}, sent {expected:08x}")
+        raise RemoteProtocolError(
+            f"data before byte {at}: expected CRC {expected:08x}, found {found:08x}"
+        )
     return at + _UINT32.size
 
 

@@ -1337,7 +1337,7 @@ class ReplaceObject(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ArchiveProgress(StorageMessage):
-    """A notification to the owner (sequence 0): its attempt has not failed.
+    """A notification to the owner (sequence 0): the archive attempt is still running.
 
     A storage sends it for requests that wait or run, while its work on the archive continues.
     """

@@ -485,6 +485,6 @@ def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
     for partition in marks:
         if not 0 <= partition < partition_count:
             raise BadRequest(
-                f"option 'clientHighWaterMarks': expected partitions of 0 to "
+                f"option 'clientHighWaterMarks': expected partitions from 0 to "
                 f"{partition_count - 1}, found {partition}"
             )

@@ -208,8 +208,9 @@ def _repeat(job: Job, tasks: list[TaskResult], named: NamedWrite) -> None:
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
         raise ConnectionSuperseded(
-            f"write {named.write!r} was finished before, and was removed after its writeRetention; "
-            "nothing was appended. Hint: run it once more to append its rows again."
+            f"write {named.write!r}: an earlier run finished it, and its state in ZooKeeper "
+            "was removed after writeRetention; nothing was appended. Hint: run the write "
+            "again only if its rows must be appended a second time."
         )
     is_alone = all(task.was_done for task in tasks)
     hint = named.hint if is_alone else _HINT_OF_RACE

@@ -98,8 +98,8 @@ def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
     for name in (ROW_COLUMN, CONFLICT_COLUMN):
         if name in types:
             raise BadRequest(
-                f"option 'recompute': column name {name!r} is reserved for the function. Hint: "
-                "drop or rename it."
+                f"column {name!r}: option 'recompute' reserves this name. Hint: drop or rename the "
+                "column."
             )
 
 

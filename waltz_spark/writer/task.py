@@ -152,9 +152,9 @@ class Job:
         return file_name(task, attempt, self.results_name)
 
     def _check_partitions(self, claim: TaskClaim) -> None:
-        """Check that this run uses the partitions of the first one, which has read their marks.
+        """Check that this run uses the same partitions as the first run of this write.
 
-        Otherwise rows of an earlier run could be in a partition that is not read back.
+        Only their marks are known: rows in other partitions would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
             began, now = (listed(sorted(each)) for each in (claim.marks, self.marks))

@@ -118,11 +118,11 @@ def test_a_changed_byte_is_found():
     [
         ({"last": 40}, "expected objects up to ID 40"),
         ({"first": 31}, "found objects up to 29 and first ID 31"),
-        ({"newest": (entry(0), entry(2))}, "expected ID 10, found 20..29"),
+        ({"newest": (entry(0), entry(2))}, "expected IDs from 10 on, found 20..29"),
         ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first ID 5"),
         (
             {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
-            "expected ID 0, found 0..-1",
+            "expected IDs from 0 on, found 0..-1",
         ),
     ],
 )

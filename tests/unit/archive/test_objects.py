@@ -169,7 +169,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
         ({"chain_before": bytes(range(16))}, "with the chain"),
         ({"chain": bytes(range(16))}, "with the chain"),
         ({"last": FIRST + 49}, "expected to end at 1049"),
-        ({"first": FIRST - 1}, "expected ID 999, found 1000"),
+        ({"first": FIRST - 1}, "expected transaction ID 999, found 1000"),
     ],
 )
 def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
@@ -180,7 +180,7 @@ def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
 
 def test_a_missing_record_and_a_missing_batch_are_found():
     records, lineage = batches_from(FIRST, sizes=SIZES)
-    with pytest.raises(BadFormat, match="expected ID 1010, found 1011"):
+    with pytest.raises(BadFormat, match="expected transaction ID 1010, found 1011"):
         list(opened(object_of(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
     with pytest.raises(ChecksumMismatch, match="expected to end at 1050"):

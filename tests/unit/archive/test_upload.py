@@ -124,7 +124,7 @@ def test_nothing_is_overwritten(store):
         ({"partition_id": 4}, BadFormat, "of partition 4 .* found partition 3"),
         ({"manifest_crc": 1}, ChecksumMismatch, r"1-9-.*json: expected CRC 00000001"),
         ({"manifest": "x/y"}, ArchiveUnavailable, "cannot read .*x/y: expected files in"),
-        ({"manifest": ""}, BadFormat, r"\(none\): expected one of partition 3 that ends at 9"),
+        ({"manifest": ""}, BadFormat, r"\(none\): expected partition 3 of cluster \w+ up to ID 9"),
     ],
 )
 def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, changes, error, reason):

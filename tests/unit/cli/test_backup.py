@@ -206,8 +206,8 @@ def test_a_backup_is_a_new_file(tmp_path):
         (["0=x"], None, "found '0=x'"),
         (["0=-2"], None, "found '0=-2'"),
         (["0=8"], None, "expected at most 7, the mark of partition 0 in the backup, found 8"),
-        ([], "yesterday", "expected a time with a zone such as .*, found 'yesterday'"),
-        ([], "2026-11-28T10:00:00", "expected a time with a zone"),
+        ([], "yesterday", "expected a time with a time zone such as .*, found 'yesterday'"),
+        ([], "2026-11-28T10:00:00", "expected a time with a time zone"),
     ],
 )
 def test_invalid_limits_of_a_restore_are_rejected(marks, until, problem):

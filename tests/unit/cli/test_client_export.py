@@ -113,7 +113,7 @@ def test_columns_are_those_of_the_log_or_have_a_type():
     ("column", "message"),
     [
         ("owner", "the log has no column 'owner'. Hint: NAME:TYPE is a column of the payload"),
-        ("id:int46", "--column id: expected a type of bool"),
+        ("id:int46", "--column id: expected one of the types bool"),
     ],
 )
 def test_a_wrong_column_is_named(column: str, message: str):

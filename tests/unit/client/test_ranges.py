@@ -143,7 +143,7 @@ def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
         storage.answer, form=LOCATIONS, lengths=bytes(size), records=b"", records_crc=0
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
-    with pytest.raises(errors.RemoteProtocolError, match="lengths with a count of 4"):
+    with pytest.raises(errors.RemoteProtocolError, match="expected 4 lengths, found"):
         in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 

@@ -41,7 +41,7 @@ def test_an_audit_entry_survives_a_round_trip(made):
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"{", "expected JSON"),
+        (b"{", "not valid JSON"),
         (b'{"format":2}', "expected format 1"),
         (b"[]", "expected format 1"),
         (b'{"format":1,"user":1,"begun_ms":1,"command":"","outcome":""}', "expected user as str"),

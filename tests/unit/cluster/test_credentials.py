@@ -149,7 +149,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
         (f"digest:a:b\nadministrators:sasl:{ADMINISTRATOR}", "line 2: expected administrators:"),
         (
             f"digest:admin:hunter2\nadministrators:digest:{ADMINISTRATOR}",
-            "line 2: expected another user than that of the first line",
+            "line 2: expected a second user, found that of the first line again",
         ),
         (f"{OF_MEMBERS}members:digest:c:hunter2", "line 3: expected one line with members or"),
         (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),

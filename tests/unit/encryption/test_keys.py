@@ -31,7 +31,7 @@ class Calls:
         return KeyCache(self, "a test", clock=lambda: self.now_s)
 
 
-def test_a_key_and_a_missing_key_are_cached_for_their_time() -> None:
+def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
     provider = Calls()
     cache = provider.cache()
     assert not cache.is_cached("a")

@@ -19,7 +19,7 @@ def standing(case):
 def test_a_healthy_partition_has_no_problems(case):
     now = standing(case)
     assert now.owner.address == ONE
-    assert (now.is_served, now.is_open, now.is_lost, now.is_of_other_replicas) == (
+    assert (now.is_served, now.is_open, now.is_state_lost, now.is_of_other_replicas) == (
         *(True, True, False, False),
     )
     assert now.answering == now.engaged == [A, B, C]
@@ -61,4 +61,4 @@ def test_only_replicas_of_the_newest_session_are_engaged(case):
     assert now.not_engaged == [B, C]
     assert now.is_of_other_replicas
     case.partition(metadata=PartitionMetadata())
-    assert standing(case).is_lost
+    assert standing(case).is_state_lost

@@ -26,9 +26,7 @@ def test_json_values_round_trip() -> None:
         ({"a": {math.nan: 1}}, "found nan at a key of $.a;"),
     ],
 )
-def test_numbers_that_are_not_finite_are_named_with_their_place(
-    value: object, sentence: str
-) -> None:
+def test_errors_name_the_json_path_of_nan_and_infinities(value: object, sentence: str) -> None:
     with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
         to_json(value)
     assert str(caught.value).startswith(sentence)

@@ -1,7 +1,7 @@
 """Unit tests of `waltz_core.replication.proving`: requests, and when an answer counts."""
 
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.proving import Proving
+from waltz_core.replication.proving import ProofCollector
 from waltz_core.replication.session_events import MarkProved, MarkUnproved
 from waltz_core.wire import messages
 
@@ -21,7 +21,7 @@ class Replica:
 
 def proving():
     outbox = []
-    return Proving(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
+    return ProofCollector(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
 
 
 def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requested():

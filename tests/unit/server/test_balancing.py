@@ -12,7 +12,7 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.server.locking.tickets import AppendCounters
-from waltz_core.server.process.balancing import BalanceTimes, Balancing
+from waltz_core.server.process.balancing import BalanceTimes, Rebalancer
 from waltz_core.server.process.load import cost_of
 
 ROOT = "/w"
@@ -43,7 +43,7 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
         return {partition: RATES[partition] * now * rate for partition in mine}
 
     for server_id in reporting:
-        balancing = Balancing(
+        balancing = Rebalancer(
             server_id,
             by_server[server_id],
             lambda each=server_id: costs(each),
@@ -169,7 +169,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
     async def scenario():
         nonlocal now_ms
         views = [shows(1, 2), shows(1, 2), between]
-        balancing = Balancing(1, ScriptedCoordinator(views), dict, PACE)
+        balancing = Rebalancer(1, ScriptedCoordinator(views), dict, PACE)
         for _ in views[:3]:
             await balancing._check()
             now_ms += PACE.window_ms

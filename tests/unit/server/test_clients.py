@@ -227,7 +227,7 @@ async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
     clients = Clients(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     link.received([FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))])
-    clients.forget(backend.host)
+    clients.forget_partition(backend.host)
     assert link.ended_feeds == [PartitionId(0)]
 
 

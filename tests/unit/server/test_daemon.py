@@ -35,7 +35,7 @@ def test_appends_joined_in_one_turn_fit_into_one_storage_frame() -> None:
         assert limits.batch_bytes_max + limits.slice_bytes_max + 48 * rows < FRAME_BYTES_MAX
 
 
-def test_batches_that_could_never_be_stored_are_rejected_at_the_start() -> None:
+def test_batch_bytes_max_must_fit_into_a_storage_frame() -> None:
     with pytest.raises(errors.BadConfig, match="batch_bytes_max"):
         limits_of(config(batch_bytes_max=15 * MIB), 4)
 

@@ -111,7 +111,7 @@ def test_a_rejected_row_of_a_batch_blocks_no_append() -> None:
     assert found.conflicts.tolist() == [1, NO_CONFLICT, 2]
 
 
-def test_one_lock_twice_in_a_row_does_not_conflict_with_itself() -> None:
+def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
     found = validate(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
     assert found.ids.tolist() == [1]
 
@@ -136,7 +136,7 @@ def test_a_lost_append_does_not_reject_its_retry() -> None:
     assert validate(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
 
-def test_reset_makes_all_connections_catch_up() -> None:
+def test_a_reset_rejects_appends_with_older_marks() -> None:
     table = table_at(0)
     table.reset(TransactionId(6))
     assert validate(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1

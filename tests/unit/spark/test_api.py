@@ -68,7 +68,7 @@ def test_marks_cannot_be_given_twice() -> None:
 
 def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_written() -> None:
     for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
-        with pytest.raises(BadRequest, match="are equal for Spark, and results would have both"):
+        with pytest.raises(BadRequest, match="which are the same name"):
             _check_distinct_columns(frame(*names, **INSENSITIVE), {})
         _check_distinct_columns(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
     _check_distinct_columns(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})

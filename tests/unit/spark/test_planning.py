@@ -37,7 +37,9 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
 def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
     check_marks(read(**{name: '{"3": 1}'}), 4)
-    with pytest.raises(BadConfig, match=f"option '{name}': expected partitions of 0 to 3, found 4"):
+    with pytest.raises(
+        BadConfig, match=f"option '{name}': expected partitions from 0 to 3, found 4"
+    ):
         check_marks(read(**{name: '{"4": 1}'}), 4)
 
 
@@ -93,7 +95,7 @@ def test_ranges_of_ids_cut_every_partition() -> None:
 
 
 def test_an_absent_partition_is_named() -> None:
-    with pytest.raises(BadConfig, match="expected partitions of 0 to 3, found 7"):
+    with pytest.raises(BadConfig, match="expected partitions from 0 to 3, found 7"):
         chosen_partitions(read(partitions="0,7"), 4)
     assert chosen_partitions(read(partitions="2,0"), 4) == [0, 2]
 

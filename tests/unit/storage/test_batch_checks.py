@@ -44,7 +44,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
     with pytest.raises(ChecksumMismatch, match="append at 4: record 6 has a wrong CRC or length"):
         check_batches(4, lengths, bytes(bad), KEY, entries)
     other = records[:RECORD_BYTES] + make_run(9, [20])[0] + records[2 * RECORD_BYTES :]
-    with pytest.raises(BadRequest, match="append at 4: expected ID 5, found another one"):
+    with pytest.raises(BadRequest, match="append at 4: expected ID 5, found 9"):
         check_batches(4, lengths, other, KEY, entries)
     refused = [
         (5, lengths, records, KEY, entries),

@@ -271,7 +271,7 @@ async def test_a_range_with_a_filter_counts_what_it_leaves_out():
 
 
 @on_virtual_loop
-async def test_an_error_after_a_wait_ends_the_connection(caplog):
+async def test_an_exception_in_a_delayed_message_closes_the_connection(caplog):
     made, errors = Connection(appends_per_s=10), []
 
     def fail(_messages):
@@ -333,7 +333,7 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
 
 
 @on_virtual_loop
-async def test_errors_of_other_requests_do_not_hide_a_feed():
+async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     made = Connection(feeds=1)
     other = Connection(made.quota)
     assert mount(made, 1) is None

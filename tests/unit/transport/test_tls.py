@@ -262,7 +262,7 @@ def test_the_documented_commands_create_valid_files(tmp_path):
     [
         ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
         ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
-        ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
+        ({"tls": "on", "tls_key": "k"}, "tls_key requires tls_certificate"),
     ],
 )
 def test_invalid_tls_values_are_rejected(settings, problem):
@@ -336,7 +336,7 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
         ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
         (
             {"tls_transition": "dial", "access": "on"},
-            'tls_transition: expected none with access = "on"',
+            'tls_transition: expected no value with access = "on"',
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(messa
     [each for each in MESSAGES if isinstance(each.requires, ByField)],
     ids=lambda each: each.__name__,
 )
-def test_a_declaration_by_field_has_each_value_of_that_field(message):
+def test_a_permission_by_field_covers_every_value_of_the_field(message):
     (field,) = [f for f in dataclasses.fields(message) if f.name == message.requires.field]
     expected = {"form": {*RangeForm, OWN_HEADERS}, "operation": {*RegistryOperation}}
     assert set(message.requires.requirements) == expected.get(field.name, {False, True})

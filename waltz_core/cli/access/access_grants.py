@@ -20,7 +20,9 @@ from waltz_core.errors import BadConfig
 
 holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
 verbs_argument = options.argument(
-    "verbs", "VERBS", "verbs of read, append, administer and replicate, for example read,append"
+    "verbs",
+    "VERBS",
+    "one or more of read, append, administer and replicate, for example read,append",
 )
 partitions_option = click.option(
     "--partitions",

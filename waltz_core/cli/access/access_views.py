@@ -138,7 +138,7 @@ async def check(
         count = (await coordinator.read_cluster()).params.partition_count
         found = await coordinator.permissions.require()
     if partition is not None and not 0 <= partition < count:
-        raise BadConfig(f"expected a partition of 0..{count - 1}, found {partition}")
+        raise BadConfig(f"expected a partition in 0..{count - 1}, found {partition}")
     is_all = _has_all(found, principal, AccessVerb(verb))
     held = changes.granted(found, principal, AccessVerb(verb), count)
     is_permitted = is_all if partition is None else partition in held

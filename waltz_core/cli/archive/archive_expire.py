@@ -36,8 +36,8 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
         moment = None
     if moment is None or moment.tzinfo is None:
         raise BadConfig(
-            "--before: expected an ID, or a time with a zone such as 2026-11-28T10:00:00Z, found "
-            f"{text!r}"
+            "--before: expected an ID, or a time with a time zone such as 2026-11-28T10:00:00Z, "
+            f"found {text!r}"
         )
     before_ms = int(moment.timestamp() * 1_000)
     if not 0 < before_ms <= now_ms:
@@ -51,7 +51,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     "--before",
     required=True,
     metavar="TIME|ID",
-    help="the first transaction to keep: its commit time with a zone, or its ID",
+    help="the first transaction to keep: its commit time with a time zone, or its ID",
 )
 @click.option(
     "--partition",
@@ -73,7 +73,10 @@ async def expire(
 ) -> int:
     bounds = bounds_of(before, time.time_ns() // 1_000_000)
     if bounds[0] and partition is None:
-        raise BadConfig("--before: IDs are those of one partition. Hint: add --partition P.")
+        raise BadConfig(
+            "--before: an ID requires --partition: each partition has its own IDs. Hint: add "
+            "--partition P."
+        )
     shown: dict[int, dict[str, int]] = {}
     waits_for = "the servers"
     async with (

@@ -55,7 +55,7 @@ archive_url = click.option(
 @options.as_json
 async def status(*, connect: str, archive: str | None, objects: bool, as_json: bool) -> int:
     if objects and not as_json:
-        raise BadConfig("--objects: expected --json, too")
+        raise BadConfig("--objects requires --json")
     async with connected(connect) as coordinator:
         key = (await coordinator.read_cluster()).store.cluster_key
         facts = await _query(coordinator)

@@ -66,7 +66,8 @@ def _time_ms(text: str) -> int:
         found = None
     if found is None or found.tzinfo is None:
         raise BadConfig(
-            f"--until: expected a time with a zone such as 2026-11-28T10:00:00Z, found {text!r}"
+            f"--until: expected a time with a time zone such as 2026-11-28T10:00:00Z, "
+            f"found {text!r}"
         )
     return int(found.timestamp() * 1000)
 

@@ -129,7 +129,7 @@ def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
             fields.append(pa.field(name, _TYPES[kind]))
         else:
             raise BadConfig(
-                f"--column {name}: expected a type of {', '.join(_TYPES)}, found {kind!r}"
+                f"--column {name}: expected one of the types {', '.join(_TYPES)}, found {kind!r}"
                 f"{nearest(kind, list(_TYPES))}"
             )
     return pa.schema(fields) if fields else None

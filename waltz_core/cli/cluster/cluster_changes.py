@@ -319,7 +319,7 @@ async def remove_server(command: Command, *, server: str) -> Result:
     found = [each for each in servers.values() if each.address == server]
     if not found:
         names = ", ".join(each.address for each in servers.values()) or "none"
-        raise BadConfig(f"no server is registered at {server}; registered are {names}")
+        raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
     if await answers(WireProtocol.CLIENT, server):
         raise BadRequest(f"the server at {server} answers. Hint: stop it; it unregisters itself.")
     for each in found:

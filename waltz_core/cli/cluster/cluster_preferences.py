@@ -65,7 +65,7 @@ async def _change_preference(
     view = await coordinator.read_servers()
     if address not in [each.address for each in view.servers.values()]:
         names = ", ".join(each.address for each in view.servers.values()) or "none"
-        raise BadConfig(f"no server is registered at {address}; registered are {names}")
+        raise BadConfig(f"no server is registered at {address}; registered servers: {names}")
     command.wait_for(f"the server at {address}")
     answer = await query(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:

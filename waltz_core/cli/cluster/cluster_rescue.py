@@ -110,7 +110,7 @@ async def accept_replicas(
     partition_id = PartitionId(partition)
     if not 0 <= partition_id < cluster.params.partition_count:
         raise BadConfig(
-            f"expected a partition of 0..{cluster.params.partition_count - 1}, found {partition_id}"
+            f"expected a partition in 0..{cluster.params.partition_count - 1}, found {partition_id}"
         )
     facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION

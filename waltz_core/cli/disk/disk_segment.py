@@ -103,7 +103,7 @@ def _wanted(chosen: SegmentChoice) -> _DumpOptions:
     first, last = chosen.first, chosen.last
     if chosen.transaction is not None:
         if first is not None or last is not None:
-            raise BadConfig("--transaction: expected without --first and --last")
+            raise BadConfig("--transaction cannot be used with --first or --last")
         first = last = chosen.transaction
     for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:

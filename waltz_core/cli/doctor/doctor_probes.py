@@ -99,7 +99,7 @@ CONCURRENT_PROBES_MAX: Final = 32
 # Concurrent lists of reads of one storage: a read that hangs delays its own list only.
 CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock took longer, the result is not precise to a second.
-READ_MS_MAX: Final = 500.0
+CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
 # A process with one of these answers works: the doctor needs another token.
 DENIALS: Final = (AuthenticationFailed, PermissionDenied)
@@ -657,7 +657,7 @@ class _Storage:
         space = None if free is None else SpaceFacts(free, bool(is_full), *sizes)
         archive = archive_of(gauges)
         ahead_ms = None
-        if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
+        if clock_ms is not None and after_ms - before_ms < CLOCK_READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)
         return replace(facts, space=space, clock_ahead_ms=ahead_ms, archive=archive)
 

@@ -53,7 +53,7 @@ class Zstd(Generic[T]):
     def __init__(self, inner: Serializer[T], *, level: int = 3, minimum_bytes: int = 200) -> None:
         if not LEVEL_MIN <= level <= LEVEL_MAX:
             raise errors.BadRequest(
-                f"zstd: expected a level of {LEVEL_MIN} to {LEVEL_MAX}, found {level}"
+                f"zstd: expected a level from {LEVEL_MIN} to {LEVEL_MAX}, found {level}"
             )
         self._inner = inner
         self._level = level

@@ -41,7 +41,7 @@ async def encrypted(
         if key_id is None:
             return data
         raise errors.BadConfig(
-            f"encryption_key {key_id!r}: expected setting encryption_keys, found none"
+            f"encryption_key {key_id!r} requires the setting encryption_keys, which is not set"
         )
     if encryption.keys.is_cached(encryption.key_id if key_id is None else key_id):
         return encryption.encrypt(data, partition=partition, header=header, key_id=key_id)

@@ -392,7 +392,7 @@ class ReaderConnection:
         answer, where = await self._range(partition_id, larger, LOCATIONS, session_id, timeout_s)
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
-                f"{where}: found {len(answer.lengths) / 4:g} lengths with a count of {answer.count}"
+                f"{where}: expected {answer.count} lengths, found {len(answer.lengths) / 4:g}"
             )
         lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
@@ -694,10 +694,10 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):
         raise errors.DataLoss(
-            f"{where}: expected each of transactions {chunk.first}..{chunk.next - 1}, "
-            f"found {ids.size} others"
+            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, "
+            f"found {ids.size} with other IDs"
         )
     if ids.size != chunk.count:
         raise errors.RemoteProtocolError(
-            f"{where}: found {ids.size} records with a count of {chunk.count}"
+            f"{where}: expected {chunk.count} records, as the answer states, found {ids.size}"
         )

@@ -58,7 +58,7 @@ class AuditEntry:
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
-            raise errors.BadFormat(f"AuditEntry: expected JSON: {error!s:.200}") from error
+            raise errors.BadFormat(f"AuditEntry: not valid JSON: {error!s:.200}") from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(f"AuditEntry: expected format 1, found {data!r:.200}")
         for name, kinds in _KINDS.items():
@@ -101,7 +101,9 @@ class AuditLog:
             if node is not None and node.data == step.data:
                 await self._forget_oldest()
                 return path
-        raise errors.CoordinatorUnavailable(f"{paths.audit}: the new entry is missing")
+        raise errors.CoordinatorUnavailable(
+            f"{paths.audit}: the entry of this change was written, but cannot be found"
+        )
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:
         """Record the outcome of a change (rule 3)."""

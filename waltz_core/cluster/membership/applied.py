@@ -1,4 +1,4 @@
-"""The revisions of the permissions that daemons use (decision 048, AC 6).
+"""The revision of the permissions that each daemon uses (decision 048, AC 6).
 
 Rules:
     1. A daemon publishes the revision in use in its ephemeral node `R/x/applied/NAME`, in each of
@@ -39,12 +39,18 @@ def decode_applied(data: bytes) -> int:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"applied revision: expected JSON: {error!s:.200}") from error
+        raise errors.BadFormat(
+            f"permissions revision in use: not valid JSON: {error!s:.200}"
+        ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise errors.BadFormat(f"applied revision: expected format 1, found {data!r:.200}")
+        raise errors.BadFormat(
+            f"permissions revision in use: expected format 1, found {data!r:.200}"
+        )
     revision = values.get("revision")
     if type(revision) is not int or revision < 1:
-        raise errors.BadFormat(f"applied revision: expected 1 or more, found {revision!r:.80}")
+        raise errors.BadFormat(
+            f"permissions revision in use: expected 1 or more, found {revision!r:.80}"
+        )
     return revision
 
 

@@ -50,7 +50,9 @@ class IssuedIds:
             last, version = await self._read()
             end = min(last + count, model.INT32_MAX)
             if end == last:
-                raise errors.BadFormat(f"{self._path}: all IDs up to {last} are allocated")
+                raise errors.BadFormat(
+                    f"{self._path}: no client ID is left: all up to {last} are allocated"
+                )
             try:
                 await self._write(end, version)
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):

@@ -115,7 +115,7 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"loads: expected JSON: {error!s:.200}") from error
+        raise errors.BadFormat(f"loads: not valid JSON: {error!s:.200}") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(f"loads: expected format {_FORMAT}, found {data!r:.200}")
     rows = values.get("loads")

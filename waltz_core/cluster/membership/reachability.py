@@ -59,7 +59,7 @@ class ReachReport:
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
-            raise errors.BadFormat(f"reach report: expected JSON: {error!s:.200}") from error
+            raise errors.BadFormat(f"reach report: not valid JSON: {error!s:.200}") from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(f"reach report: expected format {_FORMAT}, found {data!r:.200}")
         reached, rows = values.get("reached"), values.get("unreachable")

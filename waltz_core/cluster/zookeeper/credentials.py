@@ -138,7 +138,7 @@ def _with_line(found: Credentials, line: str, where: str) -> Credentials:
         return replace(found, grants=(*found.grants, _grant(line, where)))
     if found.members is not None or found.administrators:
         raise errors.BadConfig(
-            f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found another one"
+            f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
         other = _user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
@@ -153,7 +153,9 @@ def _with_line(found: Credentials, line: str, where: str) -> Credentials:
             )
         found = replace(found, administrators=identity)
     if name == found.user.name:
-        raise errors.BadConfig(f"{where}: expected another user than that of the first line")
+        raise errors.BadConfig(
+            f"{where}: expected a second user, found that of the first line again"
+        )
     return found
 
 

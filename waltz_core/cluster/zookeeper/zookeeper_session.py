@@ -539,7 +539,7 @@ class ZooKeeperSession:
         return (
             f"ZooKeeper {self._hosts} denies access to {path}: expected the user that created it, "
             f"with its password, found {name!r} in {self._credentials.where}: the user or the "
-            f"password is another one. {_FILE_HINT}"
+            f"password differs. {_FILE_HINT}"
         )
 
     def check_role(self) -> None:

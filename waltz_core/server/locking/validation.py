@@ -138,7 +138,7 @@ def validate_rows(
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return the locks entered by accepted rows: all rows, or those of `keep`."""
+    """Return the locks that accepted rows (`keep`; None: all) add to the lock table."""
     entered = []
     for column in (rows.write_locks, rows.append_locks):
         values = column.values

@@ -37,14 +37,14 @@ class BalanceTimes:
     cooldown_ms: int
 
 
-class Balancing:
+class Rebalancer:
     """See the module's rules.
 
     Args:
         server_id: this server.
         coordinator: publishes loads and writes moves.
         costs: returns the total cost of each partition that is served here.
-        pace: the intervals.
+        pace: the interval, the window and the cooldown.
         is_fit: whether this server can serve the partitions assigned to it (rule 4).
     """
 

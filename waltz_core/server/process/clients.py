@@ -230,7 +230,7 @@ class Clients:
             lambda: self._drained(connection),
         )
 
-    def forget(self, host: Served) -> None:
+    def forget_partition(self, host: Served) -> None:
         """Remove a partition that is not served here any more."""
         for client in self._clients.values():
             if client.hosts.get(host.partition_id) is host:

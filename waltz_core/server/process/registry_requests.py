@@ -217,7 +217,7 @@ class Arguments:
             self._values = strict_json.from_json(data)
             strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
         except ValueError as error:
-            raise errors.BadRequest(f"arguments: expected JSON: {error!s:.200}") from error
+            raise errors.BadRequest(f"arguments: not valid JSON: {error!s:.200}") from error
         if not isinstance(self._values, dict):
             raise errors.BadRequest(f"arguments: expected an object, found {data!r:.200}")
 

@@ -49,7 +49,7 @@ from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.append_times import AppendTime, AppendTimes
-from waltz_core.server.process.balancing import BalanceTimes, Balancing
+from waltz_core.server.process.balancing import BalanceTimes, Rebalancer
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
@@ -249,13 +249,13 @@ class Server:
         """Whether any partition is open: then its network and its TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
-    def _balancing(self) -> Balancing:
+    def _balancing(self) -> Rebalancer:
         config = self._config
         self._coordinator.keep_assignment()
         pace = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_cooldown_ms
         )
-        return Balancing(
+        return Rebalancer(
             self._server_id,
             self._coordinator,
             lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
@@ -335,7 +335,7 @@ class Server:
     def _drop(self, partition_id: PartitionId) -> None:
         host = self.hosts.pop(partition_id)
         host.stop()
-        self._clients.forget(host)
+        self._clients.forget_partition(host)
 
     def _new_host(self, partition_id: PartitionId) -> Host:
         config = self._config

@@ -576,7 +576,7 @@ def _range_fault(message: RangeRequest) -> str | None:
         return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
-        return f"range: expected a form of {forms}, found {message.form}"
+        return f"range: expected one of the forms {forms}, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
         return f"range: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
@@ -638,7 +638,9 @@ def _checked(message: RangeBytes, key: _Key) -> _Run:
         return _Run(first, reach, form, _EMPTY, message.records, message.lineage)
     lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
     if lengths.size != message.count:
-        raise BadFormat(f"range from a storage: {message.count} records, {lengths.size} lengths")
+        raise BadFormat(
+            f"range from a storage: expected {message.count} lengths, found {lengths.size}"
+        )
     bad = raw_records.first_bad_record(message.records, lengths)
     if bad is None:
         bad = raw_records.first_gap(message.records, lengths, first)

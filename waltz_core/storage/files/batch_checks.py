@@ -74,7 +74,8 @@ def check_batches(
             raise ChecksumMismatch(f"{where}: record {first + bad} has a wrong CRC or length")
         gap = raw_records.first_gap(records, lengths, first)
         assert gap is not None
-        raise BadRequest(f"{where}: expected ID {first + gap}, found another one")
+        found = raw_records.ids_of(records, lengths)[gap]
+        raise BadRequest(f"{where}: expected ID {first + gap}, found {found}")
     wrong = check_chain(entries, first, chain_before, crcs)
     if wrong is not None or entries[-1].last != first + lengths.size - 1:
         raise BadRequest(f"{where}: the batches do not match the records, or their chain differs")

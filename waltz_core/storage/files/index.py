@@ -283,7 +283,7 @@ class LineageFile:
         return durable_before
 
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Write entries at the end; `synced` is the last durable ID. Not durable."""
+        """Append entries without a sync; they store `synced`, the last durable ID."""
         if entries:
             parts = self._encoded(entries, synced, self.count)
             self._file.pwrite(parts, _entry_offset(self.count))

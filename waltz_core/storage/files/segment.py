@@ -281,7 +281,7 @@ class Segment:
         self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Write batches that end here; `synced` is the last durable ID. Not durable."""
+        """Append entries of batches without a sync; they store `synced`, the last durable ID."""
         if entries:
             self._lineage_dirty = True
             self.lineage.append(entries, synced)

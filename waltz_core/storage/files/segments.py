@@ -181,7 +181,7 @@ class Segments:
     def truncate(self, last_to_keep: TransactionId, shortened: LineageEntry | None) -> None:
         """Truncate records and batches after an ID; `shortened` is the last batch's new entry.
 
-        Not durable, except that removed segments stay removed. May be repeated.
+        Does not sync, but removed segments stay removed. May be repeated.
         """
         if self._is_truncating:  # Removed names are not visible any more, but may not be synced.
             self._disk.sync_directory(self.directory)

@@ -210,7 +210,7 @@ class LogFiles:
         except (DiskFailed, NoSpace) as error:
             if may_be_full and isinstance(error, NoSpace):
                 raise  # Nothing was written.
-            raise self.broken(f"control slots: {error}") from error
+            raise self.broken(f"cannot write the control slots: {error}") from error
 
     def truncate(self, last_to_keep: TransactionId) -> None:
         """Truncate everything after an ID, durably (rule 4).
@@ -271,7 +271,10 @@ class LogFiles:
     def check_working(self) -> None:
         """Raise DiskFailed after a failure, until a session continues in a new segment."""
         if self.has_failed:
-            raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
+            raise DiskFailed(
+                f"partition {self.partition_id}: a write failed in this session; the log "
+                "accepts no more until the next session"
+            )
 
     def fail(self) -> None:
         """Truncate unsynced records, and reject further writes; if the truncation fails, break."""

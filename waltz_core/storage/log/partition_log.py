@@ -322,7 +322,7 @@ class PartitionLog:
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)
         except (DiskFailed, NoSpace) as error:
-            raise self._files.broken(f"control file: {error}") from error
+            raise self._files.broken(f"cannot write the control file: {error}") from error
 
     def engage(self, session: SessionId, mark: TransactionId) -> None:
         """Confirm the mark durably: ZooKeeper records the replica as engaged in this session.
@@ -590,7 +590,10 @@ class PartitionLog:
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
         """Replace damaged records by valid copies, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
-            raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
+            raise BadRequest(
+                f"partition {self.partition_id}: a write failed in this session; the log can be "
+                "repaired in the next session"
+            )
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()

@@ -67,7 +67,9 @@ class SegmentHandover:
             if self._needs_ticket:
                 self._check(ticket, partition_id)
             if partition_id not in serving.logs or first < 0:
-                raise UnknownPartition(f"partition {partition_id} from {first}: not here")
+                raise UnknownPartition(
+                    f"this storage has no segment from {first} of partition {partition_id}"
+                )
             path = engine.segment_path(partition_id, first)
             return await loop.run_in_executor(pool, descriptor_for_reader, path)
 

@@ -238,7 +238,7 @@ class Engine:
         """Raise UnknownPartition if the cluster has no such partition."""
         if not 0 <= partition_id < self.partition_count:
             raise UnknownPartition(
-                f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
+                f"expected a partition in 0..{self.partition_count - 1}, found {partition_id}"
             )
 
     def _open_assigned(self, for_each: ForEach) -> None:

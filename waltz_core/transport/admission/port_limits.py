@@ -185,8 +185,9 @@ class LinkLimits:
         count_max = self._links_max // TENANT_SHARE
         if self._of_tenants[tenant] >= count_max:
             raise Overloaded(
-                f"{tenant} has {count_max} connections, and without a limit of its own it may have "
-                "no more at this port. Hint: `waltz-core access limit` with --connections.",
+                f"{tenant} is over the limit of {count_max} connections at this port, which "
+                "applies to principals without a limit of their own. Hint: set one with `waltz-core "
+                "access limit --connections`.",
                 COUNT_RETRY_MS,
             )
         self._tenants[link] = tenant
