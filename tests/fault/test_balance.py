@@ -42,7 +42,7 @@ def is_alone(cluster: LocalCluster) -> bool:
     return list(owners.values()).count(owners[HOT]) == 1
 
 
-def test_a_partition_with_ten_times_the_traffic_soon_has_its_server_to_itself(
+def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     cluster: LocalCluster,
 ):
     counts = [0] * PARTITIONS

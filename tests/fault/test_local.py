@@ -196,7 +196,7 @@ def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
         assert f"port {storage.port} of storage-1 is taken by another program" in sentence
 
 
-def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: Path):
+def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
     places = [tmp_path / str(number) for number in range(2)]
     starts = [
         subprocess.Popen(

@@ -137,9 +137,7 @@ def test_a_pickled_layout_opens_a_client_in_another_process(client: WaltzClient)
         assert log_of(counts, 2)[1][first] == b"placed"
 
 
-def test_a_fork_gets_an_error_and_may_open_a_client_of_its_own(
-    client: WaltzClient, cluster: LocalCluster
-):
+def test_a_forked_process_must_open_a_new_client(client: WaltzClient, cluster: LocalCluster):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -248,7 +248,7 @@ def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(place: Place, before
     asyncio.run(run())
 
 
-def test_one_user_protects_as_before(place: Place):
+def test_an_auth_file_with_one_user_still_protects_the_znodes(place: Place):
     root = "/one-user"
 
     async def run():

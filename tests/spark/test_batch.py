@@ -311,7 +311,7 @@ def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
     assert sorted(reader.load(connect).collect()) == table.collect()
 
 
-def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, connect: str) -> None:
+def test_a_not_null_column_never_contains_null(spark: SparkSession, connect: str) -> None:
     reader = corrupt_log(spark, connect).schema(
         StructType([StructField("n", LongType(), nullable=False)])
     )

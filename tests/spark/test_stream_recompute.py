@@ -87,7 +87,7 @@ class Reader:
         after()
 
 
-def test_a_running_stream_reports_that_the_log_is_another_one(
+def test_a_running_stream_reports_a_recreated_log(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     later = 2  # less than was there before

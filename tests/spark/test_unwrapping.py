@@ -189,7 +189,7 @@ def test_a_plain_spark_session_raises_the_error_of_spark(
     assert not isinstance(caught.value.__cause__, errors.WaltzError)
 
 
-def test_a_pyspark_that_has_changed_keeps_its_own_errors(
+def test_unwrapping_survives_changed_internals_of_pyspark(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(*_: object) -> None:

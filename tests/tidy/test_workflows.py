@@ -54,7 +54,7 @@ def test_every_supported_python_is_checked():
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_fields_of_an_issue_form_have_labels_and_names_of_their_own(form):
+def test_fields_of_an_issue_form_have_unique_labels_and_names(form):
     content = yaml.safe_load(form.read_text(encoding="utf-8"))
     assert {"name", "description", "body"} <= set(content)
     fields = [each for each in content["body"] if each["type"] != "markdown"]

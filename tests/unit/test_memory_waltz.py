@@ -235,7 +235,7 @@ def test_clients_retry_for_as_long_as_a_request_may_take(waltz_memory, monkeypat
         assert client.append(b"after", partition=0).result() == 1
 
 
-def test_a_whole_batch_fails(waltz_memory):
+def test_an_injected_failure_fails_the_whole_batch(waltz_memory):
     none = [[], []]
     rows = encode_append([0, 0], [b"a", b"b"], write_locks=none, read_locks=none, append_locks=none)
     with waltz_memory.client() as client:

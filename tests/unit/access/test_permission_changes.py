@@ -53,7 +53,7 @@ def test_two_grants_of_one_holder_and_verb_become_one():
     )
 
 
-def test_a_group_and_a_principal_of_one_name_have_grants_of_their_own():
+def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     old = changes.add_to_group(EMPTY, "ann", ["bob"])
     both = changes.grant(
         changes.grant(old, ANN, [READ], None), Holder("ann", is_group=True), [APPEND], None

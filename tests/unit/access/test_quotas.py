@@ -70,7 +70,7 @@ def test_the_time_that_a_request_has_waited_counts():
     assert begin(quota, START_NS + 2 * SECOND_NS, waited_ns=9 * SECOND_NS) == 0  # its turn
 
 
-def test_a_request_larger_than_the_limit_begins_and_later_ones_pay_for_it():
+def test_a_request_over_the_limit_begins_at_once_and_delays_later_ones():
     quota = quota_of(bytes_per_s=1_000)
     assert begin(quota, START_NS, size_bytes=5_000) == 0
     error = begin(quota, START_NS + SECOND_NS)

@@ -303,7 +303,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_is_deleted_if_the_recorded_manifest_is_another_one(archived, fault):
+def test_nothing_is_deleted_if_the_recorded_manifest_differs(archived, fault):
     changes, error, reason = FAULTS[fault]
     store, made = archived
     before = all_files(store)

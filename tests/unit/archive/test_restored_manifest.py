@@ -159,7 +159,7 @@ def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
     assert (check.found, check.next_id) == ([], last + 1)
 
 
-def test_a_manifest_with_many_objects_has_pages_of_its_own(store, log, monkeypatch):
+def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     monkeypatch.setattr(manifest_module, "PAGE_ENTRIES", 1)
     found = RestoredRange(store, saved_of(store, log))
     made = restore(store, log, found.end_at(found.last))

@@ -22,7 +22,7 @@ def test_the_ratio_is_the_median_of_the_rounds():
     assert found["got_per_s"] == 6
 
 
-def test_with_tls_the_tenants_have_connect_strings_of_their_own(monkeypatch):
+def test_with_tls_each_tenant_has_its_own_connect_string(monkeypatch):
     @contextmanager
     def limited(file):
         yield f"cluster with {file}", "calm", "greedy"

@@ -231,7 +231,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
 
 
 @on_virtual_loop
-async def test_rows_sent_together_are_validated_by_their_own_marks():
+async def test_each_row_of_a_submission_is_validated_with_its_own_mark():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
         author.append(mark=mark, write_locks=(mark,))

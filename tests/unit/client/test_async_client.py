@@ -797,7 +797,7 @@ async def test_replicas_of_the_clients_group_are_nearby():
 
 
 @on_virtual_loop
-async def test_large_answers_have_a_connection_of_their_own():
+async def test_large_answers_use_a_separate_connection():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
         async with cluster.client().opened() as client:

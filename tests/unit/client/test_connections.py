@@ -74,7 +74,7 @@ def test_a_cancelled_wait_for_a_dial_cancels_no_other(dials):
     assert dials.count == 1
 
 
-def test_if_the_dialing_caller_is_cancelled_another_one_dials(dials):
+def test_if_the_dialing_caller_is_cancelled_another_caller_dials(dials):
     assert asyncio.run(request_concurrently(dials, 3, cancelled=0)) == [None, 1, 1]
     assert dials.count == 2
 

@@ -103,7 +103,7 @@ def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
     assert zookeeper.count == 1
 
 
-def test_if_the_requesting_caller_is_cancelled_another_one_requests():
+def test_if_the_requesting_caller_is_cancelled_another_caller_requests():
     zookeeper = AnsweringZooKeeper()
     assert in_virtual_time(request_concurrently(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
     assert zookeeper.count == 2

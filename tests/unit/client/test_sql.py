@@ -88,7 +88,7 @@ def test_an_error_in_apply_rolls_back_changes_and_mark(engine: sa.Engine) -> Non
     assert callbacks.uncaught_exception(0, 0, caught.value) is PoisonPolicy.STOP
 
 
-def test_applications_and_partitions_have_marks_of_their_own(engine: sa.Engine) -> None:
+def test_each_application_and_partition_has_its_own_mark(engine: sa.Engine) -> None:
     one, other = Adding(engine, application="one"), Adding(engine, application="other")
     one.client_high_water_mark(0)
     one.client_high_water_mark(3)

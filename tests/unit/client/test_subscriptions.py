@@ -258,7 +258,7 @@ async def test_invalid_partitions_and_filters_are_reported():
 
 
 @on_virtual_loop
-async def test_a_callback_cannot_wait_for_itself():
+async def test_set_partitions_in_a_callback_is_a_usage_error():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
         class Impatient(Shared):

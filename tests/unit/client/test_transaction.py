@@ -19,7 +19,7 @@ def builder() -> TransactionBuilder:
     return TransactionBuilder(0, -1)
 
 
-def test_a_text_key_is_hashed_to_its_crc():
+def test_the_hash_of_a_text_key_is_its_crc():
     assert lock("account", "äb") == lock_hash("account", crc32("äb".encode()))
     assert lock("account") == lock("account", 0)
     assert partition_of(lock("account", 7), 5) == spread(lock("account", 7), 5)

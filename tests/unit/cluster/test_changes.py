@@ -77,7 +77,7 @@ def test_no_step_makes_appends_wait_for_a_copy():
     )
 
 
-def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
+def test_a_single_replica_gets_a_second_one_that_still_has_to_copy():
     assert step(seen("A"), "AB", "B") == "AB"
     assert step(seen("A"), "B", "B") == "AB"
 

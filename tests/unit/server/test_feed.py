@@ -134,7 +134,7 @@ def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> No
     assert frames(turns(each), 1) == [(2, 8)]
 
 
-def test_many_clients_are_served_in_turns() -> None:
+def test_feeds_of_many_clients_are_served_round_robin() -> None:
     each = feed(0)
     clients = range(1, FRAMES_PER_TURN_MAX + 11)
     for client in clients:

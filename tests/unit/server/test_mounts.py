@@ -145,7 +145,7 @@ def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
     assert mounts.is_ready(ALICE, OLD)
 
 
-def test_each_mount_has_a_number_of_its_own() -> None:
+def test_each_mount_has_a_different_number() -> None:
     mounts = Mounts(10)
     assert mounts.number(ALICE, NEW) == 0
     numbers = []

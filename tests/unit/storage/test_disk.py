@@ -178,7 +178,7 @@ def test_a_file_gets_its_name_after_its_content():
     pytest.fail("it never came to its end")
 
 
-def test_a_second_opener_fails_at_the_lock_on_the_whole_file(place):
+def test_only_one_opener_can_lock_a_whole_file(place):
     disk, directory = place
     one = disk.open(directory / "f", create=True)
     two = disk.open(directory / "f")

@@ -94,7 +94,7 @@ def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
         Slot.decode(with_crc(body))
 
 
-def test_a_lost_promise_is_above_what_was_seen():
+def test_a_promise_without_owner_is_above_all_known_sessions():
     assert Promise(5, b"n" * 16).seen == 5
     lost = Promise.without_owner(5)
     assert (lost.session_id, lost.seen, lost.has_no_owner) == (6, 5, True)

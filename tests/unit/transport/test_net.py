@@ -160,7 +160,7 @@ async def test_a_peer_that_does_not_read_is_paused(pair):
 
 
 @on_loop
-async def test_a_dialler_reads_on_while_it_is_congested(pair):
+async def test_a_dialing_side_continues_to_read_while_it_is_congested(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         there.pause_reading()

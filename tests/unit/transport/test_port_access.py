@@ -674,7 +674,7 @@ def _reject(_limit, _principal, _now_ns):
     ],
 )
 @on_loop
-async def test_an_older_peer_gets_an_error_that_it_knows(message, version, expected):
+async def test_an_older_peer_gets_an_error_of_its_version(message, version, expected):
     assert type(AccessOfConnection().denial(message, version)) is expected
 
 

@@ -616,7 +616,7 @@ async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
 
 
 @on_loop
-async def test_a_peer_that_waits_for_its_turn_is_not_late(files, monkeypatch, logged):
+async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
     timeouts, timeout_at = [], asyncio.timeout_at
     async with open_port(listening(files)) as (_, listener, address):
         turns = listener._tls_port._turns

@@ -210,7 +210,7 @@ def test_frames_of_all_sizes_are_decoded_from_any_split(step):
     assert listener.failure is None
 
 
-def test_a_large_frame_is_read_into_memory_of_its_own():
+def test_a_large_frame_is_read_into_a_separate_buffer():
     dialler, listener = pair()
     first, second = raw(b"a" * 300_000), raw(b"b" * 300_000)
     stream = sent(dialler, first) + sent(dialler, second)

@@ -56,7 +56,7 @@ def test_an_inherited_declaration_does_not_count(body):
     assert type("Heir", (AppendRequest,), {**body, "requires": ANSWER}).requires is ANSWER
 
 
-def test_a_message_that_extends_another_has_a_requirement_of_its_own():
+def test_a_message_that_extends_another_declares_its_own_requirement():
     assert AppendRequest.requires == all_of(APPEND)
     assert AppendFollowing.requires == all_of(READ, APPEND)
 

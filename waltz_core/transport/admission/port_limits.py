@@ -186,8 +186,8 @@ class LinkLimits:
         if self._of_tenants[tenant] >= count_max:
             raise Overloaded(
                 f"{tenant} is over the limit of {count_max} connections at this port, which "
-                "applies to principals without a limit of their own. Hint: set one with `waltz-core "
-                "access limit --connections`.",
+                "applies to principals without a limit of their own. Hint: set one with "
+                "`waltz-core access limit --connections`.",
                 COUNT_RETRY_MS,
             )
         self._tenants[link] = tenant
