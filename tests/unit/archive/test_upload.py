@@ -119,9 +119,9 @@ def test_nothing_is_overwritten(store):
 @pytest.mark.parametrize(
     ("changes", "error", "reason"),
     [
-        ({"first": 11}, BadFormat, r"ends at 10 with chain .*, found partition 3, 9"),
+        ({"first": 11}, BadFormat, r"up to ID 10 with chain .*, found partition 3 .* up to ID 9"),
         ({"chain_before": NONCE}, BadFormat, "with chain 0{32}, found"),
-        ({"partition_id": 4}, BadFormat, "of partition 4 .* found partition 3"),
+        ({"partition_id": 4}, BadFormat, "expected partition 4 .* found partition 3"),
         ({"manifest_crc": 1}, ChecksumMismatch, r"1-9-.*json: expected CRC 00000001"),
         ({"manifest": "x/y"}, ArchiveUnavailable, "cannot read .*x/y: expected files in"),
         ({"manifest": ""}, BadFormat, r"\(none\): expected partition 3 of cluster \w+ up to ID 9"),

@@ -141,7 +141,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
         ("digest:a:b\nmembers:digest:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
         ("digest:a:b\nmembers:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
-        ("digest:a:b\nmembers:digest:a:hunter2", "line 2: expected another user than"),
+        ("digest:a:b\nmembers:digest:a:hunter2", "line 2: expected a second user, found"),
         (
             "digest:a:b\nadministrators:digest:c:hunter2",
             "line 2: expected administrators:digest:USER:HASH, with the base64 text of the SHA-1",

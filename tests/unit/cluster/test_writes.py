@@ -264,7 +264,7 @@ async def test_impossible_numbers_are_rejected():
         b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
         b'{"format":2,"keep_ms":1,"marks":%s' % (100_000 * b"["),
     ):
-        with pytest.raises(errors.BadFormat, match="WriteState: expected"):
+        with pytest.raises(errors.BadFormat, match=r"WriteState: (expected|not valid JSON)"):
             WriteState.from_bytes(data)
 
     session = MemoryZooKeeper(asyncio.Event).session()

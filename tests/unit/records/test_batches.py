@@ -173,7 +173,7 @@ def test_each_row_of_a_slice_has_the_crc_of_its_bytes(
         ({"header": [1]}, "expected data"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
         ({"data": [b""], "color": [1]}, "found .*color"),
-        ({"data": [None, b""]}, "column data: 1 nulls"),
+        ({"data": [None, b""]}, "column data: expected no nulls, found 1"),
         ({"data": [b""], "header": [None]}, "column header"),
         ({"data": [b""], "header": ["seven"]}, "column header: expected int32, found string"),
         ({"data": [b""], "header": [2**40]}, "column header: expected int32, found int64"),
@@ -252,9 +252,9 @@ def test_the_unchanged_stream_is_decoded() -> None:
 @pytest.mark.parametrize(
     ("place", "column", "problem"),
     [
-        (0, [1, None], "column header: 1 nulls"),
-        (1, [b"x", None], "column data: 1 nulls"),
-        (2, [1, None], "column crc: 1 nulls"),
+        (0, [1, None], "column header: expected no nulls, found 1"),
+        (1, [b"x", None], "column data: expected no nulls, found 1"),
+        (2, [1, None], "column crc: expected no nulls, found 1"),
         (2, [1, 2], "data of row 0: expected CRC 00000001"),
         (2, [crc32(b"x" * 500), 2], "data of row 1: expected CRC 00000002"),
         (3, [[1], [None]], "a lock is null"),
