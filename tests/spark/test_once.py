@@ -279,7 +279,9 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
     write.finish(again, *tasks)
     assert write.in_log() == once(rows)
     asyncio.run(forget_writes(write.connect, [write.name]))
-    with pytest.raises(ConnectionSuperseded, match=r"removed after writeRetention; .* run the write again"):
+    with pytest.raises(
+        ConnectionSuperseded, match=r"removed after writeRetention; .* run the write again"
+    ):
         write.finish(again, *tasks)
     with pytest.raises(ConnectionSuperseded, match="and then removed"):
         job.write_task(batches_of(rows), 0, 2)

@@ -296,9 +296,13 @@ def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
 FAULTS = {
     "manifest missing": ({"name": "x.json"}, ObjectMissing, "x.json: it does not exist"),
     "other CRC": ({"file_crc": 1}, ChecksumMismatch, "expected CRC 00000001"),
-    "other end": ({"last": 8}, BadFormat, "ends at 8 with chain"),
+    "other end": ({"last": 8}, BadFormat, "up to ID 8 with chain"),
     "other chain": ({"chain": OTHER}, BadFormat, f"with chain {OTHER.hex()}"),
-    "other partition": ({"partition_id": 4}, BadFormat, "of partition 4 .* found partition 3"),
+    "other partition": (
+        {"partition_id": 4},
+        BadFormat,
+        "expected partition 4 .* found partition 3",
+    ),
 }
 
 

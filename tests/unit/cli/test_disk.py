@@ -181,7 +181,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
         (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
         (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
         (["dump-segment", ".", "--first", "-1"], "--first: expected an ID from 0, found -1"),
-        (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction: expected without"),
+        (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction cannot be used"),
         (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
     ],
 )

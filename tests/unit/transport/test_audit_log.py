@@ -323,7 +323,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
 
 
 def test_the_audit_log_needs_access_control():
-    with pytest.raises(BadConfig, match=r'audit_log: expected access = "report" or "on"'):
+    with pytest.raises(BadConfig, match=r'audit_log requires access = "report" or "on"'):
         StorageConfig(connect="zk:1/w", directory="d", audit_log="a")
     config = StorageConfig(connect="zk:1/w", directory="d", audit_log="a", access="report")
     with pytest.raises(BadConfig, match='tls: expected "on" with audit_log'):
