@@ -35,7 +35,6 @@ ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
 
 DELETED = "_deleted"
 _PLACE = ("partition", "transaction_id")
-_ORDER = "_waltz_order"
 
 _KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_boolean,
@@ -285,24 +284,27 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     """
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
-    ordered = ordered.append_column(_ORDER, pa.array(np.arange(ordered.num_rows)))
-    groups = ordered.group_by(list(key), use_threads=False).aggregate(
-        [(_ORDER, "max"), ("partition", "min"), ("partition", "max")]
+    # Names of our own: a column of the key may have any name.
+    keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
+    place = pa.array(np.arange(ordered.num_rows))
+    narrow = pa.table({**keys, "place": place, "partition": ordered["partition"]})
+    groups = narrow.group_by(list(keys), use_threads=False).aggregate(
+        [("place", "max"), ("partition", "min"), ("partition", "max")]
     )
     several = groups.filter(pc.not_equal(groups["partition_min"], groups["partition_max"]))
     if several.num_rows:
-        raise _in_two_partitions(ordered, several, key)
-    return ordered.drop_columns([_ORDER]).take(groups[f"{_ORDER}_max"].sort())
+        raise _in_two_partitions(ordered, several.slice(0, 1), key)
+    return ordered.take(groups["place_max"].sort())
 
 
-def _in_two_partitions(changes: ArrowTable, groups: ArrowTable, key: Sequence[str]) -> BadRequest:
-    values = {name: groups[name][0] for name in key}
+def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
+    values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
     is_of_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
         is_of_key &= pc.equal(changes[name], value).to_numpy()
     of_key = changes.filter(pa.array(is_of_key))
     places = [
-        _where(of_key, of_key["partition"].index(groups[f"partition_{side}"][0]).as_py())
+        _where(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
         for side in ("min", "max")
     ]
     shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())

@@ -156,6 +156,16 @@ def test_the_last_change_of_a_key_is_of_its_last_transaction():
         assert last[DELETED].to_pylist() == [False, True, False]
 
 
+def test_a_column_of_a_key_may_have_any_name():
+    rows = log((0, 1, "", 0.0), (0, 2, "", 0.0), (0, 1, "", 0.0))
+    names = ["partition", "place", "partition_min", "key1"]
+    key = pa.table(dict.fromkeys(names[1:], rows["id"]))
+    for name in key.schema.names:
+        rows = rows.append_column(name, key[name])
+    last = last_changes(changes_of(rows, ChangeRules(names)), names)
+    assert last["transaction_id"].to_pylist() == [1, 2]
+
+
 def test_a_key_in_two_partitions_names_both_transactions():
     rows = pa.concat_tables(
         [log((0, 1, "", 0.0), (0, 7, "", 0.0)), log((0, 7, "", 0.0), partition=2)]
