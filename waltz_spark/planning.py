@@ -103,24 +103,6 @@ def first_since(
     return found
 
 
-def limited(starts: Mapping[int, int], ends: Mapping[int, int], count_max: int) -> dict[int, int]:
-    """Return lower ends, so that they cover at most `count_max` transactions in total.
-
-    The number is divided by the lag of each partition, so that all catch up at about the same time.
-    """
-    lags = {partition: max(0, ends[partition] - starts[partition]) for partition in ends}
-    total = sum(lags.values())
-    if total <= count_max:
-        return {partition: starts[partition] + lag for partition, lag in lags.items()}
-    shares = {partition: lag * count_max // total for partition, lag in lags.items()}
-    left = count_max - sum(shares.values())
-    for partition in sorted(lags, key=lambda each: shares[each] - lags[each] * count_max / total):
-        if left and shares[partition] < lags[partition]:
-            shares[partition] += 1
-            left -= 1
-    return {partition: starts[partition] + share for partition, share in shares.items()}
-
-
 def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
     """Return the exclusive start of each partition in `marks` (the log's marks now).
 

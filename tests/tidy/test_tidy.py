@@ -89,6 +89,7 @@ ARROW_FILES = (
     "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",
+    "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.

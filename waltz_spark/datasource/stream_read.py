@@ -33,6 +33,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ClusterInfo, ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.tables.table_marks import divided_by_lag
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.starts import check_available, firsts_of, marks_of, starts
@@ -115,7 +116,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = {each: min(mark, marks[each]) for each, mark in self._target.items()}
             ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
-            ends = planning.limited(begin, ends, limit.max_rows)
+            ends = divided_by_lag(begin, ends, limit.max_rows)
         return encode(ends, self._cluster_key)
 
     @without_stack

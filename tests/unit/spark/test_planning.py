@@ -13,7 +13,6 @@ from waltz_spark.planning import (
     check_order,
     chosen_partitions,
     first_since,
-    limited,
     resolve_ends,
     resolve_starts,
     spans,
@@ -114,27 +113,6 @@ def test_tasks_cover_exactly_what_was_requested(
     assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]
     assert all(t.last - t.first < per_task_max for t in tasks)
     assert len(tasks) >= min(task_count_min, sum(counts))
-
-
-MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
-
-
-@given(MARKS, st.data(), st.integers(1, 10**9))
-def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
-    ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
-    found = limited(starts, ends, count_max)
-    total = sum(ends.values()) - sum(starts.values())
-    assert found.keys() == starts.keys()
-    assert all(starts[each] <= found[each] <= ends[each] for each in starts)
-    assert sum(found.values()) - sum(starts.values()) == min(total, count_max)
-    if total > count_max:
-        for each in starts:
-            share = (ends[each] - starts[each]) * count_max / total
-            assert abs(found[each] - starts[each] - share) <= 1
-
-
-def test_an_end_before_its_start_counts_as_no_lag():
-    assert limited({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))

@@ -1,0 +1,238 @@
+"""Changes of rows: deletes, keys, changes functions, and the last change of each key."""
+
+from datetime import UTC, date, datetime
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.tables.row_changes import (
+    DELETED,
+    ChangeRules,
+    Condition,
+    changes_of,
+    check_rules,
+    last_changes,
+    parse_condition,
+    rows_after,
+)
+
+
+def log(*rows: tuple, partition: int = 0) -> pa.Table:
+    """Return decoded transactions, each given as header, id, op and value."""
+    count = len(rows)
+    headers, ids, ops, values = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return pa.table(
+        {
+            "partition": pa.array([partition] * count, pa.int32()),
+            "transaction_id": pa.array(range(count), pa.int64()),
+            "header": pa.array(headers, pa.int32()),
+            "id": pa.array(ids, pa.int64()),
+            "op": pa.array(ops, pa.string()),
+            "value": pa.array(values, pa.float64()),
+        }
+    )
+
+
+def deleted(rows: pa.Table, **rules: object) -> list[bool]:
+    checked = ChangeRules(["id"], **rules)
+    check_rules(checked, rows.schema)
+    return changes_of(rows, checked)[DELETED].to_pylist()
+
+
+def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
+    rows = log((1, 1, "I", 0.5), (2, 1, "U", 0.5), (1, 1, "D", None), (1, 1, None, 0.5))
+    assert deleted(rows) == [False] * 4
+    assert deleted(rows, delete_headers=[2]) == [False, True, False, False]
+    both = deleted(rows, delete_headers=[2], delete_where=parse_condition("op = 'D'"))
+    assert both == [False, True, True, False]
+    assert deleted(rows, delete_where=parse_condition("value < 1")) == [True, True, False, True]
+    assert deleted(rows, delete_where=parse_condition("header >= 2")) == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("op = 'D'", Condition("op", "=", "D")),
+        (" op<>'it''s' ", Condition("op", "<>", "it's")),
+        ("`the op` != ''", Condition("the op", "!=", "")),
+        ("amount <= -1.50", Condition("amount", "<=", Decimal("-1.50"))),
+        ("closed = TRUE", Condition("closed", "=", True)),
+        ("closed", Condition("closed")),
+    ],
+)
+def test_a_condition_compares_a_column_with_a_literal(text, found):
+    assert parse_condition(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "op =", "'D' = op", "a = b", "a = 1 AND b = 2", "NOT a", "a == 1", "a = 1e3", "1"]
+)
+def test_any_other_condition_is_rejected(text):
+    with pytest.raises(BadConfig, match=r"delete_where: expected .* Hint: use a changes function"):
+        parse_condition(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (pa.bool_(), True, "c"),
+        (pa.bool_(), True, "c = true"),
+        (pa.int8(), 7, "c = 7"),
+        (pa.decimal128(5, 2), Decimal("1.00"), "c = 1"),
+        (pa.float32(), 0.5, "c = 0.5"),
+        (pa.date32(), date(2020, 1, 2), "c = '2020-01-02'"),
+        (pa.timestamp("us", "UTC"), datetime(2020, 1, 2, tzinfo=UTC), "c = '2020-01-02T00:00:00Z'"),
+        (pa.large_string(), "D", "c = 'D'"),
+    ],
+)
+def test_a_literal_has_the_type_of_its_column(kind, value, text):
+    rows = log((0, 1, "", 0.0), (0, 2, "", 0.0)).append_column("c", pa.array([value, None], kind))
+    assert deleted(rows, delete_where=parse_condition(text)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (pa.string(), "c"),
+        (pa.string(), "c = 1"),
+        (pa.int8(), "c = '1'"),
+        (pa.int8(), "c = 300"),
+        (pa.int64(), "c = 1.5"),
+        (pa.int64(), "c = 100000000000000000000"),
+        (pa.bool_(), "c = 1"),
+        (pa.date32(), "c = 'today'"),
+        (pa.list_(pa.int64()), "c = 1"),
+    ],
+)
+def test_a_literal_of_another_type_is_rejected(kind, text):
+    schema = log().schema.append(pa.field("c", kind))
+    with pytest.raises(BadConfig, match=r"delete_where: expected a literal of type .* column 'c'"):
+        check_rules(ChangeRules(["id"], delete_where=parse_condition(text)), schema)
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.list_(pa.int64()), pa.time32("s")])
+def test_a_key_is_of_a_type_with_equal_values(kind):
+    schema = log().schema.append(pa.field("c", kind))
+    with pytest.raises(
+        BadConfig, match=f"key column 'c': expected .* found {kind}".replace("[", r"\[")
+    ):
+        check_rules(ChangeRules(["id", "c"]), schema)
+
+
+def test_rules_name_existing_columns():
+    schema = log().schema
+    for rules in (
+        ChangeRules(["no"]),
+        ChangeRules(["id"], delete_where=Condition("no")),
+    ):
+        with pytest.raises(
+            BadConfig, match="expected one column 'no', found the columns partition"
+        ):
+            check_rules(rules, schema)
+    with pytest.raises(BadConfig, match="one or more different columns"):
+        ChangeRules(["id", "id"])
+    with pytest.raises(BadConfig, match="expected one of them"):
+        ChangeRules(["id"], delete_headers=[1], function=lambda rows: rows)
+
+
+@pytest.mark.parametrize("op", ["U", "D"])
+def test_a_null_in_a_key_names_its_transaction(op):
+    rows = log((0, 1, "U", 0.0), (0, None, op, 0.0), partition=3)
+    rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
+    with pytest.raises(BadFormat, match=r"partition 3, transaction 1: .* key column 'id'"):
+        changes_of(rows, rules)
+
+
+def test_the_last_change_of_a_key_is_of_its_last_transaction():
+    rows = log((0, 1, "U", 1.0), (0, 2, "U", 2.0), (0, 1, "D", None), (0, 3, "U", 3.0))
+    changes = changes_of(rows, ChangeRules(["id"], delete_where=parse_condition("op = 'D'")))
+    backwards = changes.take([3, 2, 1, 0])
+    for order in (changes, backwards):
+        last = last_changes(order, ["id"])
+        assert last["transaction_id"].to_pylist() == [1, 2, 3]
+        assert last["id"].to_pylist() == [2, 1, 3]
+        assert last[DELETED].to_pylist() == [False, True, False]
+
+
+def test_a_column_of_a_key_may_have_any_name():
+    rows = log((0, 1, "", 0.0), (0, 2, "", 0.0), (0, 1, "", 0.0))
+    names = ["partition", "place", "partition_min", "key1"]
+    key = pa.table(dict.fromkeys(names[1:], rows["id"]))
+    for name in key.schema.names:
+        rows = rows.append_column(name, key[name])
+    last = last_changes(changes_of(rows, ChangeRules(names)), names)
+    assert last["transaction_id"].to_pylist() == [1, 2]
+
+
+def test_a_key_in_two_partitions_names_both_transactions():
+    rows = pa.concat_tables(
+        [log((0, 1, "", 0.0), (0, 7, "", 0.0)), log((0, 7, "", 0.0), partition=2)]
+    )
+    found = r"found id = 7 in partition 0, transaction 1 and partition 2, transaction 0: "
+    with pytest.raises(BadRequest, match=found):
+        last_changes(changes_of(rows, ChangeRules(["id"])), ["id"])
+
+
+def test_rows_that_the_table_has_are_dropped():
+    rows = pa.concat_tables([log(*[(0, 1, "", 0.0)] * 3, partition=each) for each in range(3)])
+    left = rows_after(rows, {0: 1, 1: 2, 9: 5})
+    found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
+    assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
+
+
+def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order():
+    def function(rows: pa.Table) -> pa.Table:
+        """Return a delete of the row and an insert, for each transaction."""
+        twice = pa.concat_tables([rows, rows]).select(["partition", "transaction_id", "id"])
+        flags = [True] * rows.num_rows + [False] * rows.num_rows
+        return twice.append_column(DELETED, pa.array(flags))
+
+    changes = changes_of(
+        log((0, 1, "", 0.0), (0, 2, "", 0.0)), ChangeRules(["id"], function=function)
+    )
+    assert changes.num_rows == 4
+    assert last_changes(changes, ["id"])[DELETED].to_pylist() == [False, False]
+
+
+def _with(rows: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return rows.drop_columns([name] if name in rows.schema.names else []).append_column(
+        name, values
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda rows: rows.to_pylist(), "expected a pyarrow.Table, found list"),
+        (lambda rows: rows.drop_columns(["partition"]), "expected one column 'partition'"),
+        (lambda rows: rows.drop_columns(["id"]), "expected one column 'id'"),
+        (lambda rows: _with(rows, "id", pa.array([0.5])), "key column 'id': .* found double"),
+        (
+            lambda rows: _with(rows, "transaction_id", pa.array([1], pa.int64())),
+            "expected changes of the .* found partition 0, transaction 1",
+        ),
+        (
+            lambda rows: _with(rows, "transaction_id", pa.array([None], pa.int64())),
+            "expected the transaction_id .* found a null",
+        ),
+        (
+            lambda rows: _with(rows, "transaction_id", pa.array([0], pa.int32())),
+            "expected one column 'transaction_id' of type int64",
+        ),
+        (lambda rows: _with(rows, DELETED, pa.array([None], pa.bool_())), "expected true or false"),
+        (lambda rows: _with(rows, DELETED, pa.array([1])), "expected true or false"),
+    ],
+)
+def test_the_result_of_a_changes_function_is_checked(function, message):
+    with pytest.raises(BadRequest, match=f"result of the changes function: .*{message}"):
+        changes_of(log((0, 1, "", 0.0)), ChangeRules(["id"], function=function))
+
+
+def test_a_null_key_of_a_changes_function_is_an_error():
+    rules = ChangeRules(
+        ["id"], function=lambda rows: _with(rows, "id", pa.array([None], pa.int64()))
+    )
+    with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
+        changes_of(log((0, 1, "", 0.0)), rules)

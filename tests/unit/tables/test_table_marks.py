@@ -1,0 +1,143 @@
+"""Marks of a table: their form in a commit, and the batch that a table needs next."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadFormat, ClusterKeyMismatch, DataLoss
+from waltz_core.tables.table_marks import (
+    LogState,
+    TableMarks,
+    continued,
+    decode,
+    divided_by_lag,
+    encode,
+    next_batch,
+)
+
+KEY = "00112233445566778899aabbccddeeff"
+MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
+
+
+def metadata(**parts: object) -> str:
+    body = {"follower": "f", "cluster": KEY, "marks": {"0": 41}} | parts
+    return json.dumps({"waltz": body})
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), min_size=1),
+    st.dictionaries(st.integers(0, 2**31 - 1), st.integers(-1, 2**63 - 1)),
+)
+def test_marks_survive_a_commit(follower, marks):
+    table = TableMarks(follower, KEY, marks)
+    assert decode(encode(table)) == table
+
+
+def test_the_form_of_marks_is_stable():
+    body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}}}}'
+    assert encode(TableMarks("f", KEY, {10: -1, 0: 41})) == f'{{"waltz":{body}}}'
+
+
+@pytest.mark.parametrize("text", [None, "", "null", "nightly load", "[1]", '{"job": 7}', "NaN"])
+def test_metadata_of_another_program_has_no_marks(text):
+    assert decode(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"waltz": 1}',
+        '{"waltz": {}}',
+        json.dumps({**json.loads(metadata()), "more": 1}),
+        metadata(more=1),
+        metadata(follower=""),
+        metadata(follower=1),
+        metadata(cluster=KEY.upper()),
+        metadata(cluster=KEY[1:]),
+        metadata(marks=[41]),
+        metadata(marks={"0": 41.0}),
+        metadata(marks={"0": True}),
+        metadata(marks={"0": -2}),
+        metadata(marks={"0": 2**63}),
+        metadata(marks={"00": 41}),
+        metadata(marks={"-1": 41}),
+        metadata(marks={"2147483648": 41}),
+    ],
+)
+def test_marks_in_another_form_are_an_error(text):
+    with pytest.raises(BadFormat, match=r"metadata of the table: expected .* found .* Hint: "):
+        decode(text)
+
+
+def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
+    start = TableMarks("f", KEY, {0: 9})
+    table = TableMarks("f", KEY, {0: 41, 1: -1})
+    assert (table.version, table.application) == (42, f"waltz/{KEY}/f")
+    assert continued(None, None, start) == start
+    assert continued(encode(table), 42, start) == table
+
+
+def test_a_table_that_has_lost_its_marks_does_not_start_again():
+    with pytest.raises(BadFormat, match="has 42 transactions of follower 'f', but no commit"):
+        continued(None, 42, TableMarks("f", KEY, {}))
+
+
+@pytest.mark.parametrize("version", [None, 41, 43])
+def test_marks_and_version_of_two_commits_are_an_error(version):
+    start = TableMarks("f", KEY, {})
+    with pytest.raises(BadFormat, match=f"marks for version {version} .* for version 42"):
+        continued(metadata(), version, start)
+
+
+def test_a_table_of_another_cluster_or_follower_is_not_continued():
+    with pytest.raises(ClusterKeyMismatch, match=f"follows cluster {KEY}"):
+        continued(metadata(), 42, TableMarks("f", KEY[::-1], {}))
+    with pytest.raises(BadFormat, match=r"follower 'g': expected .* of follower 'f'"):
+        continued(metadata(), 42, TableMarks("g", KEY, {}))
+
+
+def test_a_log_that_ends_before_the_table_has_lost_data():
+    with pytest.raises(DataLoss, match="partition 1 up to transaction 5, but its log ends at 4"):
+        next_batch({0: 1, 1: 5}, LogState({0: 9, 1: 4}, {}), 10)
+    with pytest.raises(DataLoss, match="partition 1 up to transaction 5, but its log ends at -1"):
+        next_batch({1: 5}, LogState({0: 9}, {}), 10)
+
+
+def test_transactions_that_expired_after_the_table_marks_are_data_loss():
+    log = LogState({0: 9}, {0: 6})
+    assert next_batch({0: 5}, log, 10) == {0: 9}
+    with pytest.raises(DataLoss, match="up to transaction 4, but the first available one is 6"):
+        next_batch({0: 4}, log, 10)
+
+
+def test_a_partition_without_a_mark_begins_before_its_first_transaction():
+    assert next_batch({0: 3}, LogState({0: 3, 1: 7}, {}), 5) == {0: 3, 1: 4}
+
+
+@given(MARKS, st.data(), st.integers(1, 10**9))
+def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
+    ends = {each: mark + data.draw(st.integers(0, 10**4)) for each, mark in marks.items()}
+    found = next_batch(marks, LogState(ends, {}), count_max)
+    assert all(marks[each] <= found[each] <= ends[each] for each in ends)
+    assert (found == marks) == (ends == marks)
+    assert sum(found.values()) - sum(marks.values()) <= count_max
+
+
+@given(MARKS, st.data(), st.integers(1, 10**9))
+def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
+    ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
+    found = divided_by_lag(starts, ends, count_max)
+    total = sum(ends.values()) - sum(starts.values())
+    assert found.keys() == starts.keys()
+    assert all(starts[each] <= found[each] <= ends[each] for each in starts)
+    assert sum(found.values()) - sum(starts.values()) == min(total, count_max)
+    if total > count_max:
+        for each in starts:
+            share = (ends[each] - starts[each]) * count_max / total
+            assert abs(found[each] - starts[each] - share) <= 1
+
+
+def test_an_end_before_its_start_counts_as_no_lag():
+    assert divided_by_lag({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}

@@ -1,0 +1,6 @@
+"""Tables that follow the log: from transactions to changes of rows, and the marks of a table.
+
+`row_changes.py` finds the changes in decoded transactions, and the last change of each key.
+`table_marks.py` has the marks that a table stores with its rows, and the rule for the next batch.
+Both are pure. docs/decisions/049-tables-that-follow-the-log.md has the design.
+"""

@@ -1,0 +1,314 @@
+"""Finds the changes of rows in decoded transactions, and the last change of each key.
+
+Tables of changes have the columns of the transactions, and `_deleted`:
+
+    decoded transactions -> changes -> the last change of each key
+
+Rules:
+    1. A key is one or more columns of types whose values are equal or not: no floats. A null in a
+       key is an error that names the transaction.
+    2. A transaction is a delete if its header is one of `delete_headers`, or if `delete_where`
+       holds; a null is "does not hold". All others are upserts.
+    3. A changes function decides about deletes itself. It returns changes of the transactions that
+       it was given; the order of its output is the order of the changes of one transaction.
+    4. Transactions of one partition are ordered by ID. Partitions have no order, so a key with
+       changes in two of them is an error.
+    5. `last_changes` is associative: the last changes of parts, reduced again, are those of the
+       whole, as long as each transaction is in one part.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.tables.table_marks import MarkMap
+
+ArrowTable: TypeAlias = pa.Table
+ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
+
+DELETED = "_deleted"
+_PLACE = ("partition", "transaction_id")
+
+_KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_decimal,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_date,
+    pa.types.is_timestamp,
+)
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": pc.equal,
+    "!=": pc.not_equal,
+    "<>": pc.not_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+}
+_CONDITION = re.compile(
+    r"\s*(?:(?P<plain>[^\W\d]\w*)|`(?P<quoted>[^`]+)`)\s*"
+    r"(?:(?P<operator>=|!=|<>|<=|>=|<|>)\s*"
+    r"(?:'(?P<text>(?:[^']|'')*)'|(?P<number>[+-]?\d+(?:\.\d+)?)|(?P<flag>(?i:true|false)))\s*)?"
+)
+
+
+class Condition(NamedTuple):
+    """A comparison of a column with a literal; without an operator, a boolean column."""
+
+    column: str
+    operator: str = "="
+    literal: str | Decimal | bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRules:
+    """How transactions become changes of rows.
+
+    Args:
+        key: the key columns.
+        delete_headers: headers of transactions that are deletes.
+        delete_where: when any other transaction is a delete.
+        function: makes the changes of transactions (rule 3).
+
+    Raises:
+        BadConfig: there is no key column, or rules for deletes together with a function.
+    """
+
+    key: Sequence[str]
+    delete_headers: Sequence[int] = ()
+    delete_where: Condition | None = None
+    function: ChangesFunction | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key or len(set(self.key)) < len(self.key):
+            raise BadConfig(f"key: expected one or more different columns, found {self.key!r}")
+        if self.function is not None and (self.delete_headers or self.delete_where):
+            raise BadConfig(
+                "a changes function and rules for deletes were both given: expected one of them. "
+                f"Hint: let the function return a boolean column {DELETED!r}."
+            )
+
+
+def parse_condition(text: str) -> Condition:
+    """Return the condition that a text like `op = 'D'` states.
+
+    Raises:
+        BadConfig: it is not one comparison of a column with a literal, or a column.
+    """
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        raise BadConfig(
+            f"delete_where: expected a column, or one comparison of a column with a literal "
+            f"(op = 'D', amount < 0, is_closed = true), found {text!r}. Hint: use a changes "
+            "function for other conditions."
+        )
+    column = found["plain"] or found["quoted"]
+    if found["operator"] is None:
+        return Condition(column)
+    literal: str | Decimal | bool
+    if found["text"] is not None:
+        literal = found["text"].replace("''", "'")
+    elif found["number"] is not None:
+        literal = Decimal(found["number"])
+    else:
+        literal = found["flag"].lower() == "true"
+    return Condition(column, found["operator"], literal)
+
+
+def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
+    """Reject rules that do not fit the schema of the transactions.
+
+    Raises:
+        BadConfig: a column is absent, a key has a type that is no key's, or the literal of
+            `delete_where` is not of its column's type.
+    """
+    used = [*_PLACE, *(["header"] if rules.delete_headers else [])]
+    used += [] if rules.delete_where is None else [rules.delete_where.column]
+    if rules.function is None:
+        _check_key(rules.key, schema)
+    for name in used:
+        _field(schema, name)
+    if rules.delete_where is not None:
+        _scalar(rules.delete_where, _field(schema, rules.delete_where.column).type)
+
+
+def _field(schema: pa.Schema, name: str) -> pa.Field:
+    if schema.names.count(name) != 1:
+        shown = ", ".join(schema.names[:20])
+        raise BadConfig(f"expected one column {name!r}, found the columns {shown}")
+    return schema.field(name)
+
+
+def _check_key(key: Sequence[str], schema: pa.Schema) -> None:
+    for name in key:
+        kind = _field(schema, name).type
+        if not any(is_of(kind) for is_of in _KEY_TYPES):
+            raise BadConfig(
+                f"key column {name!r}: expected a boolean, an integer, a decimal, text, binary, a "
+                f"date or a timestamp, found {kind}. Hint: use another column, or declare this one "
+                "with another type."
+            )
+
+
+def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
+    """Return the literal as a value of the column's type."""
+    literal: Any = where.literal
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_number = pa.types.is_integer(kind) or pa.types.is_decimal(kind)
+    try:
+        if isinstance(literal, bool) and pa.types.is_boolean(kind):
+            return pa.scalar(literal, kind)
+        if isinstance(literal, Decimal) and pa.types.is_floating(kind):
+            return pa.scalar(float(literal), kind)
+        if isinstance(literal, Decimal) and is_number:
+            return pa.scalar(literal).cast(kind)
+        is_time = pa.types.is_date(kind) or pa.types.is_timestamp(kind)
+        if isinstance(literal, str) and (is_text or is_time):
+            return pa.scalar(literal).cast(kind)
+        reason = "no comparison of these types"
+    except (pa.ArrowException, OverflowError) as error:
+        reason = str(error)
+    shown = f"'{literal}'" if isinstance(literal, str) else literal
+    raise BadConfig(
+        f"delete_where: expected a literal of type {kind} for column {where.column!r}, found "
+        f"{shown} ({reason})"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Transactions to changes
+
+
+def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
+    """Return the rows of transactions that a table with these marks does not have."""
+    partitions, ids = (rows[name].to_numpy() for name in _PLACE)
+    is_new = np.ones(rows.num_rows, dtype=np.bool_)
+    for partition, mark in marks.items():
+        is_new &= (partitions != partition) | (ids > mark)
+    return rows if is_new.all() else rows.filter(pa.array(is_new))
+
+
+def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+    """Return the changes of decoded transactions, which `check_rules` has accepted.
+
+    Raises:
+        BadFormat: a key column is null (rule 1).
+        BadRequest: the result of the changes function is not valid (rule 3).
+    """
+    if rules.function is not None:
+        changes = _checked_result(rules.function(rows), rows, rules.key)
+    else:
+        changes = rows.append_column(
+            pa.field(DELETED, pa.bool_(), nullable=False), _deletes(rows, rules)
+        )
+    _check_nulls(changes, rules.key)
+    return changes
+
+
+def _deletes(rows: ArrowTable, rules: ChangeRules) -> pa.ChunkedArray:
+    found = np.zeros(rows.num_rows, dtype=np.bool_)
+    if rules.delete_headers:
+        found |= np.isin(rows["header"].to_numpy(), list(rules.delete_headers))
+    if rules.delete_where is not None:
+        where = rules.delete_where
+        column = rows[where.column]
+        holds = _COMPARISONS[where.operator](column, _scalar(where, column.type))
+        found |= holds.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's parameter
+    return pa.chunked_array([pa.array(found)])
+
+
+def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
+    for name in key:
+        if changes[name].null_count:
+            row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
+            raise BadFormat(
+                f"{_where(changes, row)}: expected a value in key column {name!r}, found none. "
+                "Hint: select the transactions of the table by header, or use a changes function."
+            )
+
+
+def _where(changes: ArrowTable, row: int) -> str:
+    partition, transaction = (changes[name][row].as_py() for name in _PLACE)
+    return f"partition {partition}, transaction {transaction}"
+
+
+def _checked_result(found: Any, rows: ArrowTable, key: Sequence[str]) -> ArrowTable:  # noqa: ANN401 - a user's
+    """Return what a changes function returned, with `_deleted` (rule 3)."""
+    if not isinstance(found, pa.Table):
+        raise _bad_result("a pyarrow.Table", type(found).__name__)
+    for name in _PLACE:
+        kind = rows.schema.field(name).type
+        if found.schema.names.count(name) != 1 or found.schema.field(name).type != kind:
+            raise _bad_result(f"one column {name!r} of type {kind}", str(found.schema.names))
+        if found[name].null_count:
+            raise _bad_result(f"the {name} of a transaction in each row", "a null")
+    try:
+        _check_key(key, found.schema)
+    except BadConfig as error:
+        raise _bad_result("a table with the key", str(error)) from None
+    if DELETED not in found.schema.names:
+        field = pa.field(DELETED, pa.bool_(), nullable=False)
+        found = found.append_column(field, pa.array(np.zeros(found.num_rows, dtype=np.bool_)))
+    elif found[DELETED].type != pa.bool_() or found[DELETED].null_count:
+        raise _bad_result(f"true or false in column {DELETED!r}", f"{found[DELETED].type} or nulls")
+    strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
+    if strange.num_rows:
+        raise _bad_result("changes of the transactions that it was given", _where(strange, 0))
+    return found
+
+
+def _bad_result(expected: str, found: str) -> BadRequest:
+    return BadRequest(f"result of the changes function: expected {expected}, found {found}")
+
+
+# ---------------------------------------------------------------------------------------------
+# Changes to the last change of each key
+
+
+def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
+    """Return the last change of each key, ordered by transaction ID (rules 4 and 5).
+
+    Raises:
+        BadRequest: a key has changes in two partitions.
+    """
+    # Arrow's sort is stable, so changes of one transaction keep their order.
+    ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
+    # Names of our own: a column of the key may have any name.
+    keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
+    place = pa.array(np.arange(ordered.num_rows))
+    narrow = pa.table({**keys, "place": place, "partition": ordered["partition"]})
+    groups = narrow.group_by(list(keys), use_threads=False).aggregate(
+        [("place", "max"), ("partition", "min"), ("partition", "max")]
+    )
+    several = groups.filter(pc.not_equal(groups["partition_min"], groups["partition_max"]))
+    if several.num_rows:
+        raise _in_two_partitions(ordered, several.slice(0, 1), key)
+    return ordered.take(groups["place_max"].sort())
+
+
+def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
+    values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
+    is_of_key = np.ones(changes.num_rows, dtype=np.bool_)
+    for name, value in values.items():
+        is_of_key &= pc.equal(changes[name], value).to_numpy()
+    of_key = changes.filter(pa.array(is_of_key))
+    places = [
+        _where(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
+        for side in ("min", "max")
+    ]
+    shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())
+    return BadRequest(
+        f"expected the changes of a key in one partition, found {shown} in {' and '.join(places)}: "
+        "partitions have no order. Hint: use a key that includes what chooses the partition."
+    )

@@ -1,0 +1,191 @@
+"""The marks up to which a table contains the log, and the rule for the batch that it needs next.
+
+The commit that has the rows also has the marks, as JSON in its metadata:
+
+    {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41}}}
+
+Rules:
+    1. Metadata with `waltz` is exactly of this form; anything else is an error. Metadata without
+       it was written by another program, and has no marks.
+    2. A batch begins after the table marks, and ends at most `count_max` transactions later. What
+       it contains depends on its two ends only.
+    3. Marks never decrease. A log that ends before the table marks, or that begins after them, has
+       lost transactions of the table.
+    4. The version of a table's commits is the number of transactions up to its marks: it increases
+       with each batch, and depends on nothing but the marks.
+    5. A table with a version and no marks has lost its marks. It never starts again by itself.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from waltz_core.errors import BadFormat, ClusterKeyMismatch, DataLoss
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.records.strict_json import from_json, to_json
+
+# The mark of each partition.
+MarkMap: TypeAlias = Mapping[int, int]
+
+_MEMBER = "waltz"
+_FIELDS = ("follower", "cluster", "marks")
+_CLUSTER = re.compile("[0-9a-f]{32}")
+_PARTITION = re.compile("0|[1-9][0-9]{0,9}")
+_PARTITION_MAX = 2**31 - 1
+_ID_MAX = 2**63 - 1
+
+
+class TableMarks(NamedTuple):
+    """The marks of a table, with their follower and the key of their cluster, in hex."""
+
+    follower: str
+    cluster: str
+    marks: MarkMap
+
+    @property
+    def version(self) -> int:
+        """The number of transactions up to the marks (rule 4)."""
+        return sum(mark + 1 for mark in self.marks.values())
+
+    @property
+    def application(self) -> str:
+        """The identifier of the follower in the transactions of the table's format."""
+        return f"waltz/{self.cluster}/{self.follower}"
+
+
+class LogState(NamedTuple):
+    """The log now: the high-water mark and the first available ID of each partition."""
+
+    marks: MarkMap
+    firsts: MarkMap
+
+
+def encode(table: TableMarks) -> str:
+    """Return the metadata of a commit."""
+    marks = {str(partition): mark for partition, mark in sorted(table.marks.items())}
+    body = {"follower": table.follower, "cluster": table.cluster, "marks": marks}
+    return to_json({_MEMBER: body}).decode()
+
+
+def decode(metadata: str | None) -> TableMarks | None:
+    """Return the marks in the metadata of a commit, or None if another program wrote it (rule 1).
+
+    Raises:
+        BadFormat: it has `waltz`, but not in the form of this version.
+    """
+    try:
+        value = from_json((metadata or "null").encode())
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or _MEMBER not in value:
+        return None
+    body = value[_MEMBER]
+    if len(value) > 1 or not isinstance(body, dict) or sorted(body) != sorted(_FIELDS):
+        raise _bad(f"an object {_MEMBER!r} with {', '.join(_FIELDS)}", value)
+    follower, cluster, marks = (body[name] for name in _FIELDS)
+    if not isinstance(follower, str) or not follower:
+        raise _bad("a name of the follower", follower)
+    if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
+        raise _bad("a cluster's key with 32 hexadecimal digits", cluster)
+    if not isinstance(marks, dict):
+        raise _bad("an object of marks by partition", marks)
+    return TableMarks(follower, cluster, dict(map(_decoded_mark, marks, marks.values())))
+
+
+def _decoded_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value
+    if not _PARTITION.fullmatch(name) or int(name) > _PARTITION_MAX:
+        raise _bad("a partition", name)
+    if type(mark) is not int or not BEFORE_FIRST <= mark <= _ID_MAX:
+        raise _bad(f"a mark of partition {name}, -1 or a transaction ID", mark)
+    return int(name), mark
+
+
+def _bad(expected: str, found: object) -> BadFormat:
+    return BadFormat(
+        f"metadata of the table: expected {expected}, found {found!r:.200}. Hint: a later version "
+        "of Waltz, or another program, may have written it."
+    )
+
+
+def continued(metadata: str | None, version: int | None, start: TableMarks) -> TableMarks:
+    """Return the marks from which a follower continues a table.
+
+    Args:
+        metadata: that of the newest commit of the follower; None if there is none.
+        version: the newest version that the table has for `start.application`, if any (rule 4).
+        start: the follower, its cluster, and the marks for a table that it has not written yet.
+
+    Raises:
+        ClusterKeyMismatch: the table follows another cluster.
+        BadFormat: the marks are lost (rule 5), or they and the version are not of one commit.
+    """
+    found = decode(metadata)
+    if found is None:
+        if version is None:
+            return start
+        raise BadFormat(
+            f"the table has {version} transactions of follower {start.follower!r}, but no commit "
+            "with its marks: the table's log was cleaned. Hint: pass the marks of the table, or "
+            "build it again."
+        )
+    if found.cluster != start.cluster:
+        raise ClusterKeyMismatch(
+            f"follower {start.follower!r}: the table follows cluster {found.cluster}, and the "
+            f"connect string names cluster {start.cluster}. Hint: correct it, or build the table "
+            "again."
+        )
+    if (found.follower, found.version) != (start.follower, version):
+        raise BadFormat(
+            f"follower {start.follower!r}: expected marks for version {version} of the table, "
+            f"found marks of follower {found.follower!r} for version {found.version}. Hint: the "
+            "table was restored or changed by another program; pass another follower name and "
+            "the marks of the table."
+        )
+    return found
+
+
+def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
+    """Return the marks at the end of the batch after the table marks (rule 2).
+
+    They are equal to the table marks if the log has nothing more. A partition without a table mark
+    begins before its first transaction.
+
+    Raises:
+        DataLoss: rule 3.
+    """
+    begin = {partition: marks.get(partition, int(BEFORE_FIRST)) for partition in log.marks}
+    for partition, mark in marks.items():
+        end = log.marks.get(partition, int(BEFORE_FIRST))
+        if mark > end:
+            raise DataLoss(
+                f"the table has partition {partition} up to transaction {mark}, but its log ends "
+                f"at {end}: another cluster, or a log that was created again. Hint: build the "
+                "table again."
+            )
+    for partition, mark in begin.items():
+        first = log.firsts.get(partition, 0)
+        if mark + 1 < first:
+            raise DataLoss(
+                f"the table has partition {partition} up to transaction {mark}, but the first "
+                f"available one is {first}: the transactions in between have expired. Hint: build "
+                "the table again."
+            )
+    return divided_by_lag(begin, log.marks, count_max)
+
+
+def divided_by_lag(starts: MarkMap, ends: MarkMap, count_max: int) -> dict[int, int]:
+    """Return lower ends, so that they cover at most `count_max` transactions in total.
+
+    The number is divided by the lag of each partition, so that all catch up at about the same time.
+    """
+    lags = {partition: max(0, ends[partition] - starts[partition]) for partition in ends}
+    total = sum(lags.values())
+    if total <= count_max:
+        return {partition: starts[partition] + lag for partition, lag in lags.items()}
+    shares = {partition: lag * count_max // total for partition, lag in lags.items()}
+    left = count_max - sum(shares.values())
+    for partition in sorted(lags, key=lambda each: shares[each] - lags[each] * count_max / total):
+        if left and shares[partition] < lags[partition]:
+            shares[partition] += 1
+            left -= 1
+    return {partition: starts[partition] + share for partition, share in shares.items()}
