@@ -528,12 +528,13 @@ class Link:
             if self.access is not None and credential is not None:
                 self.access.token_rejected(credential, str(error))
             self._reject(first, error)
+            return []
         except Overloaded as error:
             self._reject(first, error)
-        else:
-            if credential is None:
-                return messages
-            self.send(authentication.accepted(credential))
+            return []
+        if credential is None:
+            return messages
+        self.send(authentication.accepted(credential))
         return messages[1:]
 
     def _enter(self) -> None:
