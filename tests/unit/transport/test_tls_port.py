@@ -636,6 +636,41 @@ async def test_a_peer_that_waits_for_its_turn_is_not_late(files, monkeypatch, lo
             assert len(listener.links) == 1
 
 
+class LaterLoop:
+    """A loop whose clock is an hour ahead."""
+
+    def __init__(self, loop):
+        self._loop = loop
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    def time(self):
+        return self._loop.time() + 3_600
+
+
+@on_loop
+async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(files, monkeypatch):
+    timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
+    async with open_port(listening(files)) as (_, listener, _):
+        port, loop = listener._tls_port, asyncio.get_running_loop()
+        iterations, call_soon = [], port._turns._call_soon
+        port._turns._call_soon = iterations.append
+        monkeypatch.setattr(
+            asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
+        )
+        begun_s = loop.time()
+        _, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(hello[:4])
+        await until(lambda: iterations)
+        monkeypatch.setattr(port, "_loop", LaterLoop(loop))
+        port._turns._call_soon = call_soon
+        port._turns._begin_one()
+        await until(lambda: timeouts[0].when() is not None)
+        assert timeouts[0].when() > begun_s + 3_500
+        writer.transport.abort()
+
+
 @on_loop
 async def test_too_many_handshakes_of_one_host_are_rejected(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 2)
