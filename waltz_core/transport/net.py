@@ -165,7 +165,7 @@ async def dial(
 
 @dataclass(frozen=True, slots=True)
 class LinkOwner:
-    """The dial or the listening port that makes a link, and hears of its beginning and its end."""
+    """The dial or the listening port that makes a link; it is notified of its begin and its end."""
 
     on_ready: "Callable[[Link], None]"
     on_lost: "Callable[[Link], None]"

@@ -134,7 +134,9 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
 
 @on_loop
 async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
-    monkeypatch.setattr(WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_taken[:1])
+    monkeypatch.setattr(
+        WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_taken[:1]
+    )
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
         port.learn(dataclasses.replace(limited(), limits=limits))

@@ -555,10 +555,11 @@ async def test_a_slow_client_hello_takes_three_turns(files):
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("first_size", [0, 30])
 @on_loop
-async def test_a_client_hello_in_two_records_is_rejected(files, logged):
+async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_size):
     hello = hello_of_client(files)
-    size, first_size = len(hello) - 5, 30
+    size = len(hello) - 5
     header = hello[:3]
     split = [
         header + first_size.to_bytes(2, "big") + hello[5 : 5 + first_size],

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.access.quotas import REQUEST_BYTES_MIN, SECOND_NS, CountedFeed, Quota
 from waltz_core.errors import Overloaded
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
@@ -61,6 +60,7 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
+    from waltz_core.access.permissions import PrincipalLimits
     from waltz_core.records.record import ReqId
     from waltz_core.transport.admission.connection_access import ConnectionAccess
 
