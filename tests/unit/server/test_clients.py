@@ -298,7 +298,7 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 @on_virtual_loop
 async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_has_its_answers():
     class Reading(Link):
-        def send(self, message) -> None:  # the system takes it at the end of the iteration
+        def send(self, message) -> None:  # the system takes it later
             self.sent.append(message)
             self.write_backlog_bytes = 600 << 10
 
