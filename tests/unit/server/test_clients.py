@@ -20,6 +20,7 @@ from waltz_core.wire.messages import (
     ExpireResponse,
     FlushRequest,
     FlushResponse,
+    TransactionDataRequest,
     WireProtocol,
 )
 
@@ -317,3 +318,17 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
     await pass_time(1)
     assert all(link.is_read for link in links)
     assert clients.bytes == 0
+
+
+@on_loop
+async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
+    backend, links = Backend(), [Link(), Link()]
+    clients = Clients(backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server"))
+    for link in links:
+        clients.accept(link)
+    ids = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
+    links[0].received([AppendRequest(ids, 0, (), (), (), 0, bytes(8_192), 0)])
+    links[1].received([FlushRequest(ids), TransactionDataRequest(ids, 0)])
+    assert len(backend.host.taken) == 2  # the flush may wait for long
+    links[0].closed("done")
+    await until(lambda: len(backend.host.taken) == 3)

@@ -389,7 +389,7 @@ class Clients:
         if self._flow.is_over_limit and self._recount is None:
             self._note_backlogs()
         for connection in self._flow.balance():
-            self._update_reading(connection)
+            self._admit(connection)
         if self._flow.has_greedy and self._recount is None:
             self._recount = self._loop.call_later(_RECOUNT_S, self._balance_again)
 

@@ -76,6 +76,7 @@ class Flow:
         self._limits = limits
         self._accounts: dict[ConnectionId, _Account] = {}
         self._greedy: dict[ConnectionId, None] = {}  # not read by rule 3
+        self._without_room: dict[ConnectionId, None] = {}  # their reads wait by rule 3
         self.bytes = 0
 
     # -----------------------------------------------------------------------------------------
@@ -90,6 +91,7 @@ class Flow:
         """A connection was closed; its bytes are free."""
         self.bytes -= self._accounts.pop(connection).bytes
         self._greedy.pop(connection, None)
+        self._without_room.pop(connection, None)
         assert self.bytes >= 0
 
     def may_read(self, connection: ConnectionId) -> bool:
@@ -116,7 +118,7 @@ class Flow:
         """Return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
-        while account and account.waiting and self._has_capacity(account):
+        while account and account.waiting and self._has_capacity(connection, account):
             message = account.waiting.popleft()
             request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
             account.waiting_bytes -= request_bytes
@@ -159,14 +161,15 @@ class Flow:
         return bool(self._greedy)
 
     def balance(self) -> list[ConnectionId]:
-        """Return the connections whose `may_read` may have changed by rule 3."""
+        """Return the connections whose `admit` or `may_read` may have changed by rule 3."""
         if self.is_over_limit:
             return self._pause_largest()
+        freed = self._without_room
+        self._without_room = {}
         if self._greedy and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
-            freed = list(self._greedy)
+            freed |= self._greedy
             self._greedy.clear()
-            return freed
-        return []
+        return list(freed)
 
     def _pause_largest(self) -> list[ConnectionId]:
         """Stop reading the connections that use most, as many as hold the excess bytes."""
@@ -184,13 +187,14 @@ class Flow:
     # -----------------------------------------------------------------------------------------
     # inside
 
-    def _has_capacity(self, account: _Account) -> bool:
+    def _has_capacity(self, connection: ConnectionId, account: _Account) -> bool:
         limits = self._limits
         if account.is_congested or account.count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
         is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
         if is_read and account.count and self.is_over_limit:
+            self._without_room[connection] = None
             return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2
