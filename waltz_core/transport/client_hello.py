@@ -40,10 +40,12 @@ def failure_of(first: bytes) -> str:
     OpenSSL rejects a damaged one.
     """
     message = first[_RECORD_HEADER_BYTES:]
-    if first[1:2] != b"\x03" or message[:1] != bytes((_CLIENT_HELLO,)):
+    record_bytes = _number(first[3:_RECORD_HEADER_BYTES])
+    is_other = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
+    if first[1:2] != b"\x03" or is_other:
         return ""
     size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
-    if _number(first[3:_RECORD_HEADER_BYTES]) < size:  # its end would be answered without a turn
+    if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
         return "expected a ClientHello in one record of TLS, found a part of one"
     extensions = _extensions(message[:size])
     groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])

@@ -165,7 +165,7 @@ async def dial(
 
 @dataclass(frozen=True, slots=True)
 class LinkOwner:
-    """The dial or the listening port that makes a link, and hears of its beginning and its end."""
+    """The dial or the listening port that makes a link; it is notified of its begin and its end."""
 
     on_ready: "Callable[[Link], None]"
     on_lost: "Callable[[Link], None]"
@@ -528,12 +528,13 @@ class Link:
             if self.access is not None and credential is not None:
                 self.access.token_rejected(credential, str(error))
             self._reject(first, error)
+            return []
         except Overloaded as error:
             self._reject(first, error)
-        else:
-            if credential is None:
-                return messages
-            self.send(authentication.accepted(credential))
+            return []
+        if credential is None:
+            return messages
+        self.send(authentication.accepted(credential))
         return messages[1:]
 
     def _enter(self) -> None:

@@ -151,7 +151,7 @@ class TlsPort:
                 # It becomes readable with these bytes: a slow peer takes three turns at most.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 deadline.reschedule(late_s)
-                await self._turn(accepted, host, deadline)
+                late_s += await self._turn(accepted, host, deadline)
                 try:
                     found = accepted.recv(client_hello.BYTES_MAX, socket.MSG_PEEK)
                 except ConnectionResetError:
@@ -164,12 +164,15 @@ class TlsPort:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return found
 
-    async def _turn(self, accepted: socket.socket, host: str, deadline: asyncio.Timeout) -> None:
-        turn = self._loop.create_future()
+    async def _turn(self, accepted: socket.socket, host: str, deadline: asyncio.Timeout) -> float:
+        """Wait until it is readable, then for its turn; return how long the latter took."""
+        turn, readable_s = self._loop.create_future(), 0.0
 
         def is_readable() -> None:
+            nonlocal readable_s
             self._loop.remove_reader(accepted)
             if not turn.done():  # it is not late
+                readable_s = self._loop.time()
                 deadline.reschedule(None)
                 self._turns.add(host, turn)
 
@@ -178,6 +181,7 @@ class TlsPort:
             await turn
         finally:
             self._loop.remove_reader(accepted)
+        return self._loop.time() - readable_s
 
     def _is_acceptable(self, first: bytes, accepted: socket.socket, host: str) -> bool:
         """Whether a peer with these first bytes may continue; reject it otherwise (rule 1)."""

@@ -4,6 +4,7 @@ import csv
 import datetime as dt
 import io
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -100,6 +101,14 @@ def test_a_file_is_complete_or_absent(tmp_path):
         _sink(output / "x"),
     ):
         pass
+
+
+def test_an_output_that_is_no_file_is_not_replaced(tmp_path):
+    output = tmp_path / "pipe"
+    os.mkfifo(output)
+    with pytest.raises(BadConfig, match="expected a file, found another kind"), _sink(output):
+        pass
+    assert output.is_fifo()
 
 
 def test_columns_are_those_of_the_log_or_have_a_type():

@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 
-from tests.loops import on_loop, until
+from tests.loops import on_loop, on_virtual_loop, pass_time, until
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
@@ -20,6 +20,7 @@ from waltz_core.wire.messages import (
     ExpireResponse,
     FlushRequest,
     FlushResponse,
+    TransactionDataRequest,
     WireProtocol,
 )
 
@@ -293,3 +294,41 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
     assert audited.outcomes == ["done"]
     assert kept() is None
+
+
+@on_virtual_loop
+async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_has_its_answers():
+    class Reading(Link):
+        def send(self, message) -> None:  # the system takes it later
+            self.sent.append(message)
+            self.write_backlog_bytes = 600 << 10
+
+    backend, links = Backend(), [Reading(), Reading()]
+    limits = LIMITS._replace(memory_bytes_max=1 << 20)
+    clients = Clients(backend, limits, None, Metrics("server"))
+    for each, link in enumerate(links):
+        clients.accept(link)
+        link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
+    for connection, message, cost_bytes in backend.host.taken:
+        clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
+    await asyncio.sleep(0)
+    assert [link.is_read for link in links].count(False) == 1
+    for link in links:
+        link.write_backlog_bytes = 0
+    await pass_time(1)
+    assert all(link.is_read for link in links)
+    assert clients.bytes == 0
+
+
+@on_loop
+async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
+    backend, links = Backend(), [Link(), Link()]
+    clients = Clients(backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server"))
+    for link in links:
+        clients.accept(link)
+    ids = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
+    links[0].received([AppendRequest(ids, 0, (), (), (), 0, bytes(8_192), 0)])
+    links[1].received([FlushRequest(ids), TransactionDataRequest(ids, 0)])
+    assert len(backend.host.taken) == 2  # the flush may wait for long
+    links[0].closed("done")
+    await until(lambda: len(backend.host.taken) == 3)

@@ -133,6 +133,26 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
 
 
 @on_loop
+async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
+    monkeypatch.setattr(
+        WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_taken[:1]
+    )
+    async with open_port(files, WireProtocol.CLIENT, access="on") as port:
+        limits = {"*": PrincipalLimits(connections=1)}
+        port.learn(dataclasses.replace(limited(), limits=limits))
+        context = tls.dialing(ClientConfig(), trusting(files))
+        links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
+        requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
+        links[0].send(requests[0])
+        await until(lambda: port.peer.messages)
+        monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
+        links[1].send_all(requests[1:])  # without an answer, which 0.13 does not know
+        await links[1].wait_closed()
+        assert port.peer.messages == requests[:1]
+        links[0].abort("done")
+
+
+@on_loop
 async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.learn(limited(bytes_per_s=5 * 512))

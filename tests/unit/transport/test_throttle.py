@@ -394,3 +394,16 @@ async def test_without_limits_what_waits_is_passed_on():
     assert made.sequences == [*range(1, 10)]
     made.throttle.receive(appends(10, 99))
     assert len(made.passed) == 99
+
+
+@on_virtual_loop
+async def test_a_feed_continues_soon_after_a_higher_limit():
+    made = Connection(bytes_per_s=1_000)
+    made.quota.sent(1_000_000, made.now_ns)  # a large range, which is paid for in 1,000 s
+    made.throttle.feed_sent(10_000)
+    await pass_time(10)
+    assert made.throttle.is_pausing_feeds
+    made.quota.change(PrincipalLimits(bytes_per_s=1_000_000))
+    await pass_time(2)
+    assert not made.throttle.is_pausing_feeds
+    assert made.resumed_s

@@ -555,10 +555,11 @@ async def test_a_slow_client_hello_takes_three_turns(files):
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("first_size", [0, 30])
 @on_loop
-async def test_a_client_hello_in_two_records_is_rejected(files, logged):
+async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_size):
     hello = hello_of_client(files)
-    size, first_size = len(hello) - 5, 30
+    size = len(hello) - 5
     header = hello[:3]
     split = [
         header + first_size.to_bytes(2, "big") + hello[5 : 5 + first_size],
@@ -634,6 +635,41 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         await until(lambda: "closed the connection while its handshake waited" in logged())
         async with linked(address, trusting(files)):
             assert len(listener.links) == 1
+
+
+class LaterLoop:
+    """A loop whose clock is an hour ahead."""
+
+    def __init__(self, loop):
+        self._loop = loop
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    def time(self):
+        return self._loop.time() + 3_600
+
+
+@on_loop
+async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(files, monkeypatch):
+    timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
+    async with open_port(listening(files)) as (_, listener, _):
+        port, loop = listener._tls_port, asyncio.get_running_loop()
+        iterations, call_soon = [], port._turns._call_soon
+        port._turns._call_soon = iterations.append
+        monkeypatch.setattr(
+            asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
+        )
+        begun_s = loop.time()
+        _, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(hello[:4])
+        await until(lambda: iterations)
+        monkeypatch.setattr(port, "_loop", LaterLoop(loop))
+        port._turns._call_soon = call_soon
+        port._turns._begin_one()
+        await until(lambda: timeouts[0].when() is not None)
+        assert timeouts[0].when() > begun_s + 3_500
+        writer.transport.abort()
 
 
 @on_loop

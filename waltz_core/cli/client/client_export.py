@@ -143,6 +143,11 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
         with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as sink:
             yield sink
         return
+    if output.exists() and not output.is_file():  # such as a device, which a file would replace
+        raise BadConfig(
+            f"--output {output}: expected a file, found another kind. Hint: without --output, the "
+            "output is standard output."
+        )
     part = output.with_name(f"{output.name}.part")
     try:
         try:

@@ -368,7 +368,7 @@ class FixedDirectory:
         """Watch nothing until there is a reason; then follow changes until cancelled (rule 3)."""
         await self._is_suspect.wait()
         if not self._is_open:
-            self._is_suspect.clear()  # If ZooKeeper is unavailable, `doubt` may set it again.
+            self._is_suspect.clear()  # If ZooKeeper is unavailable, `mark_suspect` may set it.
             await self._opened()
         await self._fallback.run()
 

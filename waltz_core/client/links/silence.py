@@ -30,9 +30,9 @@ class _SilentServer:
 class SilentServers:
     """The silent servers of one client, by address; connections have numbers.
 
-    `doubt` makes the directory read ZooKeeper: the server's partitions may have moved. A server
-    that falls silent repeatedly is logged once in `LOG_INTERVAL_S` at most. Without `doubt` (None)
-    nothing is logged: the doctor reports servers that do not answer as findings.
+    `mark_suspect` makes the directory read ZooKeeper: the server's partitions may have moved. A
+    server that falls silent repeatedly is logged once in `LOG_INTERVAL_S` at most. Without it
+    (None) nothing is logged: the doctor reports servers that do not answer as findings.
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from waltz_core import errors
 from waltz_core.legacy.legacy_client import (
@@ -93,6 +93,8 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
+# While connections are not read because of the memory limit.
+_RECOUNT_S: Final = 0.1
 _APPENDS = (AppendBatch, AppendRequest)
 _TO_A_PARTITION = (
     AppendBatch,
@@ -196,6 +198,7 @@ class Clients:
         # They get the outcome of the running check: each one connects to every storage.
         self._checks: list[tuple[ConnectionId, AdmittedRequest]] = []
         self._loop = asyncio.get_running_loop()
+        self._recount: asyncio.TimerHandle | None = None
 
     @property
     def bytes(self) -> int:
@@ -382,8 +385,22 @@ class Clients:
         self._update_reading(connection)
 
     def _balance(self) -> None:
+        """Apply the memory limit; the backlogs are those of now, because no event reports less."""
+        if self._flow.is_over_limit and self._recount is None:
+            self._note_backlogs()
         for connection in self._flow.balance():
-            self._update_reading(connection)
+            self._admit(connection)
+        if self._flow.has_greedy and self._recount is None:
+            self._recount = self._loop.call_later(_RECOUNT_S, self._balance_again)
+
+    def _balance_again(self) -> None:
+        self._recount = None
+        self._note_backlogs()
+        self._balance()
+
+    def _note_backlogs(self) -> None:
+        for connection, client in self._clients.items():
+            self._note_backlog(connection, client)
 
     def _update_reading(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)

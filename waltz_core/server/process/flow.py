@@ -63,7 +63,6 @@ class _Account:
     waiting_bytes: int = 0
     backlog_bytes: int = 0
     is_congested: bool = False
-    is_greedy: bool = False
 
     @property
     def bytes(self) -> int:
@@ -76,6 +75,8 @@ class Flow:
     def __init__(self, limits: FlowLimits) -> None:
         self._limits = limits
         self._accounts: dict[ConnectionId, _Account] = {}
+        self._greedy: dict[ConnectionId, None] = {}  # not read by rule 3
+        self._without_room: dict[ConnectionId, None] = {}  # their reads wait by rule 3
         self.bytes = 0
 
     # -----------------------------------------------------------------------------------------
@@ -89,12 +90,13 @@ class Flow:
     def close(self, connection: ConnectionId) -> None:
         """A connection was closed; its bytes are free."""
         self.bytes -= self._accounts.pop(connection).bytes
+        self._greedy.pop(connection, None)
+        self._without_room.pop(connection, None)
         assert self.bytes >= 0
 
     def may_read(self, connection: ConnectionId) -> bool:
         """Whether more should be read from the connection."""
-        account = self._accounts[connection]
-        return not account.waiting and not account.is_greedy
+        return not self._accounts[connection].waiting and connection not in self._greedy
 
     def in_flight_count(self, connection: ConnectionId) -> int:
         """Number of requests of the connection that are under way."""
@@ -116,7 +118,7 @@ class Flow:
         """Return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
-        while account and account.waiting and self._has_capacity(account):
+        while account and account.waiting and self._has_capacity(connection, account):
             message = account.waiting.popleft()
             request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
             account.waiting_bytes -= request_bytes
@@ -148,16 +150,26 @@ class Flow:
     # -----------------------------------------------------------------------------------------
     # memory
 
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the memory of all connections is over the limit, given their last backlogs."""
+        return self.bytes > self._limits.memory_bytes_max
+
+    @property
+    def has_greedy(self) -> bool:
+        """Whether a connection is not read by rule 3."""
+        return bool(self._greedy)
+
     def balance(self) -> list[ConnectionId]:
-        """Return the connections whose `may_read` may have changed by rule 3."""
-        if self.bytes > self._limits.memory_bytes_max:
+        """Return the connections whose `admit` or `may_read` may have changed by rule 3."""
+        if self.is_over_limit:
             return self._pause_largest()
-        if self.bytes <= self._limits.memory_bytes_max // 8 * 7:
-            freed = [each for each, account in self._accounts.items() if account.is_greedy]
-            for connection in freed:
-                self._accounts[connection].is_greedy = False
-            return freed
-        return []
+        freed = self._without_room
+        self._without_room = {}
+        if self._greedy and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
+            freed |= self._greedy
+            self._greedy.clear()
+        return list(freed)
 
     def _pause_largest(self) -> list[ConnectionId]:
         """Stop reading the connections that use most, as many as hold the excess bytes."""
@@ -167,22 +179,22 @@ class Flow:
         while over_bytes > 0 and held:
             held_bytes, connection = held.pop()
             over_bytes -= held_bytes
-            account = self._accounts[connection]
-            if not account.is_greedy:
-                account.is_greedy = True
+            if connection not in self._greedy:
+                self._greedy[connection] = None
                 stopped.append(connection)
         return stopped
 
     # -----------------------------------------------------------------------------------------
     # inside
 
-    def _has_capacity(self, account: _Account) -> bool:
+    def _has_capacity(self, connection: ConnectionId, account: _Account) -> bool:
         limits = self._limits
         if account.is_congested or account.count >= limits.connection_in_flight_count_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
         is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
-        if is_read and account.count and self.bytes > limits.memory_bytes_max:
+        if is_read and account.count and self.is_over_limit:
+            self._without_room[connection] = None
             return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2

@@ -11,6 +11,7 @@ Rules:
     4. The bytes of incomplete frames are limited over all links. Over the limit, the principal
        that has most of them loses its link that has most: otherwise one with many links could have
        the large frames of others closed. To read a link more slowly would let it keep the memory.
+    5. One handshake begins in each iteration of the event loop, and hosts take turns.
 """
 
 import ipaddress
@@ -120,7 +121,7 @@ class HandshakeLimits:
 
 
 class HandshakeTurns:
-    """Rule 5; `call_soon` is the loop's."""
+    """Rule 5; a port calls `add` for each handshake, `call_soon` is the loop's."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._call_soon = call_soon

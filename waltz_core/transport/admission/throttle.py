@@ -21,6 +21,7 @@ Rules (decision 048, AC 10):
        for those that a filter leaves out. Until it is paid for, the connection's feeds pause. It is
        paid in shares, and each waits in turn with requests: feeds of all connections of a principal
        delay a request by a quarter of a second at most, and a flood of requests does not stop them.
+       A share of an earlier limit is paid within a second after the limit has changed.
     8. An error of a timer ends the connection, which would otherwise wait without an end.
 """
 
@@ -59,6 +60,7 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import LOCATIONS
 
 if TYPE_CHECKING:
+    from waltz_core.access.permissions import PrincipalLimits
     from waltz_core.records.record import ReqId
     from waltz_core.transport.admission.connection_access import ConnectionAccess
 
@@ -102,6 +104,8 @@ class Throttle:
         self._timer: asyncio.TimerHandle | None = None
         self._unpaid_bytes = 0  # of feeds (rule 7)
         self._feed_timer: asyncio.TimerHandle | None = None
+        # Of feeds: the limits under which the last share waits, and when it is paid.
+        self._share: tuple[Quota, PrincipalLimits, int]
 
     @property
     def is_pausing(self) -> bool:
@@ -269,11 +273,21 @@ class Throttle:
             self._unpaid_bytes -= size_bytes
             wait_ns = quota.sent(size_bytes, self._access.now_ns)
             if wait_ns > SLACK_NS:
-                self._feed_timer = self._after(wait_ns, self._pay_again)
+                self._share = quota, quota.limits, self._access.now_ns + wait_ns
+                self._wait_for_share(wait_ns)
                 return
         self._unpaid_bytes = 0
 
+    def _wait_for_share(self, wait_ns: int) -> None:
+        self._feed_timer = self._after(min(wait_ns, SECOND_NS), self._pay_again)
+
     def _pay_again(self) -> None:
+        """Continue when the last share is paid, or the limits have changed (rule 7)."""
+        quota, limits, paid_ns = self._share
+        wait_ns = paid_ns - self._access.now_ns
+        if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
+            self._wait_for_share(wait_ns)
+            return
         self._pay()
         if self._feed_timer is None:
             self._resume_feeds()
