@@ -328,7 +328,8 @@ async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees
         clients.accept(link)
     ids = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
     links[0].received([AppendRequest(ids, 0, (), (), (), 0, bytes(8_192), 0)])
-    links[1].received([FlushRequest(ids), TransactionDataRequest(ids, 0)])
-    assert len(backend.host.taken) == 2  # the flush may wait for long
+    small = AppendRequest(ids, 0, (), (), (), 0, b"1", 0)
+    links[1].received([small, TransactionDataRequest(ids, 0)])
+    assert len(backend.host.taken) == 2  # an append may wait for long
     links[0].closed("done")
     await until(lambda: len(backend.host.taken) == 3)

@@ -9,9 +9,10 @@ Rules (docs/design/correctness.md 5, "Limits"):
     2. The answer to a range request counts from the request on, and reading may use half of the
        bytes only. No requests of a congested connection are admitted.
     3. Over the memory limit, the connections that use most are not read until an eighth is free,
-       and a connection begins a read (a range, or a transaction's data) only if it has nothing
-       under way: otherwise each new connection of a client that reads no answers could use half of
-       its own limit.
+       and a connection begins a read (a range, or a transaction's data) only if it has no read and
+       no data under way: otherwise each new connection of a client that reads no answers could use
+       half of its own limit. Requests without data do not count: a feed request may be open for
+       long, and its client may need the data of a transaction to continue.
 """
 
 from collections import deque
@@ -67,6 +68,11 @@ class _Account:
     @property
     def bytes(self) -> int:
         return self.in_flight_bytes + self.waiting_bytes + self.backlog_bytes
+
+    @property
+    def has_data(self) -> bool:
+        """Whether a request with data, or a read, is under way."""
+        return self.in_flight_bytes > self.count * REQUEST_OVERHEAD_BYTES
 
 
 class Flow:
@@ -193,7 +199,7 @@ class Flow:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
         is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
-        if is_read and account.count and self.is_over_limit:
+        if is_read and account.has_data and self.is_over_limit:
             self._without_room[connection] = None
             return False
         if isinstance(account.waiting[0], RangeRequest):
@@ -201,9 +207,11 @@ class Flow:
         return account.in_flight_bytes < bytes_max
 
     def _answer_bytes(self, message: ClientMessage) -> int:
+        if isinstance(message, TransactionDataRequest):
+            return 1  # not known; it counts as a read (rule 3)
         if not isinstance(message, RangeRequest):
             return 0
-        return min(max(message.bytes_max, 0), self._limits.range_bytes_max)
+        return min(max(message.bytes_max, 1), self._limits.range_bytes_max)
 
 
 def _request_bytes(message: ClientMessage) -> int:
