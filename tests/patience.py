@@ -2,8 +2,15 @@
 
 import os
 
+from waltz_core.config import ClientConfig
+
 # After this a condition counts as one that never comes, and a process as one that hangs.
 HANG_S = 600
+# A client whose requests, and whose start, have this time.
+PATIENT = ClientConfig(
+    request_timeout_ms=1000 * HANG_S,
+    zookeeper_connect_timeout_ms=1000 * HANG_S,
+)
 
 
 def slowness() -> float:

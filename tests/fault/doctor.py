@@ -15,7 +15,7 @@ import pytest
 
 from tests.fault.changing import admin_port, new_storage, run_checked
 from tests.fault.load import ROOT
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -72,7 +72,7 @@ class DiagnosedCluster:
 
     def write(self, connect: str) -> None:
         """Commit some rows in each partition."""
-        with WaltzClient(connect) as client:
+        with WaltzClient(connect, PATIENT) as client:
             for partition in range(PARTITIONS):
                 rows = [b"row %d" % (len(self._committed) + row) for row in range(ROWS)]
                 futures = [client.append(row, partition=partition) for row in rows]
@@ -81,7 +81,7 @@ class DiagnosedCluster:
 
     def check_whole(self, connect: str) -> None:
         """Check that all rows reported as committed can be read."""
-        with WaltzClient(connect) as client:
+        with WaltzClient(connect, PATIENT) as client:
             for partition in range(PARTITIONS):
                 last = client.high_water_mark(partition, linearizable=True)
                 rows = [

@@ -16,7 +16,7 @@ from kazoo.client import KazooClient
 
 from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, wait_until
-from tests.patience import HANG_S, slowness
+from tests.patience import HANG_S, PATIENT, slowness
 from tests.small_disk import WHY_NOT, Disk, can_mount
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -199,7 +199,7 @@ def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, li
         load.await_commits()
         disks[1].fill()
         load.await_commits()
-        with WaltzClient(scenario.cluster.connect) as client:
+        with WaltzClient(scenario.cluster.connect, PATIENT) as client:
             last = client.high_water_mark(0, linearizable=True)
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
         disks[1].free()

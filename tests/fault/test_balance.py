@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import partitions, wait_until
+from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 
@@ -51,7 +52,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     before = owned(cluster)
 
     def write() -> None:
-        with WaltzClient(cluster.connect) as client:
+        with WaltzClient(cluster.connect, PATIENT) as client:
             while not is_over.is_set():
                 partitions = [HOT] * 9 + list(range(PARTITIONS))
                 appended = [client.append(b"x", partition=each) for each in partitions]
@@ -76,7 +77,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     finally:
         is_over.set()
         writer.join()
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         marks = client.high_water_marks(linearizable=True)
     assert [marks[partition] + 1 for partition in range(PARTITIONS)] == counts
 

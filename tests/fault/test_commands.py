@@ -22,7 +22,7 @@ import pytest
 from tests.commands import run_command
 from tests.fault.changing import address
 from tests.fault.load import all_engaged, command, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -224,7 +224,7 @@ def names(cluster: LocalCluster) -> list[str]:
 
 def append(cluster: LocalCluster, count: int) -> int:
     """Append to partition 0 and return the last ID."""
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
         return max(future.result(HANG_S) for future in futures)
 

@@ -31,7 +31,7 @@ from tests.fault.doctor import (
 )
 from tests.fault.load import wait_until
 from tests.fault.threads import resume_threads, stop_threads
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.znodes.model import PartitionMetadata
@@ -109,7 +109,7 @@ def mark_two_suspect(cluster: LocalCluster) -> None:
 
 def damage(cluster: LocalCluster) -> None:
     """Corrupt one record on two disks while the third is unreachable."""
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
             future.result(HANG_S)
     cluster.kill("storage-3")
@@ -270,7 +270,7 @@ MOUNTED: list[Path] = []
 def fill(cluster: LocalCluster) -> None:
     """Fill a disk."""
     leave_free(0)(cluster)
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
             future.result(HANG_S)
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.fault.load import command, wait_until
-from tests.patience import HANG_S, slowness
+from tests.patience import HANG_S, PATIENT, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster, Member, cluster, ports
@@ -111,14 +111,14 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):
         connect = up(directory, *THREE_STORAGES)
-        with WaltzClient(connect) as client:
+        with WaltzClient(connect, PATIENT) as client:
             for number in range(20):
                 data = f"{cycle}.{number}".encode()
                 written.append((client.append(data, partition=0).result(HANG_S), data))
         ports = kill_everything(directory)
         wait_until("no process left", lambda: pids_at(directory) == [])
         wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
-    with WaltzClient(up(directory, *THREE_STORAGES)) as client:
+    with WaltzClient(up(directory, *THREE_STORAGES), PATIENT) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
         records = b"".join(
             bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1)
@@ -288,7 +288,7 @@ def test_up_waits_for_every_server(directory: Path):
             slow.up(timeout_s=8 * slowness(), show_line=lines.append)
         assert any(re.search(f"waiting for .*{late}", line) for line in lines)
         slow.kill("server-2", signal.SIGCONT)
-        with WaltzClient(slow.up()) as client:
+        with WaltzClient(slow.up(), PATIENT) as client:
             owners = {address for address, _ in client.layout().owners.values()}
         assert owners == {f"127.0.0.1:{slow.member(f'server-{each}').port}" for each in (1, 2)}
 
@@ -334,7 +334,7 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
         assert connect.startswith(f"{host}:")
         (directory,) = tmp_path.iterdir()
         made = LocalCluster(directory)
-        with WaltzClient(connect) as client:
+        with WaltzClient(connect, PATIENT) as client:
             assert client.append(b"x", partition=0).result(HANG_S) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
         for member in made.members:

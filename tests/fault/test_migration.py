@@ -17,7 +17,7 @@ from kazoo.client import KazooClient
 from tests.commands import run_command
 from tests.crash import layout
 from tests.fault.load import all_engaged, differing, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
@@ -212,7 +212,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
 
     # Take over: the same directories, the same root.
     cluster.up()
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         kept = log_of(client)
         assert len(kept) >= 1_480, "a quorum of 0.13's storages had these"
         assert kept == log[: len(kept)]
@@ -244,7 +244,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
 
     # And forward again.
     cluster.up()
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         assert log_of(client) == log + more
         append(client, 3)
         wait_until("all replicas are engaged", lambda: all_engaged(cluster))
@@ -264,7 +264,7 @@ def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
     old.write(log, [1_499] * 3, [(7, 1_399), (7, 1_399), (7, 1_099)])
     old.leave_nodes(Metadata(3, 7, dict.fromkeys(old.addresses, (7, UNRESOLVED))))
     cluster.up()
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         assert log_of(client) == log
         wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     cluster.down(keep_zookeeper=True)

@@ -25,6 +25,7 @@ from tests.fault.changing import (
 )
 from tests.fault.conftest import SESSION_MS
 from tests.fault.load import Scenario, all_engaged, role, stopped_process, wait_until
+from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
 from waltz_core.local.ports import is_free
@@ -198,7 +199,7 @@ def not_passed(scenario: Scenario) -> bool:
 def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
     cluster = scenario.cluster
     last, lost, other = (address(cluster, name) for name in STORAGES)
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         marks = client.high_water_marks()
     for name in STORAGES[1:]:
         cluster.kill(name)

@@ -21,6 +21,7 @@ from tests.integration.archiving import (
     read_all,
     recorded_in,
 )
+from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
@@ -40,7 +41,7 @@ def cluster(tmp_path: Path, archive: Archive) -> Iterator[LocalCluster]:
 
 
 def append_and_archive(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
-    with WaltzClient(cluster.connect) as client:
+    with WaltzClient(cluster.connect, PATIENT) as client:
         client.mount()
         append(client, written)
     wait_until("all is archived", lambda: recorded_last(cluster) == len(written) - 1)

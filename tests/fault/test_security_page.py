@@ -17,7 +17,7 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.load import all_engaged, owners, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import OutcomeUnknown, PermissionDenied, TlsFailed, Unavailable, WaltzError
@@ -108,7 +108,7 @@ class Journal:
     def check_agrees(self, connect: str) -> None:
         """No acknowledged append is lost, none is twice in the log, and the feed has no gap."""
         assert self.failures == []
-        with WaltzClient(connect) as client:
+        with WaltzClient(connect, PATIENT) as client:
             log = {each: read_all(client, each) for each in range(PARTITIONS)}
         rows = [row for each in log.values() for _, row in each]
         assert len(rows) == len(set(rows))
@@ -145,7 +145,7 @@ class Application:
 
     def __init__(self, connect: str, journal: Journal) -> None:
         self._journal = journal
-        self._client = WaltzClient(connect)
+        self._client = WaltzClient(connect, PATIENT)
         self._client.subscribe(Feed(journal))
         self._is_stopping = threading.Event()
         self._threads = [
@@ -252,7 +252,7 @@ def check_strangers(cluster: LocalCluster, authorities: Path) -> None:
         # A busy machine had not connected by then: the next client has more time.
     assert isinstance(caught.value, TlsFailed)
     with (
-        WaltzClient(f"{place}?tls={authorities}") as client,
+        WaltzClient(f"{place}?tls={authorities}", PATIENT) as client,
         pytest.raises(PermissionDenied, match="anonymous is not granted"),
     ):
         client.high_water_mark(0)

@@ -20,7 +20,7 @@ from tests import postgres
 from tests.fault.child import Child
 from tests.fault.load import ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from tests.unit.client.test_sql import transaction
 from waltz_core import local
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
@@ -164,7 +164,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
         name = f"instance {number}"
         return Instance(cluster, place, name, tmp_path, together=number % 2 == 0)
 
-    with WaltzClient(cluster) as client:
+    with WaltzClient(cluster, PATIENT) as client:
         with engine.begin() as connection:
             rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
             connection.execute(SUMS.insert(), rows)
@@ -192,7 +192,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
 
 
 def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path) -> None:
-    with postgres.running() as server, WaltzClient(cluster) as client:
+    with postgres.running() as server, WaltzClient(cluster, PATIENT) as client:
         place = Place(server.create(), "READ COMMITTED")
         engine = engine_of(place.url, place.isolation)
         METADATA.create_all(engine)

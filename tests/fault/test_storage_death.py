@@ -18,7 +18,7 @@ import pytest
 from tests.fault.changing import address, check_replicas_equal, run_checked, run_failing
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
 from tests.fault.load import Scenario, owners, partitions, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster
@@ -46,7 +46,7 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
         load.await_commits()
         scenario.cluster.kill("storage-2")
         scenario.cluster.kill("storage-3")
-        with WaltzClient(scenario.cluster.connect) as client:
+        with WaltzClient(scenario.cluster.connect, PATIENT) as client:
             futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
             assert not any(each.done() for each in futures)
             scenario.cluster.start("storage-2")
@@ -85,13 +85,13 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
                 "it has lost its partitions", lambda: sleeping not in owners(scenario.cluster)
             )
             load.await_commits()
-            with WaltzClient(scenario.cluster.connect) as client:
+            with WaltzClient(scenario.cluster.connect, PATIENT) as client:
                 seen = {each: client.replicas(each, linearizable=True) for each in moved}
         finally:
             scenario.cluster.kill("server-2", signal.SIGCONT)
         load.await_commits()
     assert moved
-    with WaltzClient(scenario.cluster.connect) as client:
+    with WaltzClient(scenario.cluster.connect, PATIENT) as client:
         for each in moved:
             first = seen[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)

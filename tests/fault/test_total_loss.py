@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from tests.commands import run_command
 from tests.fault.load import role, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.cluster.coordinator import Coordinator
@@ -87,7 +87,7 @@ def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
 
 def log_of(connect: str, partition: int) -> list[bytes]:
     """Return the payloads of a partition from 0 on: first those that only the archive has."""
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         last = client.high_water_mark(partition)
         return [
             bytes(each.data)
@@ -136,7 +136,7 @@ def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None
             query = sa.select(TALLIES).order_by(*TALLIES.c)
             return [tuple(row) for row in connection.execute(query)] == expected
 
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         client.subscribe(Tally(engine))
         wait_until("the view has all", is_complete)
 
@@ -180,7 +180,7 @@ def test_a_lost_cluster_is_restored_and_continues(
 ):
     written: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
     connect, file = cluster.connect, str(tmp_path / "backup")
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         client.mount()
         append(client, written, ROWS)
         in_zookeeper(connect, write_once)
@@ -205,7 +205,7 @@ def test_a_lost_cluster_is_restored_and_continues(
     for name in (*STORAGES, "server-1"):
         cluster.start(name)
 
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         client.mount()
         assert client.client_id > old_client_id
         assert client.high_water_marks() == {0: ROWS // 2 - 1, 1: ROWS // 2 - 1, 2: -1}
@@ -258,7 +258,7 @@ def check_again_from_the_restored_one(
         cluster.start(name)
     left = [kept[0][:51], [], []]
     run("archive", "verify", "--connect", connect, "--archive", archive)
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         client.mount()
         append(client, left, 20)
     for partition, log in enumerate(left):

@@ -10,7 +10,7 @@ from kazoo.security import make_digest_acl_credential
 from tests.commands import run_command
 from tests.fault.doctor import await_findings, from_elsewhere
 from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.client.stream.verdicts import TRANSIENT
 from waltz_core.local import LocalCluster
@@ -76,13 +76,13 @@ class Rolling:
         """What each of the three users gets from clients, commands and the doctor."""
         members = f"{self.public}?auth={self.members_file}"
         administrators = f"{self.public}?auth={self.administrators_file}"
-        with WaltzClient(self.public) as client:
+        with WaltzClient(self.public, PATIENT) as client:
             assert min(client.high_water_marks().values()) >= 0
             # A server issues the client ID, so an append needs no user.
             appended = client.append(b"row", partition=0).result(HANG_S)
             (chunk,) = client.read_range(0, appended, appended)
             assert [row.data for row in chunk.rows()] == [b"row"]
-        with WaltzClient(administrators) as client:
+        with WaltzClient(administrators, PATIENT) as client:
             client.high_water_marks()
         await_findings([], *from_elsewhere(members))
         await_findings([], *from_elsewhere(administrators))

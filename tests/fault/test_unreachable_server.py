@@ -19,7 +19,7 @@ from tests.fault.changing import address
 from tests.fault.child import Child
 from tests.fault.gate import Gate
 from tests.fault.load import ROOT, Scenario, owners, partitions, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, PATIENT
 from tests.ports import free_port
 from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
 from waltz_core.config import ClientConfig, render_toml
@@ -215,7 +215,7 @@ def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Sc
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
     owned: list[int] = []
     wait_until("it owns some", lambda: owned.extend(owned_by(scenario, "server-1")) or owned)
-    with WaltzClient(scenario.cluster.connect) as watching:
+    with WaltzClient(scenario.cluster.connect, PATIENT) as watching:
         layout = watching.layout()
     number = owned[0]
     with (
@@ -240,7 +240,7 @@ def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Sc
 
 
 def layout_of(connect: str) -> ClusterLayout:
-    with WaltzClient(connect) as client:
+    with WaltzClient(connect, PATIENT) as client:
         return client.layout()
 
 
@@ -263,7 +263,7 @@ def begin(scenario: Scenario, write: str) -> None:
 
 def records_with(scenario: Scenario, data: bytes) -> int:
     found = 0
-    with WaltzClient(scenario.cluster.connect) as client:
+    with WaltzClient(scenario.cluster.connect, PATIENT) as client:
         for partition, last in client.high_water_marks(linearizable=True).items():
             for chunk in client.read_range(partition, 0, last) if last >= 0 else ():
                 found += bytes(chunk.records).count(data)

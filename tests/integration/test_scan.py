@@ -14,13 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands import run_command
-from tests.patience import HANG_S
+from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.config import ClientConfig
 from waltz_core.errors import UsageError
 from waltz_core.local import LocalCluster, running
 
-PATIENT = ClientConfig(request_timeout_ms=int(1000 * HANG_S))
 ROWS = 600
 FILLER = "x" * 50_000
 SCHEMA = pa.schema(
