@@ -34,7 +34,7 @@ OLDEST_SPARK = $(firstword $(SPARKS))
 # five do.
 IN_ORDER = --dist loadgroup --no-loadscope-reorder
 THREE = -n 3 $(IN_ORDER)
-THREE_MORE = -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 3) $(IN_ORDER)
+FIVE = -n 5 $(IN_ORDER)
 # A stream's Python process has 10 s to start, which Spark does not let anyone change; on a machine
 # with many other processes it needs longer. Nothing else is tried twice.
 SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
@@ -60,9 +60,11 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 	@$(MAKE) test-core test-spark
 
 # On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
-# The tests that only compute are last: they use the cores while others wait, and up to the end.
+# Tests that compute or sync all the time would delay the daemons of others, so they have a run.
 test-core:
-	@$(RUN) python -m pytest $(THREE_MORE) $(REAL) $(SITE) $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest $(SITE) $(ARGS)
+	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
 
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
