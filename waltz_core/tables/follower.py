@@ -55,8 +55,8 @@ _MAINTENANCE = (
 _log = logging.getLogger(__name__)
 
 ChangesT = TypeVar("ChangesT")
-ChangesIn = TypeVar("ChangesIn", contravariant=True)
-ChangesOut = TypeVar("ChangesOut", covariant=True)
+ChangesT_contra = TypeVar("ChangesT_contra", contravariant=True)
+ChangesT_co = TypeVar("ChangesT_co", covariant=True)
 
 
 class OtherCommit(NamedTuple):
@@ -83,7 +83,7 @@ class TableState(NamedTuple):
     has_rows: bool = True
 
 
-class FollowedTable(Protocol[ChangesIn]):
+class FollowedTable(Protocol[ChangesT_contra]):
     """A table of some format."""
 
     def create(self, start: TableMarks) -> None:
@@ -100,7 +100,7 @@ class FollowedTable(Protocol[ChangesIn]):
             follower: its name and cluster.
         """
 
-    def apply(self, changes: ChangesIn | None, marks: TableMarks) -> bool:
+    def apply(self, changes: ChangesT_contra | None, marks: TableMarks) -> bool:
         """Commit changes and the marks after them as one version; return whether there is one.
 
         Changes without an effect need no version. None is no changes, and the marks are committed.
@@ -110,7 +110,7 @@ class FollowedTable(Protocol[ChangesIn]):
         """
 
 
-class FollowedLog(Protocol[ChangesOut]):
+class FollowedLog(Protocol[ChangesT_co]):
     """The log, and the changes in it."""
 
     def state(self) -> LogState:
@@ -120,7 +120,7 @@ class FollowedLog(Protocol[ChangesOut]):
             Unavailable: a partition does not answer.
         """
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> ChangesOut:
+    def changes(self, starts: MarkMap, ends: MarkMap) -> ChangesT_co:
         """Return the last change of each key in the transactions after `starts` up to `ends`.
 
         Both have the same partitions.
@@ -152,7 +152,7 @@ class Follower(Generic[ChangesT]):
         BadConfig: `batch_transactions` is below 1.
     """
 
-    def __init__(  # noqa: PLR0913 - a caller gives three of them
+    def __init__(
         self,
         log: FollowedLog[ChangesT],
         table: FollowedTable[ChangesT],
