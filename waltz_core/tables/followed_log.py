@@ -17,16 +17,9 @@ from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema, ScanColumns
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import READ_SCHEMA
-from waltz_core.tables.row_changes import (
-    ArrowTable,
-    ChangeRules,
-    changes_of,
-    check_rules,
-    last_changes,
-)
+from waltz_core.tables.row_changes import ArrowTable, ChangeRules, check_rules, reduced
 from waltz_core.tables.table_marks import LogState, MarkMap
 
-PART_BYTES: Final = 32 * 1024 * 1024
 # The columns of the log that the rules use.
 _LOG_COLUMNS: Final = ("partition", "transaction_id", "header")
 
@@ -118,27 +111,7 @@ class ClientLog:
             BelowStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        key = self._rules.key
-        found = self._last_changes(self._columns.schema.empty_table())
-        for part in self._parts(starts, ends):
-            found = last_changes(pa.concat_tables([found, self._last_changes(part)]), key)
-        return found
-
-    def _last_changes(self, rows: ArrowTable) -> ArrowTable:
-        return last_changes(changes_of(rows, self._rules), self._rules.key)
-
-    def _parts(self, starts: MarkMap, ends: MarkMap) -> Iterator[ArrowTable]:
-        """Yield the transactions in parts of about `PART_BYTES`."""
-        waiting: list[pa.RecordBatch] = []
-        size = 0
-        for batch in self._batches(starts, ends):
-            waiting.append(batch)
-            size += batch.nbytes
-            if size >= PART_BYTES:
-                yield pa.Table.from_batches(waiting)
-                waiting, size = [], 0
-        if waiting:
-            yield pa.Table.from_batches(waiting)
+        return reduced(self._batches(starts, ends), self._rules, self._columns.schema)
 
     def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:
         for partition, end in sorted(ends.items()):

@@ -18,10 +18,10 @@ Rules:
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,7 @@ from waltz_core.tables.table_marks import MarkMap
 ArrowTable: TypeAlias = pa.Table
 ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
 
+PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
 _PLACE = ("partition", "transaction_id")
 
@@ -295,6 +296,47 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     if several.num_rows:
         raise _in_two_partitions(ordered, several.slice(0, 1), key)
     return ordered.take(groups["place_max"].sort())
+
+
+def reduced(
+    batches: Iterable[pa.RecordBatch],
+    rules: ChangeRules,
+    schema: pa.Schema,
+    after: MarkMap | None = None,
+) -> ArrowTable:
+    """Return the last change of each key in batches of decoded transactions.
+
+    It needs memory for a part of `PART_BYTES`, and for the last change of each key (rule 5).
+
+    Args:
+        batches: the transactions of a part of the log.
+        rules: how they become changes; `check_rules` has accepted them.
+        schema: that of the batches.
+        after: the marks of a table; transactions up to them are dropped.
+
+    Raises:
+        Like `changes_of` and `last_changes`.
+    """
+    found = last_changes(changes_of(schema.empty_table(), rules), rules.key)
+    for part in _parts(batches):
+        new = part if after is None else rows_after(part, after)
+        changes = last_changes(changes_of(new, rules), rules.key)
+        found = last_changes(pa.concat_tables([found, changes]), rules.key)
+    return found
+
+
+def _parts(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
+    """Yield the batches in parts of about `PART_BYTES`."""
+    waiting: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        waiting.append(batch)
+        size += batch.nbytes
+        if size >= PART_BYTES:
+            yield pa.Table.from_batches(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield pa.Table.from_batches(waiting)
 
 
 def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
