@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,8 @@ import pytest
 from deltalake import DeltaTable
 
 from tests.commands import run_command
+from tests.fault.load import wait_until
 from tests.integration.killed_follower import STEPS
-from tests.loops import waited_for
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
@@ -165,25 +166,27 @@ def test_two_followers_at_once_apply_each_batch_once(
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
-    followers = [
-        subprocess.Popen(command, stderr=(tmp_path / str(each)).open("w")) for each in range(2)
-    ]
-    try:
+    with ExitStack() as stack:
+        logs = [stack.enter_context((tmp_path / name).open("w+")) for name in "ab"]
+        followers = [
+            stack.enter_context(subprocess.Popen(command, stderr=each, text=True)) for each in logs
+        ]
+        for each in followers:
+            stack.callback(each.kill)
         for seed in range(20):
             written.append(client, 25, seed)
         end = ends(written)
-        waited_for(
-            lambda: DeltaTable.is_deltatable(str(table)) and end in marks_by_version(table).values()
+        wait_until(
+            "the marks of the log in the table",
+            lambda: (
+                DeltaTable.is_deltatable(str(table)) and end in marks_by_version(table).values()
+            ),
         )
         assert [each.poll() for each in followers] == [None, None]
-    finally:
-        for each in followers:
-            each.kill()
-            each.wait()
     check_versions(written, table)
-    logs = [(tmp_path / str(each)).read_text() for each in range(2)]
-    assert all("follow.started" in log for log in logs)
-    assert any("follow.commit_conflict" in log for log in logs)
+    found = [(tmp_path / name).read_text() for name in "ab"]
+    assert all("follow.started" in log for log in found)
+    assert any("follow.commit_conflict" in log for log in found)
 
 
 def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
