@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,27 +167,28 @@ def test_two_followers_at_once_apply_each_batch_once(
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
+    names = [tmp_path / name for name in "ab"]
+    seeds = count()
+
+    def log_lines(event: str) -> list[int]:
+        return [each.read_text().count(event) for each in names]
+
+    def has_conflict() -> bool:
+        written.append(client, 25, next(seeds))
+        return any(log_lines("follow.commit_conflict"))
+
     with ExitStack() as stack:
-        logs = [stack.enter_context((tmp_path / name).open("w+")) for name in "ab"]
-        followers = [
-            stack.enter_context(subprocess.Popen(command, stderr=each, text=True)) for each in logs
-        ]
-        for each in followers:
-            stack.callback(each.kill)
-        for seed in range(20):
-            written.append(client, 25, seed)
+        logs = [stack.enter_context(each.open("w")) for each in names]
+        for each in logs:
+            follower = stack.enter_context(subprocess.Popen(command, stderr=each))
+            stack.callback(follower.kill)
+        wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
+        wait_until("a conflict of their commits", has_conflict)
         end = ends(written)
         wait_until(
-            "the marks of the log in the table",
-            lambda: (
-                DeltaTable.is_deltatable(str(table)) and end in marks_by_version(table).values()
-            ),
+            "the end of the log in the table", lambda: end in marks_by_version(table).values()
         )
-        assert [each.poll() for each in followers] == [None, None]
     check_versions(written, table)
-    found = [(tmp_path / name).read_text() for name in "ab"]
-    assert all("follow.started" in log for log in found)
-    assert any("follow.commit_conflict" in log for log in found)
 
 
 def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
