@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def arm(step: str, passes: int, table: Path) -> None:
     """Kill this process at a step, after it was passed some times."""
     when, name = step.split()
     owner = _OWNERS.get(name, FollowedDeltaTable)
-    method: Callable[..., Any] = getattr(owner, name)
+    method = getattr(owner, name)
     left = passes
 
     @wraps(method)

@@ -5,6 +5,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +16,8 @@ import pytest
 from deltalake import DeltaTable
 
 from tests.commands import run_command
+from tests.fault.load import wait_until
 from tests.integration.killed_follower import STEPS
-from tests.loops import waited_for
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
@@ -165,25 +167,28 @@ def test_two_followers_at_once_apply_each_batch_once(
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
-    followers = [
-        subprocess.Popen(command, stderr=(tmp_path / str(each)).open("w")) for each in range(2)
-    ]
-    try:
-        for seed in range(20):
-            written.append(client, 25, seed)
+    names = [tmp_path / name for name in "ab"]
+    seeds = count()
+
+    def log_lines(event: str) -> list[int]:
+        return [each.read_text().count(event) for each in names]
+
+    def has_conflict() -> bool:
+        written.append(client, 25, next(seeds))
+        return any(log_lines("follow.commit_conflict"))
+
+    with ExitStack() as stack:
+        logs = [stack.enter_context(each.open("w")) for each in names]
+        for each in logs:
+            follower = stack.enter_context(subprocess.Popen(command, stderr=each))
+            stack.callback(follower.kill)
+        wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
+        wait_until("a conflict of their commits", has_conflict)
         end = ends(written)
-        waited_for(
-            lambda: DeltaTable.is_deltatable(str(table)) and end in marks_by_version(table).values()
+        wait_until(
+            "the end of the log in the table", lambda: end in marks_by_version(table).values()
         )
-        assert [each.poll() for each in followers] == [None, None]
-    finally:
-        for each in followers:
-            each.kill()
-            each.wait()
     check_versions(written, table)
-    logs = [(tmp_path / str(each)).read_text() for each in range(2)]
-    assert all("follow.started" in log for log in logs)
-    assert any("follow.commit_conflict" in log for log in logs)
 
 
 def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(

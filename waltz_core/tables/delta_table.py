@@ -114,9 +114,10 @@ class FollowedDeltaTable:
                     self._table.update_incremental()
             except TableNotFoundError:
                 return None
-            version = self._table.version()
-            if self._state is None or self._state[0] != version:
-                self._state = version, _state_of(self._table, follower)
+            # NB: the history may have newer commits than the loaded version, under wrong versions.
+            while self._state is None or self._state[0] != self._table.version():
+                self._state = self._table.version(), _state_of(self._table, follower)
+                self._table.update_incremental()
             return self._state[1]
 
     def apply(self, changes: ArrowTable | None, marks: TableMarks) -> bool:
@@ -261,11 +262,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
     """Return the newest commit of a follower, and the later ones; reads as few as possible."""
     version = table.transaction_version(follower.application)
-    others: list[OtherCommit] = []
     limit: int | None = 2
     while True:
         commits = table.history(limit)
-        others = []
+        others: list[OtherCommit] = []
         for each in commits:
             metadata = each.get("userMetadata")
             found = decode(metadata)

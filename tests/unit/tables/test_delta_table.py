@@ -133,6 +133,25 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
     assert state.others[1].operation == "SET TBLPROPERTIES"
 
 
+def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
+    path: Path, table: FollowedDeltaTable, monkeypatch: pytest.MonkeyPatch
+):
+    other = opened(path)
+    other.marks(START)
+    history = DeltaTable.history
+
+    def history_after_a_commit(delta: DeltaTable, limit: int | None) -> list[dict]:
+        monkeypatch.setattr(DeltaTable, "history", history)
+        assert other.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+        return delta.history(limit)
+
+    monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
+    late = opened(path)
+    state = late.marks(START)
+    assert (decode(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
+    assert late.apply(None, up_to(1, -1))
+
+
 def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = opened(path).marks(other)
