@@ -35,7 +35,9 @@ _EXCLUDED: Final = (
 
 def jars() -> list[Path]:
     """Return the files of the library; none if they were not downloaded."""
-    return sorted(_DIRECTORY.glob("jars/io.delta_*.jar")) if (_DIRECTORY / "complete").exists() else []
+    return (
+        sorted(_DIRECTORY.glob("jars/io.delta_*.jar")) if (_DIRECTORY / "complete").exists() else []
+    )
 
 
 def reason_without() -> str:

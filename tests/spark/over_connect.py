@@ -26,6 +26,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
+from tests import delta_jars
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from tests.ports import free_port
@@ -55,6 +56,7 @@ def server(log: Path) -> Iterator[str]:
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.sql.shuffle.partitions": "4",
         "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
+        **delta_jars.settings(),
     }
     line = [str(submit), "--master", "local[2]", "--class", SERVER]
     line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
@@ -372,3 +374,27 @@ def test_a_stream_with_wrong_columns_is_rejected(
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest
     assert "there is no column 'data'" in shown_first(output)
+
+
+@pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
+    written = waltz_spark.append(
+        rows, connect, dataFormat="msgpack", partitions=0, resultsPath=str(tmp_path / "results")
+    )
+    start = waltz_spark.snapshot(spark, connect).high_water_marks
+    start = {**start, 0: written.committed.agg(F.min("transaction_id")).collect()[0][0] - 1}
+    place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long, owner string"}
+    marks = waltz_spark.follow(spark, connect, **place, start=start, until="now")
+    assert marks[0] == start[0] + 20
+    assert spark.read.format("delta").load(place["table"]).count() == 20
+    assert waltz_spark.follow(spark, connect, **place, until="now") == marks
+    read = spark.read.format("waltz").option("startingHighWaterMarks", as_json(start))
+    df = read.schema("id long, owner string, partition int, transaction_id long")
+    df = df.option("dataFormat", "msgpack").load(connect)
+    other = {"table": str(tmp_path / "other"), "key": "id"}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    tables = [spark.read.format("delta").load(each["table"]) for each in (place, other)]
+    assert_df_equality(*tables, ignore_row_order=True)
+    assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
