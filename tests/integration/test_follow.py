@@ -15,6 +15,14 @@ from deltalake import DeltaTable
 
 from tests.commands import run_command
 from tests.fault.load import wait_until
+from tests.integration.archiving import (
+    STORAGES,
+    Archive,
+    archiving_cluster,
+    fill,
+    oldest_segment,
+    recorded_in,
+)
 from tests.integration.killed_follower import STEPS
 from tests.patience import PATIENT
 from tests.written_log import (
@@ -154,6 +162,29 @@ def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, t
     table = tmp_path / "time"
     follow(written, table, "--start-time", since.isoformat())
     assert marks_by_version(table)[0][0] < marks[0], first
+
+
+def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
+    url = f"file://{tmp_path}/archive"
+    with archiving_cluster(tmp_path, url) as cluster:
+        count_all = len(fill(cluster, Archive(url)))
+        before = str(min(oldest_segment(cluster, each) for each in STORAGES))
+        connect = ["--connect", cluster.connect]
+        done = run_command(
+            "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
+        )
+        assert done.returncode == 0, done.stderr
+        first = recorded_in(cluster).first
+        words = ["follow", str(tmp_path / "table"), *connect, "--key", "transaction_id"]
+        words += ["--column", "transaction_id", "--column", "header", "--until", "now"]
+        expired = run_command(*words, "--start-marks", json.dumps({"0": first - 2}))
+        assert expired.returncode == 1
+        assert f"the first available one is {first}: the transactions in betw" in expired.stderr
+        done = run_command(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"marks": {"0": count_all - 1}}
+    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
+    assert sorted(found) == list(range(first, count_all))
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(

@@ -263,11 +263,12 @@ def test_a_start_names_each_partition():
 
 
 def test_a_start_outside_of_the_log_is_data_loss():
-    log = LogInMemory([("a", 1)] * 3)
+    log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
     for mark, match in ((3, "its log ends at 2"), (0, "first available one is 2")):
         log.firsts = {0: 2}
         with pytest.raises(DataLoss, match=match):
-            follower(log, StoredVersions(), TableMarks("f", KEY, {0: mark})).run({0: 2})
+            follower(log, table, TableMarks("f", KEY, {0: mark})).run({0: 2})
+    assert not table, "no table with such a start is created"
 
 
 def test_a_new_table_starts_at_the_first_available_transaction():
