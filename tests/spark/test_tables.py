@@ -1,6 +1,7 @@
 """Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -193,6 +194,7 @@ def test_a_restored_table_and_lost_marks_are_errors(
 ) -> None:
     table = tmp_path / "table"
     follow(spark, written.connect, str(table), batch_transactions=50)
+    marks = marks_by_version(table)[1]
     spark.sql(f"OPTIMIZE delta.`{table}`")
     assert follow(spark, written.connect, str(table)) == ends(written)
     spark.sql(f"RESTORE delta.`{table}` TO VERSION AS OF 1")
@@ -203,7 +205,6 @@ def test_a_restored_table_and_lost_marks_are_errors(
     ):
         with pytest.raises(BadFormat, match="is a RESTORE after the last commit of follower"):
             call()
-    marks = marks_by_version(tmp_path / "table")[1]
     assert follow(spark, written.connect, str(table), follower="again", start=marks) == ends(
         written
     )
@@ -307,3 +308,24 @@ def test_workers_and_executors_that_are_killed_change_nothing(
     assert (tmp_path / "executor").exists()
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
+
+
+@with_delta
+def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
+    page = ROOT / "docs/spark-tables.md"
+    text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
+    session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    compile(session, page, "exec")  # it starts another Spark
+    names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
+    with waltz_core.local.running(tmp_path / "local", partition_count=1) as cluster:
+        with WaltzClient(cluster.connect, PATIENT) as client:
+            for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
+                client.append(msgpack.packb(row), header=header).result()
+        for snippet in rest:
+            here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
+            exec(compile(here, page, "exec"), names)
+        names["query"].awaitTermination()
+    assert names["marks"] == {0: 2}
+    for table in ("accounts", "balances"):
+        rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
+        assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
