@@ -19,7 +19,6 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 
-from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
@@ -31,6 +30,7 @@ from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.failures import error_of
 from waltz_spark.tables.log_changes import TWO_PARTITIONS, changes_schema
+from waltz_spark.unwrapping import SPARK_ERRORS
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
@@ -265,7 +265,7 @@ class MergedDeltaTable:
         """Raise errors of tasks and of Delta as errors of the project; others are Spark's own."""
         try:
             yield
-        except (PySparkException, Py4JError) as failure:
+        except SPARK_ERRORS as failure:
             text = str(failure)
             found = error_of(failure) or self._error_of_table(text)
             if found is None:
