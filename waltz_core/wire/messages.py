@@ -519,7 +519,7 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock has rejected a transaction; these are the writes of its locks that it has not seen.
+    """A lock has rejected a transaction; these transactions have written its locks since its mark.
 
     `records` are all those above the request's mark, up to `last`, that have written one of its
     write or read locks, as in the segment file, and `lengths` their lengths. Those above
@@ -1100,7 +1100,7 @@ class LineageResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Heartbeat(StorageMessage):
-    """Request whether the storage still knows no later session."""
+    """Request a confirmation that the storage has promised no later session."""
 
     code = 77
     requires = all_of(REPLICATE)
@@ -1109,7 +1109,7 @@ class Heartbeat(StorageMessage):
 
 @value(frozen=True, slots=True)
 class HeartbeatResponse(StorageMessage):
-    """No later session was promised here."""
+    """The storage has promised no later session."""
 
     code = 78
     requires = ANSWER
