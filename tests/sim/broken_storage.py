@@ -114,7 +114,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """PREPARE answers with the state of the log, and fences older sessions later, with the mark.
+    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
 
     Until then appends of the session before are taken.
     """
