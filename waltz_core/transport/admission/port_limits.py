@@ -136,7 +136,7 @@ class HandshakeTurns:
         """Set the result of `turn` when it is the turn of a handshake of this host.
 
         No pause follows if the peer `has_closed` then: a port that cannot keep up with a mass of
-        dialing clients would otherwise spend its turns on those that have given up.
+        dialing clients would otherwise spend its turns on those that have closed.
         """
         self._waiting.setdefault(network_of(address), deque()).append((turn, has_closed))
         if not self._is_scheduled:
