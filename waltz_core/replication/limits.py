@@ -1,4 +1,4 @@
-"""The limits of the replication machines.
+"""The numeric limits of the replication state machines.
 
 The state machines have no configuration, only the few numbers that they need. The process sets them
 from its settings.

@@ -1,4 +1,4 @@
-"""Session after session of one partition: claim, open, lose, claim again.
+"""Opens the store sessions of one partition, one after the other: claim, open, lose, claim again.
 
 This file has the state that outlives a session: committed mark, batches in doubt, misbehaving
 replicas. It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in

@@ -1,4 +1,4 @@
-"""Carries out the repairs of a session's replicas, and supplies those that lag.
+"""Carries out the repairs of a session's replicas, and sends batches to those that are behind.
 
 A repair needs two replicas: the one that lacks records, and a source that has them. This file
 chooses the source and handles its failures. There are two uses: before a replica is marked

@@ -1,4 +1,4 @@
-"""Parts of opening a connection: the own token, the TCP connection to a host, and log lines."""
+"""Parts of opening a connection: the client's token, the TCP connection, and log lines."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Reading: ranges of transactions, feeds, and the data of both.
+"""Reads of a client: ranges of transactions, feeds, and the data of both.
 
 `requests.py` sends queries to the owner of a partition. `ranges.py` fetches ranges,
 `local_reader.py` reads them from the files of a storage on this machine, and `archive_ranges.py`

@@ -1,4 +1,4 @@
-"""Fair queues of appends: one lane for each connection, served by start-time fair queueing.
+"""Fair queues of appends: one lane (queue) for each connection, with start-time fair queueing.
 
 Fairness between clients is decided only here. A client that floods the server fills its own lane
 and moves its own clock forward. A client with few requests never waits for more than one request of

@@ -13,7 +13,7 @@ Rules (decision 017):
     3. Rejected writers wait in `lock_queues.py`. One is notified when a transaction with its locks
        is admitted, or after a timeout. While a notified writer is expected to send its next
        attempt, others join the queue.
-    4. No writer waits for longer than the rules of that file permit.
+    4. No writer waits for longer than rule 3 of `lock_queues.py` permits.
     5. Only transactions admitted in the open session are remembered.
 """
 

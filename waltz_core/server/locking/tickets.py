@@ -1,4 +1,4 @@
-"""Append requests on their way through the server, and the outcome of each of their rows.
+"""Tickets: append requests on their way through the server, with the outcome of each row.
 
 The reported outcome of an append must never change. A row's outcome is set in two places, both in
 this file: when the row is validated, and when a lost session is settled.

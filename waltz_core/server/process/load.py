@@ -1,4 +1,4 @@
-"""The total cost of a partition for its server: a counter for balance by load.
+"""Counts what a partition costs its server, for balancing by load.
 
 Rules:
     1. The unit is about the work for one KiB that is appended in large batches. An accuracy within

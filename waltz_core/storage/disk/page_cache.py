@@ -1,4 +1,4 @@
-"""Limits how much of a file that is appended to stays in the page cache: its newest part.
+"""Limits how much of a log file stays in the page cache: only its newest part.
 
 It only computes offsets. The result is a hint to the system, on which no byte of a file depends.
 

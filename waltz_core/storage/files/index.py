@@ -1,4 +1,4 @@
-"""Two lookups of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
+"""The two look-up files of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
 
 Both are arrays of fixed entries on disk that are only extended or truncated at their end. Neither
 is held in memory, however long the log is.

@@ -1,4 +1,4 @@
-"""Finding records in the bytes of a `.seg` file, record by record; it runs after a crash.
+"""Finds records in the bytes of a `.seg` file after a crash, record by record.
 
 This code only recognizes records; the caller decides what they mean for the log.
 

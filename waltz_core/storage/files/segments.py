@@ -1,4 +1,4 @@
-"""The segments of one partition as one run of records and one run of batches.
+"""The segments of one partition, joined into one sequence of records and one of batches.
 
 A batch, a read or a truncation may cross the border between two segments. This class handles the
 borders, so that neither the log above nor the segment below has to.

@@ -1,4 +1,4 @@
-"""Records that stay on the disk after the end that the log reports.
+"""Covered records: they stay on the disk after the end that the log reports.
 
 Waltz 0.13 writes records without batches. When this version opens such a log, it adopts the
 records: it creates batches from their IDs (`log_recovery.py`, rule 4). If replicas were not in sync

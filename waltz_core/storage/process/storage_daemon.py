@@ -1,4 +1,4 @@
-"""The storage process: its directory, its ports, its partitions, its shutdown.
+"""The storage process: its directory, its ports, its partitions, and its shutdown.
 
 Only this file connects the service with sockets, threads and ZooKeeper; `service.py` decides on all
 answers.

@@ -1,4 +1,4 @@
-"""The memory of the requests that wait in a storage, and the connections that are not read.
+"""Limits the memory of requests that wait in a storage; above it, connections are not read.
 
 Rules:
     1. Above the limit, a connection that sends more is not read until half of the memory is free.

@@ -1,4 +1,4 @@
-"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8, 10).
+"""Permissions of a connection's principal at a listening port (decision 048, AC 2 to AC 8, 10).
 
 Rules:
     1. If there is a valid token, it alone determines the principal. Otherwise the verified
