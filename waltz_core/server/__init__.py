@@ -39,7 +39,7 @@ Life of a mount
     1. A mount is accepted only if its connection sequence is the highest of this client in this
        generation. From then on, older connections of the client append nothing.
     2. Appends in flight become final. With a feed, the feed reaches the mark of that moment.
-    3. `Mounted`: everything older of this client is final, and its appends are accepted.
+    3. `Mounted`: all older appends of this client are final, and its new appends are accepted.
 
 Life of a feed
     1. A mount with a feed, and later feed requests, grant ranges of the log to send. Each turn

@@ -2,7 +2,7 @@
 
 To archive a range, the storage reads it in pieces, then uploads it. The replacement of an object
 does the same with the whole range of the old object. `service.py` runs the pieces in the
-partition's lane. It starts the changes of the archive, which block, on a thread of their own.
+partition's lane. Changes of the archive block, so they run on a thread of their own.
 
 Rules (docs/decisions/047):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
