@@ -14,7 +14,8 @@ each layout is declared once, is checked when it is read, and has golden bytes i
 
 Rules:
     1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
-    2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
+    2. Decoding any bytes gives a value, or `BadFormat` (impossible bytes), or `ChecksumMismatch`
+       (changed bytes).
     3. Reserved bytes are written as zero, and a reader rejects any other value.
     4. CRC-32 as in zlib, over all preceding bytes of the structure.
 """

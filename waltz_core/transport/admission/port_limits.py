@@ -1,18 +1,20 @@
-"""What hostile peers of a port may use (decision 048, "Hostile input").
+"""Limits a port's connections, handshakes and memory per peer (decision 048, "Hostile input").
 
 Rules:
-    1. A host has at most half of the handshakes in progress, and after a burst at most a rate of
-       them. The 2^64 addresses of an IPv6 network are one host.
-    2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
-       of one host at most half of that: a client with a token is a stranger, too, until the port
-       has accepted it. A port without access control, or with "report", has no strangers.
-    3. A tenant, which is a principal without `replicate` and without a limit of connections, has at
-       most a quarter of all links: otherwise it could keep servers away.
-    4. The bytes of incomplete frames are limited over all links. Over the limit, the principal
-       that has most of them loses its link that has most: otherwise one with many links could have
-       the large frames of others closed. To read a link more slowly would let it keep the memory.
-    5. One handshake begins at a time, then none for `HANDSHAKE_PAUSE_S`, and hosts take turns. So
-       the connections that are open have most of the event loop.
+    1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
+       is limited. The 2^64 addresses of an IPv6 network count as one host.
+    2. A stranger is a link whose principal has no permission. Strangers have at most a quarter of
+       all links, and those of one host at most half of that. Otherwise clients with tokens could
+       not connect, which are strangers, too, until the port has accepted their token. A port
+       without access control, or with "report", has no strangers.
+    3. A principal without `replicate` and without a limit of connections (a tenant) has at most a
+       quarter of all links. Otherwise it could keep servers from connecting.
+    4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
+       the principal with the most such bytes, and closes its link with the most. So a peer with
+       many links cannot cause the links of others with large frames to be closed. Reading a link
+       more slowly would not help, because the peer would keep the memory.
+    5. A port begins one handshake, then none for `HANDSHAKE_PAUSE_S`, and hosts take turns. So
+       open connections have most of the event loop.
 """
 
 import ipaddress
