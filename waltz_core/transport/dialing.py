@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TLS_HINT: Final = (
-    "Hint: the peer expects TLS; add ?tls=FILE with the trusted authorities to the connect string."
+    "Hint: the peer expects TLS; add ?tls=FILE to the connect string, where FILE names the "
+    "trusted authorities."
 )
 
 
@@ -81,7 +82,7 @@ async def state_token(link: "Link", token: Token) -> None:
     if error is not None:
         raise AuthenticationFailed(f"{link.address}: {error}")
     if more:
-        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
+        raise RemoteProtocolError(f"{link.address}: expected one answer to the token, found more")
 
 
 def log_rejection(address: str, error: BaseException) -> None:

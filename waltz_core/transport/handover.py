@@ -94,14 +94,14 @@ def take(name: str, request: bytes, *, timeout_s: float) -> int:
         Unreachable: no process on this machine has the name, or it does not have the file.
     """
     if not IS_POSSIBLE:
-        raise Unreachable(f"{name}: this system does not support abstract Unix sockets")
+        raise Unreachable(f"{name}: this operating system does not support abstract Unix sockets")
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.settimeout(timeout_s)
         try:
             made.connect(_abstract(name))
             user = _user_of(made)  # of the listening process
             if user not in _trusted():
-                raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
+                raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
             made.sendall(request)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
         except OSError as error:
@@ -120,7 +120,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.denied error=%s", f"user {user} does not run this process")
+            _log.info("handover.denied error=%s", f"user {user} is not the user of this process")
             return
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):

@@ -70,9 +70,9 @@ def not_sent(
     """Return the error of a submission that was never sent, so it is not in the log."""
     text = (
         f"partition {partition_id}: the client could not send the append within {timeout_ms} ms "
-        f"({failure}); "
+        f"({failure}); the transaction is not in the log"
     )
-    return timed_out(f"{text}the transaction is not in the log", retry_after_ms)
+    return timed_out(text, retry_after_ms)
 
 
 def timed_out(text: str, retry_after_ms: int) -> errors.Unavailable:

@@ -489,8 +489,8 @@ class Clients:
         partition_id = message.req_id.partition_id
         if not 0 <= partition_id < self._backend.partition_count:
             error: errors.WaltzError = errors.UnknownPartition(
-                f"there is no partition {partition_id}: "
-                f"the cluster has {self._backend.partition_count}, from 0 on"
+                f"there is no partition {partition_id}: the cluster has partitions "
+                f"0..{self._backend.partition_count - 1}"
             )
         elif isinstance(message, MountRequest):
             return SendToClient(
@@ -539,7 +539,7 @@ class Clients:
             self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
-            fault = f"{type(message).__name__} is not a request to a server"
+            fault = f"a server accepts no {type(message).__name__} as a request"
             error = errors.BadRequest(fault)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
@@ -584,7 +584,7 @@ class Clients:
             return
         except Exception as error:  # noqa: BLE001 - a request must not end the server
             _log.exception("client.request_failed request=%s", type(message).__name__)
-            fault = errors.WaltzError(f"the server could not carry out the request: {error!r:.200}")
+            fault = errors.WaltzError(f"the server failed to process the request: {error!r:.200}")
             self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes))

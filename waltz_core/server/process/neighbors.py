@@ -153,7 +153,7 @@ class _Watch:
         """End soon."""
         self._stopped.set()
         if self._link is not None:
-            self._link.abort("the server is not watched any more")
+            self._link.abort("this server no longer checks the other server")
 
     async def run(self) -> None:
         """Keep a connection until `stop`; rules 1 and 2."""
@@ -181,7 +181,7 @@ class _Watch:
                 self._note(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
-                    self._link.abort("the server is not watched any more")
+                    self._link.abort("this server no longer checks the other server")
                 await self._link.wait_closed()
                 if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S

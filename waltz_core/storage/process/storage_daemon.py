@@ -124,7 +124,10 @@ class StaticCluster:
 def run(config: StorageConfig) -> None:
     """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
     if not __debug__:
-        raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
+        raise errors.BadConfig(
+            "the storage does not run under `python -O`, because it relies on its assertions. "
+            "Hint: run it without -O"
+        )
     net.run(serve(config, on_ready=_print_ready))
 
 
@@ -422,10 +425,11 @@ class StorageDaemon:
         )
         if registered != own_id:
             raise errors.StorageIdMismatch(
-                f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount the "
-                f"right disk, or run `waltz-core cluster replace-storage {self.address} "
-                f"{self.address}` to let an empty directory take its place."
+                f"ZooKeeper has storage ID {registered} for {self.address}, but the "
+                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount "
+                f"the right disk, or run `waltz-core cluster replace-storage {self.address} "
+                f"{self.address}` to let a storage with an empty directory replace the "
+                "registered one."
             )
 
     async def _follow_assignment(

@@ -173,8 +173,8 @@ class ArchiveJobs:
             raise BadRequest("this storage has no archive configured")
         if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
-                f"partition {message.partition_id}: expected a range to archive, found "
-                f"{message.first}..{message.last}"
+                f"partition {message.partition_id}: expected a range of transactions to "
+                f"archive, found {message.first}..{message.last}"
             )
         job = _Job(connection, nonce, message)
         self.forget(job.partition_id)
@@ -379,8 +379,8 @@ def _incomplete(job: _Job, message: ReplaceObject) -> str:
     if last == message.last:
         return ""
     return (
-        f"partition {message.partition_id}: expected whole batches with the IDs "
-        f"{message.first}..{message.last}, found them up to {last}"
+        f"partition {message.partition_id}: expected whole batches with transactions "
+        f"{message.first}..{message.last}, found batches up to {last}"
     )
 
 

@@ -141,7 +141,9 @@ class PortAccess:
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
-            raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
+            raise AuthenticationFailed(
+                "the token cannot be checked, because this process has no permissions yet"
+            )
         known = self.permissions.valid_token(token_hash, self._clock_ms())
         if known is None:
             raise AuthenticationFailed(self.reason_invalid(token_hash))
@@ -163,7 +165,7 @@ class PortAccess:
         """Return why a token is not valid; only a peer that has the token gets its name."""
         named = self.named_token(token_hash)
         if named is None:
-            return "the token is unknown or revoked"
+            return "the token is unknown, or was revoked"
         is_listed = self.permissions is not None and token_hash in self.permissions.tokens
         state = "has expired" if is_listed else "is revoked"
         return f"token {named.token_id} of {named.principal} {state}"
