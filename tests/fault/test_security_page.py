@@ -279,11 +279,11 @@ def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
         page.run()
         cluster._loaded().auth_file = str(files / "members.auth")
         restart_daemons(cluster, page.settings(), journal)
-        assert "tls.plain_accepted" not in logs(cluster)
+        assert "tls.plain_tcp_accepted" not in logs(cluster)
         page.run()
         restart_daemons(cluster, page.settings(), journal)
     assert "anonymous is not granted append" in logs(cluster)
-    assert "tls.plain_accepted" in logs(cluster)
+    assert "tls.plain_tcp_accepted" in logs(cluster)
     connect = page.next("").strip()
     with application(connect, journal):
         journal.await_progress()

@@ -48,7 +48,7 @@ def test_permissions_and_tokens_reach_every_daemon(
         changed = access(*words, "--timeout-s", f"{HANG_S}")
         assert [each.split()[0] for each in changed["applied"]] == ["server", "storage"]
         for name in ("server-1", "storage-1"):
-            line = f"access.revision revision={changed['revision']}\n"
+            line = f"access.revision_applied revision={changed['revision']}\n"
             assert line in cluster.log_path(name).read_text()
         return changed
 

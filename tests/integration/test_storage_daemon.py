@@ -548,7 +548,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
                 await assign(coordinator)
                 await coordinator.storages.forget_id(address)
                 assert await coordinator.read_storage_ids() == {}
-                await until(lambda: "storage.not_assigned" in caplog.text)
+                await until(lambda: "storage.not_in_cluster" in caplog.text)
                 await assign(coordinator, address)
                 while (after := await coordinator.read_storage_ids()) == {}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

@@ -147,7 +147,7 @@ def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
         cluster.kill(name, signal.SIGHUP)
         wait_until(
             "it has read them",
-            lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text(),
+            lambda name=name: "tls.reloaded certificate=" in cluster.log_path(name).read_text(),
         )
     with WaltzClient(cluster.connect) as client:
         assert client.append(b"still there", partition=PARTITION).result() >= 0

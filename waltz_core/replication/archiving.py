@@ -368,7 +368,7 @@ class SessionArchiver:
 
     def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         self._collect_at_ms = now_ms + self._limits.collection_interval_ms
-        self._report("archive.collection_failed", replica=replica, reason=reason)
+        self._report("archive.garbage_collection_failed", replica=replica, reason=reason)
 
     # ---- expiry (rule 9)
 
@@ -627,7 +627,9 @@ class SessionArchiver:
         if attempt.is_replacement:
             assert self._replacement is not None
             self._replacement.failures[attempt.replica] = reason
-            self._report("archive.replacement_failed", replica=attempt.replica, reason=reason)
+            self._report(
+                "archive.object_replacement_failed", replica=attempt.replica, reason=reason
+            )
             return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
@@ -644,10 +646,14 @@ class SessionArchiver:
             if replacement is not None and replacement.written_by is not None:
                 self._replaced(replacement, recorded)
             elif recorded.last == self.last:
-                self._report("archive.expired", first=recorded.first, manifest=recorded.manifest)
+                self._report(
+                    "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
+                )
                 self._expiry_ended(now_ms)
             else:
-                self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
+                self._report(
+                    "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
+                )
                 self._failure_count, self._next_at_ms = 0, now_ms
             if self._collect_at_ms is None:
                 self._collect_at_ms = now_ms

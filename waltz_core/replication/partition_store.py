@@ -592,7 +592,7 @@ class PartitionStore:
 
     def _rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
-        self._report("partition.rejected", reason=reason)
+        self._report("partition.open_failed", reason=reason)
         self._view = None
         self._no_quorum_since_ms = self._now_ms
         self._claim_after(self._limits.rejected_retry_ms)

@@ -350,7 +350,7 @@ class Repairs:
         target = self._running[ticket].target
         self._outbox.append(
             Report(
-                "replica.no_source",
+                "replica.source_unusable",
                 (("replica", source), ("target", target.replica), ("reason", reason)),
             )
         )

@@ -437,7 +437,7 @@ class StoreSession:
     def _lose(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """A connection was lost, or has timed out."""
         if each.is_connected:
-            self._report("replica.lost", replica=each.replica, reason=reason)
+            self._report("replica.disconnected", replica=each.replica, reason=reason)
         self._drop(each, reason, now_ms)
 
     def _reject(

@@ -96,4 +96,4 @@ def log_rejection(address: str, error: BaseException) -> None:
         return
     is_rejection = isinstance(error, AuthenticationFailed | Overloaded)
     if is_rejection and tls.is_new_failure(address, tls.kind_of(reason)):
-        _log.warning("access.rejected peer=%s error=%s", address, reason)
+        _log.warning("access.rejected_by_peer peer=%s error=%s", address, reason)

@@ -154,11 +154,11 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         listening(config)  # a new one first: half of a pair of files must not be used
         chosen = _effective(config, place_in(config.connect))
     except BadConfig as error:
-        _log.error("tls.renewal_failed error=%s", error)
+        _log.error("tls.reload_failed error=%s", error)
         return
     if chosen is None:
         _log.error(
-            "tls.renewal_failed error=%s",
+            "tls.reload_failed error=%s",
             'setting tls: expected "on", as it was when the process started',
         )
         return
@@ -166,7 +166,7 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         _load_certificate(context, chosen)
         if chosen.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
             _load_authorities(context, chosen)
-    _log.info("tls.renewed certificate=%s", chosen.tls_certificate)
+    _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
 
 
 def named(place: str, token: TokenPlace | None = None) -> DialContext | None:
@@ -230,7 +230,7 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
     """
     if config.access == "on" and not parse_connect_string(config.connect).auth_file:
         _log.warning(
-            "access.znodes_open hint=%r",
+            "access.znodes_unprotected hint=%r",
             "every process that can connect to ZooKeeper can grant permissions to itself: "
             "see docs/zookeeper.md, section 'Access control'",
         )
@@ -279,13 +279,13 @@ def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
 def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     if is_new_failure(peer, failure):
-        _log.warning("tls.failed peer=%s error=%s", peer, failure)
+        _log.warning("tls.handshake_failed peer=%s error=%s", peer, failure)
 
 
 def log_plain_peer(peer: str) -> None:
     """Log that a peer was accepted without TLS, which ends with `tls_transition` (rule 6)."""
     if is_new_failure(peer, "plain TCP"):
-        _log.warning("tls.plain_accepted peer=%s", peer)
+        _log.warning("tls.plain_tcp_accepted peer=%s", peer)
 
 
 def kind_of(error: str) -> str:

@@ -96,7 +96,7 @@ class TlsPort:
             rejection = self._limits.begin(address[0])
             if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
                 if tls.is_new_failure(address[0], "too many handshakes"):
-                    _log.warning("tls.failed peer=%s error=%s", address[0], rejection)
+                    _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
                 continue
             tasks.create_task(self._handshake(accepted, address[0]))
@@ -131,7 +131,7 @@ class TlsPort:
                 with contextlib.suppress(OSError):
                     duplicate.send(tls.alert_of(error))
         except Exception:  # noqa: BLE001 - one connection must not end the port
-            _log.exception("tls.task_failed peer=%s", host)
+            _log.exception("tls.connection_failed peer=%s", host)
         finally:
             self._limits.end(host)
             if duplicate is not None:

@@ -255,7 +255,7 @@ def forget(job: Job, writes: list[str]) -> None:
     try:
         asyncio.run(forget_writes(job.options.connect, writes))
     except WaltzError as error:
-        _log.warning("spark.writes_not_removed writes=%s error=%s", writes, error)
+        _log.warning("spark.finished_writes_not_removed writes=%s error=%s", writes, error)
 
 
 def now_ms() -> int:

@@ -181,7 +181,7 @@ class Job:
         )
         client.begin_sequences(already.next_sequences)
         _log.info(
-            "spark.rows_found task=%d write=%s attempt=%d rows=%d",
+            "spark.committed_rows_found task=%d write=%s attempt=%d rows=%d",
             claim.task,
             claim.write,
             state.attempt,

@@ -153,7 +153,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     for _ in range(5):
         bench.wait(1_000)
         bench.run()
-    assert {each["replica"] for each in bench.reports("replica.no_source")} == {A}
+    assert {each["replica"] for each in bench.reports("replica.source_unusable")} == {A}
     assert bench.all_sent(wire.Truncate, C)
     assert bench.logs()[C] == bench.logs()[B]
 

@@ -64,7 +64,7 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     assert bench.reports("archive.object_replaced") == [
         {"session": 0, "object": "o1", "replica": replica, "manifest": "r1"}
     ]
-    assert not bench.reports("archive.expired")
+    assert not bench.reports("archive.transactions_expired")
     learned = [
         (name, each.manifest) for name, each in bench.sent if isinstance(each, wire.SetArchived)
     ]
@@ -96,7 +96,7 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     assert sorted(asked) == [A, B, C]
     reasons = tuple(f"{replica}: reason {number}" for number, replica in enumerate(asked))
     assert bench.store.replacement(OBJECT) == ReplacementOutcome(False, None, reasons)
-    assert len(bench.reports("archive.replacement_failed")) == 3
+    assert len(bench.reports("archive.object_replacement_failed")) == 3
     assert bench.marker.archived == mark
 
 

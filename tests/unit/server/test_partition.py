@@ -1326,7 +1326,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     world.step(Fetched(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
     world.run()
     assert world.store.of(replication.Submit)
-    assert Report("locks.refilled", (("known_from", 0), ("mark", 5))) in world.rest
+    assert Report("locks.loaded", (("known_from", 0), ("mark", 5))) in world.rest
     world.commit()
     assert world.reason(appended) is Reason.COMMITTED
 

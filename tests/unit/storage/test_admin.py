@@ -479,7 +479,7 @@ def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_
     desk.take(desk.machine.step(AdminDisconnected(1), 0))
     desk.carry_out()
     desk.carry_out()
-    assert [each.name for each in desk.reports] == ["storage.administered"]
+    assert [each.name for each in desk.reports] == ["storage.admin_request_completed"]
     desk.answered.clear()
     assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
     assert desk.changes == [MarkReplicaSuspect(2), MarkReplicaSuspect(2)]
@@ -513,7 +513,7 @@ def test_changes_and_rejections_are_reported():
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
     assert [report.name for report in desk.reports] == [
-        "storage.administered",
-        "storage.administration_rejected",
+        "storage.admin_request_completed",
+        "storage.admin_request_rejected",
     ]
     assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

@@ -380,7 +380,7 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     assert reports(bench, "storage.garbage_collected") == (
         [{"partition": 0, "files": 3, "bytes": 700, "unknown_files": 1}] if kind == "some" else []
     )
-    assert reports(bench, "storage.collection_failed") == (
+    assert reports(bench, "storage.garbage_collection_failed") == (
         [{"partition": 0, "error": "cannot list x"}] if kind == "error" else []
     )
     assert request(bench, owner, range_to(owner, 5)).attempt == 1
@@ -396,7 +396,9 @@ def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, 
     bench.finish()
     bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
     assert not [each for number in (1, 2) for each in collected(bench, number)]
-    assert not reports(bench, "storage.collection_failed"), "the later owner explains its files"
+    assert not reports(bench, "storage.garbage_collection_failed"), (
+        "the later owner explains its files"
+    )
 
 
 def test_a_collection_and_an_upload_wait_for_each_other(make):
@@ -722,5 +724,5 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
         request(bench, owner, replacement_of(owner, first, last, made=MADE))
         assert reason in notices(bench)[-1].error
         assert notices(bench)[-1].manifest == ""
-    assert len(reports(bench, "storage.replacement_failed")) == 4
+    assert len(reports(bench, "storage.object_replacement_failed")) == 4
     assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, made=MADE)))

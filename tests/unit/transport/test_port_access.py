@@ -289,7 +289,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
         await until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
         assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
-        assert logged().count(f"access.rejected peer={port.address} error={reason}") == 1
+        assert logged().count(f"access.rejected_by_peer peer={port.address} error={reason}") == 1
         assert secret.hex() not in logged()
         assert repr(secret) not in logged()
 
@@ -341,10 +341,10 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access.learn(Permissions(4, "ops", 0, bytes(32)))
     assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
-        "access.missing revision=0",
-        "access.revision revision=5",
-        "access.missing revision=5",
-        "access.revision_ignored revision=4 known=5",
+        "access.permissions_missing revision=0",
+        "access.revision_applied revision=5",
+        "access.permissions_missing revision=5",
+        "access.older_revision_ignored revision=4 known=5",
     ]
     access.learn(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
@@ -652,7 +652,7 @@ async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(m
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
         AccessOfConnection().access.take_client_id()
-    assert "access.over_limit peer=a:1 error=no ID" in logged()
+    assert "access.limit_exceeded peer=a:1 error=no ID" in logged()
     AccessOfConnection(is_enforced=False).access.take_client_id()
 
 

@@ -119,7 +119,9 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
                 link.abort("done")
         assert rejected == 6
         lines = [each for each in caplog.messages if "handshakes per second" in each]
-        assert lines == ["tls.failed peer=127.0.0.1 error=more than 1 handshakes per second"]
+        assert lines == [
+            "tls.handshake_failed peer=127.0.0.1 error=more than 1 handshakes per second"
+        ]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     context = tls.listening(config)
     file.write_text('tls = "off"\n')
     tls.renew(config, context)
-    assert "tls.renewal_failed error=tls: expected it to be on" in caplog.text
+    assert "tls.reload_failed error=tls: expected it to be on" in caplog.text
 
 
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
@@ -318,7 +318,7 @@ def test_the_error_names_each_missing_setting(settings, missing):
 
 def test_open_znodes_of_permissions_are_logged(caplog):
     tls.check_network(server(**PROTECTED))
-    assert "access.znodes_open" in caplog.text
+    assert "access.znodes_unprotected" in caplog.text
 
 
 def test_with_a_transition_only_dial_connects_with_tls(files):

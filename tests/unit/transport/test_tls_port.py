@@ -229,12 +229,12 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
     async with open_port(listening(files)) as (_, listener, address):
         for _ in range(5):
             await plain_to_tls()
-        assert logged().count("tls.failed peer=127.0.0.1 error=") == 1
-        assert logged().count(f"tls.failed peer={address} error=") == 1
+        assert logged().count("tls.handshake_failed peer=127.0.0.1 error=") == 1
+        assert logged().count(f"tls.handshake_failed peer={address} error=") == 1
         monkeypatch.setattr(tls, "LOG_INTERVAL_S", 0.0)
         monkeypatch.setattr(tls, "_LAST_LOGGED_MAX", 1)
         await plain_to_tls()
-        assert logged().count("tls.failed peer=127.0.0.1 error=") == 2
+        assert logged().count("tls.handshake_failed peer=127.0.0.1 error=") == 2
         assert len(tls._LAST_LOGGED) == 1
 
 
@@ -334,13 +334,13 @@ async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, 
     async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
         tls.renew(config, ports, dials)  # of two files that belong together one is there
-        assert "tls.renewal_failed error=tls_certificate: " in logged()
+        assert "tls.reload_failed error=tls_certificate: " in logged()
         async with linked(address, before):
             pass
         shutil.copyfile(new.key, used.key)
         shutil.copyfile(new.authorities, used.authorities)
         tls.renew(config, ports, dials)
-        assert f"tls.renewed certificate={used.certificate}" in logged()
+        assert f"tls.reloaded certificate={used.certificate}" in logged()
         async with linked(address, tls.dialing(ClientConfig(**new.settings), "")):
             pass
         async with linked(address, dials):
@@ -379,7 +379,7 @@ async def test_a_port_in_transition_accepts_both(files, logged, transition):
         with pytest.raises(TlsFailed, match=r"expects a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
     # Of a plain peer the operator must learn before the transition ends.
-    assert ("tls.plain_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
+    assert ("tls.plain_tcp_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
 
 
 @on_loop
@@ -613,7 +613,7 @@ async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="or a key exchange with X25519 or P-256"):
             await net.dial(WireProtocol.STORAGE, address, ssl=slow)
-        assert "tls.failed peer=127.0.0.1 error=expected a key exchange" in logged()
+        assert "tls.handshake_failed peer=127.0.0.1 error=expected a key exchange" in logged()
 
 
 @on_loop

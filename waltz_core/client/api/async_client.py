@@ -245,7 +245,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     while partition.appends.has_pending:
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
-            _log.warning("client.closed_with_pending client=%s", self.client_id)
+            _log.warning("client.closed_with_pending_appends client=%s", self.client_id)
         finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()

@@ -117,11 +117,11 @@ class Hooks:
         if self._is_withholding == may_keep:
             self._is_withholding = not may_keep
             if may_keep:
-                _log.warning("zookeeper.loop_responsive")
+                _log.warning("process.event_loop_responsive")
             else:
                 silent_ms = self.watchdog.silent_ms(now_ms)
                 _log.error(
-                    "zookeeper.loop_unresponsive silent_ms=%d session=left_to_expire", silent_ms
+                    "process.event_loop_unresponsive silent_ms=%d session=left_to_expire", silent_ms
                 )
         return may_keep
 

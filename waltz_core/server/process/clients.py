@@ -224,7 +224,7 @@ class Clients:
         assert version is not None
         legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
         if legacy_client is not None:
-            _log.info("client.old_version address=%s version=%d", link.address, version)
+            _log.info("client.legacy_connected address=%s version=%d", link.address, version)
         self._clients[connection] = _Client(link, legacy_client)
         self._flow.open(connection)
         link.start(
@@ -269,7 +269,7 @@ class Clients:
 
     def _closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
-        _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
+        _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
         for _, audited in client.audited.values():
@@ -337,7 +337,9 @@ class Clients:
         """End a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
-            _log.info("client.ended address=%s reason=%s", client.link.address, reason)
+            _log.info(
+                "client.legacy_connection_closed address=%s reason=%s", client.link.address, reason
+            )
             self._empty_outbox(client)
             client.link.close(reason)
 

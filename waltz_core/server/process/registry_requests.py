@@ -197,7 +197,9 @@ class RegistryRequests:
         try:
             await self._writes.forget_expired()
         except errors.WaltzError as error:
-            _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
+            _log.info(
+                "registry.expired_writes_not_removed reason=%s", error
+            )  # with the next request
         finally:
             self._is_removing = False
 

@@ -246,7 +246,7 @@ class Server:
                 await self._until(stop)
                 await self._end()
         except* _Stopped:
-            _log.info("server.ended server=%s", self._server_id)
+            _log.info("server.stopped server=%s", self._server_id)
 
     def _is_open(self) -> bool:
         """Whether any partition is open: then its network and its TLS settings work."""

@@ -106,7 +106,7 @@ class AdminPort:
         listener = await listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
-        _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
+        _log.info("storage.admin_ready address=%s", f"{host}:{listener.port}")
         return listener
 
     def stop(self) -> None:

@@ -91,7 +91,7 @@ LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
     "storage.disk_full": logging.WARNING,
     "storage.files_replaced": logging.WARNING,
-    "storage.partition_rejected": logging.WARNING,
+    "storage.partition_open_failed": logging.WARNING,
     "storage.read_failed": logging.WARNING,
     "storage.reserve_released": logging.WARNING,
     "storage.damage_found": logging.WARNING,
@@ -99,7 +99,7 @@ LEVELS: Final = {
     "storage.archive_failed": logging.WARNING,
     "storage.archive_read_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
-    "storage.collection_failed": logging.WARNING,
+    "storage.garbage_collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
@@ -321,7 +321,7 @@ class StorageDaemon:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
-                _log.info("storage.ended address=%s", self.address)
+                _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
         self, engine: Engine, machine: StorageService, serving: Serving
@@ -771,7 +771,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.close_timed_out what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

@@ -249,7 +249,7 @@ class AdminService:
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
-                self._report("storage.administered", request)
+                self._report("storage.admin_request_completed", request)
         except WaltzError as error:
             self._reject(request, error)
         else:
@@ -269,7 +269,7 @@ class AdminService:
         if request.version == 0:  # rule 7
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(SendAdminResponse(request.connection, answer, request.message))
-        self._report("storage.administration_rejected", request, error=text)
+        self._report("storage.admin_request_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
         message = request.message

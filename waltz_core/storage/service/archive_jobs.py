@@ -306,7 +306,9 @@ class ArchiveJobs:
         error = ""
         if isinstance(outcome, WaltzError):
             error = str(outcome)[:ERROR_CHARACTERS_MAX]
-            effects.append(Report("storage.collection_failed", (partition, ("error", error))))
+            effects.append(
+                Report("storage.garbage_collection_failed", (partition, ("error", error)))
+            )
         has_more = isinstance(outcome, Collected) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
@@ -438,7 +440,7 @@ def _range_ended(
     partition = ("partition", message.partition_id)
     failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
     if error and isinstance(message, ReplaceObject):
-        effects.append(Report("storage.replacement_failed", failure))
+        effects.append(Report("storage.object_replacement_failed", failure))
     elif error:
         effects.append(Report("storage.archive_failed", failure))
     if made is None:

@@ -771,7 +771,9 @@ class StorageService:
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater one would look as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
-        self._report("storage.rejected", request=type(message).__name__, error=type(error).__name__)
+        self._report(
+            "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
+        )
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
         self._answer(request, Nack(*_prefix(message), error.code, promised, text, first))

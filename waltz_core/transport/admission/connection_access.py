@@ -114,7 +114,7 @@ class ConnectionAccess:
             count(self._tenant())
         except Overloaded as error:
             if self._port.must_log(self.principal, "connection"):
-                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+                _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
             raise
 
     def _tenant(self) -> str:
@@ -149,7 +149,7 @@ class ConnectionAccess:
         """Let `denial` return this error for a request."""
         self._over_limit[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
-            _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+            _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
 
     def is_over_limit(self, message: Message) -> bool:
         """Whether `denial` will return the error of a limit."""
@@ -244,7 +244,7 @@ class ConnectionAccess:
             self._port.issued_ids.take(self.principal, self.now_ns)
         except Overloaded as error:
             if self._port.must_log(self.principal, "client ID"):
-                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+                _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
             raise
 
     def binds(self, message: MountRequest | MountWriter) -> str:

@@ -91,11 +91,11 @@ class PortAccess:
         """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
         known = self.permissions
         if permissions is None:
-            _log.warning("access.missing revision=%d", known.revision if known else 0)
+            _log.warning("access.permissions_missing revision=%d", known.revision if known else 0)
             return
         if known is not None and permissions.revision < known.revision:
             _log.error(
-                "access.revision_ignored revision=%d known=%d",
+                "access.older_revision_ignored revision=%d known=%d",
                 permissions.revision,
                 known.revision,
             )
@@ -109,7 +109,7 @@ class PortAccess:
         for excess in self.quotas.excess():
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
-        _log.info("access.revision revision=%d", permissions.revision)
+        _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.revise(permissions)
 
