@@ -109,7 +109,7 @@ def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
     """In its pages, its footer and its end."""
     archive.flip(archive.object(number), at)
     found = archive.problem(archive.object(number))
-    assert "expected CRC-32" in found.problem
+    assert "expected a file with CRC-32" in found.problem
 
 
 def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
@@ -141,7 +141,7 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     shutil.copy(archive.path(archive.object(3)), one)
     expected, other = (archive.listed[each].first for each in (1, 3))
     assert (
-        f"the first ID: expected {expected}, found {other}"
+        f"the first transaction ID: expected {expected}, found {other}"
         in archive.problem(archive.object(1)).problem
     )
 
@@ -159,9 +159,9 @@ def test_a_corrupt_or_missing_manifest_is_found(archive):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"last": 17}, "the last ID in ZooKeeper: expected 17"),
-        ({"first": 1}, "the first ID in ZooKeeper: expected 1, found 0"),
-        ({"chain": b"other chain here"}, "the chain in ZooKeeper: expected 6f74"),
+        ({"last": 17}, "the last ID that ZooKeeper has: expected 17"),
+        ({"first": 1}, "the first transaction ID that ZooKeeper has: expected 1, found 0"),
+        ({"chain": b"other chain here"}, "the chain that ZooKeeper has: expected 6f74"),
     ],
 )
 def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
@@ -216,13 +216,13 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
     for first in (0, entries[2].first):
         check = good.check(first=first)
         assert [each.name for each in check.found] == [good.object(2)]
-        assert f"the chain before {entries[2].first}" in check.found[0].problem
+        assert f"the chain hash before transaction {entries[2].first}" in check.found[0].problem
 
 
 def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
     problem = archive.problem(archive.object(3)).problem
-    assert f"the chain at {archive.log.manifest.last}: expected 6f74" in problem
+    assert f"the chain hash at transaction {archive.log.manifest.last}: expected 6f74" in problem
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,10 @@ def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     [
         ({"cluster_key": bytes(16)}, f"cluster key: expected {KEY.hex()}, found 0000"),
         ({"partition_id": 4}, "partition: expected 3, found 4"),
-        ({"chain_before": b"not the genesis!"}, f"the chain before 0: expected {bytes(16).hex()}"),
+        (
+            {"chain_before": b"not the genesis!"},
+            f"the chain hash before transaction 0: expected {bytes(16).hex()}",
+        ),
     ],
 )
 def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, text):

@@ -184,7 +184,7 @@ def test_a_backup_is_a_new_file(tmp_path):
     assert place.read() == BACKUP
     assert BackupPlace.parse(f"file://{tmp_path}/copy").name == "copy"
     assert (tmp_path / "new folder" / "b").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(BadConfig, match="expected a new file"):
+    with pytest.raises(BadConfig, match="the file for the"):
         place.check_absent()
     (tmp_path / "other").write_bytes(b"{}")
     with pytest.raises(ChecksumMismatch, match=f"backup {tmp_path}/other"):
@@ -201,11 +201,11 @@ def test_a_backup_is_a_new_file(tmp_path):
 @pytest.mark.parametrize(
     ("marks", "until", "problem"),
     [
-        (["3"], None, "expected PARTITION=ID with a partition of 0..1, found '3'"),
+        (["3"], None, "expected PARTITION=ID with a partition in 0..1, found '3'"),
         (["2=1"], None, "found '2=1'"),
         (["0=x"], None, "found '0=x'"),
         (["0=-2"], None, "found '0=-2'"),
-        (["0=8"], None, "expected at most 7, the mark of partition 0 in the backup, found 8"),
+        (["0=8"], None, "at most 7, the last one of partition 0 in the backup, found 8"),
         ([], "yesterday", "expected a time with a time zone such as .*, found 'yesterday'"),
         ([], "2026-11-28T10:00:00", "expected a time with a time zone"),
     ],

@@ -59,7 +59,7 @@ async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
         await coordinator.create_cluster(CLUSTER)
         async with audited(coordinator, creates=creates):
             await coordinator.delete_cluster(lambda _done, _count: None)
-        with pytest.raises(errors.BadConfig, match="no cluster at root"):
+        with pytest.raises(errors.BadConfig, match="no cluster at root:"):
             await coordinator.read_cluster()
         assert await coordinator.audit.read() == []
 

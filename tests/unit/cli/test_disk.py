@@ -76,7 +76,7 @@ def test_a_limit_bounds_what_is_shown(storage, capsys):
     assert main(["disk", "verify", str(storage), "--limit", "1"]) == 1
     out = capsys.readouterr().out
     assert out.count("wrong: ") == 1
-    assert "and 2 more, see --limit" in out
+    assert "2 more findings were omitted; --limit shows more" in out
 
 
 def test_ids_choose_records_and_segments(storage, capsys):
@@ -115,7 +115,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     assert [one["is_valid"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
     out = printed(capsys, "dump-segment", path, "-r")
-    assert "record 0: cannot be read, bytes 128..172: expected ID 0, found 1" in out
+    assert "record 0: bytes 128..172 cannot be read: expected ID 0, found 1" in out
     assert " NO" in out
 
 
@@ -175,14 +175,23 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["dump-segment", "nowhere"], "nowhere: expected a segment or a directory, found nothing"),
-        (["segment-statistic", "."], ".: expected segments, found none"),
+        (
+            ["dump-segment", "nowhere"],
+            "nowhere: expected a segment or a directory, found an empty file",
+        ),
+        (["segment-statistic", "."], ".: the directory has no segments"),
         (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
         (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
-        (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
-        (["dump-segment", ".", "--first", "-1"], "--first: expected an ID from 0, found -1"),
+        (
+            ["repair-index", "x.seg"],
+            "x.seg: expected a segment file, whose name has 19 digits and ends in .seg",
+        ),
+        (
+            ["dump-segment", ".", "--first", "-1"],
+            "--first: expected a transaction ID of at least 0, found -1",
+        ),
         (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction cannot be used"),
-        (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
+        (["verify", ".", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):

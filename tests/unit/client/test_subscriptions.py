@@ -242,7 +242,7 @@ async def test_invalid_partitions_and_filters_are_reported():
             await client.set_partitions([0])
         callbacks = Shared()
         for headers, message in (
-            ([], "1 to 1000, found 0"),
+            ([], "1 to 1000 headers, found 0"),
             (range(1_001), "found 1001"),
             ([1 << 31], "32-bit"),
         ):
@@ -277,7 +277,7 @@ async def test_set_partitions_in_a_callback_is_a_usage_error():
         await write(client, 0, 1)
         await until(lambda: failures)
         assert isinstance(failures[0], errors.UsageError)
-        assert "call it outside callbacks" in str(failures[0])
+        assert "call it outside of callbacks." in str(failures[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -616,8 +616,8 @@ class WithoutMark:
 async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         text = (
-            "WithoutMark: expected a method client_high_water_mark, found none. "
-            "Hint: derive it from AsyncCallbacks"
+            "WithoutMark: expected a method client_high_water_mark, found none. Hint: "
+            "derive the class from AsyncCallbacks"
         )
         with pytest.raises(errors.UsageError, match=text):
             await client.subscribe(WithoutMark())

@@ -18,7 +18,10 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 ) -> None:
     """Ending would end all servers or storages at once."""
     monkeypatch.setattr(unreadable, "UNREADABLE_PAUSE_S", 0.0)
-    rot = (errors.BadFormat("/w/s_0: rotten"), errors.BadRequest("the partitions shrink"))
+    rot = (
+        errors.BadFormat("/w/s_0: rotten"),
+        errors.BadRequest("the change for partitions shrink"),
+    )
     looks, seen = [1, rot[0], 2, rot[1], 3, errors.BadConfig("enough")], []
 
     async def follow(take):

@@ -147,8 +147,8 @@ def test_a_reference_is_a_directory_or_a_function(
 @pytest.mark.parametrize(
     ("reference", "text"),
     [
-        ("/no/such/directory", "there is no directory '/no/such/directory'"),
-        ("no_such_module:find", "'no_such_module:find' cannot be imported"),
+        ("/no/such/directory", "encryption keys: the directory '/no/such/directory'"),
+        ("no_such_module:find", "'no_such_module:find' cannot be imported ("),
         ("json:no_such_name", "cannot be imported"),
         ("json:__doc__", "to be a function"),
     ],

@@ -33,7 +33,7 @@ DAMAGES = {
     "half an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(4)),
     "nothing but a name": lambda disk: disk.cut(INDEX, 0),
     "another partition's header": lambda disk: disk.flip(INDEX, 31),
-    "no index": lambda disk: disk.remove(INDEX),
+    "No index": lambda disk: disk.remove(INDEX),
 }
 
 

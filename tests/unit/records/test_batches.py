@@ -207,7 +207,7 @@ def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
 
 
 def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
-    with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} in row 1"):
+    with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} bytes in row 1"):
         simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
     simple([bytes(TRANSACTION_BYTES_MAX)])
 
@@ -236,7 +236,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
 def test_a_batch_over_its_limits_is_rejected() -> None:
     payload = simple([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
-    with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
+    with pytest.raises(TooLarge, match="at most 2 rows bytes for each record, found 3"):
         decode(payload, rows_max=2)
     with pytest.raises(TooLarge, match="bytes"):
         batches.decode_append(payload, rows_max=3, bytes_max=len(payload) - 1)
@@ -257,7 +257,7 @@ def test_the_unchanged_stream_is_decoded() -> None:
         (2, [1, None], "column crc: expected no nulls, found 1"),
         (2, [1, 2], "data of row 0: expected CRC 00000001"),
         (2, [crc32(b"x" * 500), 2], "data of row 1: expected CRC 00000002"),
-        (3, [[1], [None]], "a lock is null"),
+        (3, [[1], [None]], "nulls, found a null"),
     ],
 )
 def test_invalid_contents_are_rejected(place: int, column: list[object], problem: str) -> None:

@@ -106,7 +106,7 @@ def test_the_first_available_id_never_decreases(bench):
     bench.run()
     assert (first_of(bench), bench.marker.archived.manifest) == (2, "e1")
     (failure,) = bench.reports("archive.expiry_failed")
-    assert failure["reason"] == "expected a first ID of 2..4, found 1"
+    assert failure["reason"] == "expected a first available ID in 2..4, found 1"
 
 
 def test_nothing_is_recorded_if_nothing_expires(bench):

@@ -142,7 +142,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "has no recorded state" in bench.reports("partition.open_failed")[0]["reason"]
+    assert "but ZooKeeper has no" in bench.reports("partition.open_failed")[0]["reason"]
     assert bench.storages[A].last == 0
 
 
@@ -359,7 +359,7 @@ def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "lost to another server" in bench.all_reported(Released)[0].reason
+    assert "other servers have claimed" in bench.all_reported(Released)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
@@ -371,7 +371,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
         bench.wait(bench.limits.useful_ms)
     assert bench.store.open_session is None
     assert any(
-        "99" not in one["reason"] and "bound to sessions later" in one["reason"]
+        "99" not in one["reason"] and "have store sessions after" in one["reason"]
         for one in bench.reports("partition.open_failed")
     )
     assert bench.metadata.session_id < 99

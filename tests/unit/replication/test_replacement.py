@@ -139,7 +139,9 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert bench.marker.archived.manifest == "r1"
     (reason,) = bench.store.replacement(OBJECT).failures
     expected = (
-        "no report of progress" if kind == "silence" else "expected a manifest that ends at 3"
+        "reported no progress for"
+        if kind == "silence"
+        else "expected a manifest that ends at transaction 3"
     )
     assert f"{first}: {expected}" in reason
 

@@ -160,7 +160,7 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run_for(LIMITS.grace_ms)
-    why = "was engaged in session 9, but the last opened session in ZooKeeper is"
+    why = "was in sync in store session 9, but in ZooKeeper the last opened session is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.rejected")[0]["replica"] == C
@@ -394,14 +394,14 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "expected a last synced ID of" in bench.all_reported(SessionClosed)[0].reason
+    assert "expected that it is synced up to a" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(Committed)
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (wire.Appended(0, 999, 0, 0), "there is no such request"),
+        (wire.Appended(0, 999, 0, 0), "answers request"),
         (wire.HeartbeatResponse(0, 4, 0), "expected Appended, found HeartbeatResponse"),
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],

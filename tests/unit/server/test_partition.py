@@ -948,7 +948,7 @@ def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -
 
 
 def below_start(fetch: Fetch, first: int) -> FetchFailed:
-    return FetchFailed(fetch.token, "expected IDs from 2 on", TransactionId(first))
+    return FetchFailed(fetch.token, "log begins at transaction 2", TransactionId(first))
 
 
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
@@ -963,7 +963,7 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
         assert isinstance(answer, messages.ErrorResponse)
         assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
         assert not answer.retriable
-        assert "expected IDs from 2 on" in answer.message
+        assert "log begins at transaction 2" in answer.message
     assert len(world.fetches) == 2, "the log begins there for all replicas"
 
 
@@ -1109,7 +1109,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     world.prove()
     message = world.answer(early)
     assert message.result[0] is None
-    assert "high-water mark is 1" in (message.result[1] or "")
+    assert "it, at transaction 1" in (message.result[1] or "")
     world.fill(1, data=b"later")
     late = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     message = world.answer(late)

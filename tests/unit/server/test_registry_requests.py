@@ -433,7 +433,9 @@ async def test_another_server_answers_for_one_that_does_not():
         short, more_links = requests_of(
             directory, config=ClientConfig(request_timeout_ms=100, retry_interval_ms_min=5)
         )
-        with pytest.raises(errors.Unreachable, match="registry of writes: no answer within 100 ms"):
+        with pytest.raises(
+            errors.Unreachable, match="answer a request about an exactly-once write within 100 ms:"
+        ):
             await short.read("w")
         await links.close("over")
         await more_links.close("over")

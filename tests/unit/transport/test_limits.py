@@ -99,7 +99,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
         port.learn(limited())
         dial = Dialer(port, files, token_file, WireProtocol.STORAGE)
         first, second = await dial(), await dial()
-        with pytest.raises(Overloaded, match="spark-etl is over the limit of 2 connections"):
+        with pytest.raises(Overloaded, match="spark-etl exceeds the limit of 2 connections at"):
             await dial()
         assert "access.limit_exceeded peer=127.0.0.1" in caplog.text
         first.abort("done")
