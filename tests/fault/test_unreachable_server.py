@@ -77,8 +77,8 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
             with scenario.load() as load:
                 wait_until("it is registered", server.is_ready)
                 expected = (
-                    "the peer's certificate is not accepted",
-                    f"server 127.0.0.1:{port} is assigned no partitions",
+                    "the certificate of the peer is not valid",
+                    f"server 127.0.0.1:{port} gets no partitions, because",
                 )
 
                 def says_why() -> bool:

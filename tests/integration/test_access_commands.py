@@ -96,7 +96,7 @@ def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
     assert late.returncode == 1
-    assert "bob has read for partitions all; revision" in late.stdout
+    assert "bob has the verbs read for partitions all; the permissions have revision" in late.stdout
     assert f"storage {address}: it " in late.stderr
     assert "of 2 daemons do not use it. Hint:" in late.stderr
     again = run_command(*grant, "--timeout-s", f"{HANG_S}")

@@ -572,7 +572,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
         on_loop(main())
     (error,) = found.value.exceptions
     assert isinstance(error, errors.MissingSegment), found.value.exceptions
-    assert "waltz-storage.ctl: expected the file that this process has opened" in str(error)
+    assert "waltz-storage.ctl: the file was deleted or replaced while this process" in str(error)
     assert "cluster replace-storage" in str(error)
     assert not (tmp_path / "data").exists()
 

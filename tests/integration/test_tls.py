@@ -75,7 +75,7 @@ def test_a_client_that_trusts_another_authority_gets_an_error(
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=5_000)) as client,
-        pytest.raises(errors.WaltzError, match="the peer's certificate is not accepted"),
+        pytest.raises(errors.WaltzError, match="the certificate of the peer is not valid"),
     ):
         client.high_water_mark(PARTITION)
 

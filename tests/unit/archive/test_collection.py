@@ -170,7 +170,9 @@ def test_pins_are_listed_and_removed(archived):
     store, _ = archived
     restored = UUID(int=7)
     assert pins_of(store, KEY) == []
-    with pytest.raises(BadRequest, match=f"expected a pin of cluster {restored}, found none"):
+    with pytest.raises(
+        BadRequest, match=f"expected a pin of the cluster with key {restored}, found none"
+    ):
         unpin(store, KEY, restored.bytes)
     pin(store, KEY, restored.bytes)
     assert pins_of(store, KEY) == [str(restored)]
@@ -269,7 +271,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     for attempt in range(1, 6):
         before = all_files(store)
         with pytest.raises(
-            BadRequest, match=r"version above 6 .* session 9.* found .*/5-10-.*back"
+            BadRequest, match=r"versions above 6 .* session 9.* found .*/5-10-.*back"
         ):
             run(store, request(own, attempt=attempt))
         with pytest.raises(BadRequest, match=r"above 6 \(manifest"):

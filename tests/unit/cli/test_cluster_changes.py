@@ -67,7 +67,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)
         command = Command(coordinator, Line())
-        with pytest.raises(Unreachable, match="storage 127.0.0.1:2 does not answer; nothing"):
+        with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
             await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
         return set((await coordinator.storages.read()).assignment.partitions)
 

@@ -75,7 +75,7 @@ def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_wa
     metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
     view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
     answered = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
-    refusal = pytest.raises(BadRequest, match="of 3.*nothing was changed replicas have a trusted")
+    refusal = pytest.raises(BadRequest, match=r"of 3.*nothing was changed replicas have a trusted")
     with refusal if is_refused else contextlib.nullcontext():
         cluster_rescue._check_needed(0, answered)
 

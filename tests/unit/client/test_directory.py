@@ -514,7 +514,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
         lambda: directory.owner_now(0),
     ):
         with pytest.raises(
-            errors.CoordinatorUnavailable, match="a znode of the cluster is damaged: .*s_0: rotten"
+            errors.CoordinatorUnavailable, match=r"a znode of the cluster is damaged: .*s_0: rotten"
         ):
             in_virtual_time(ask())
 

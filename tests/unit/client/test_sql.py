@@ -226,7 +226,7 @@ def test_a_database_restored_to_an_older_state_is_reported(engine: sa.Engine) ->
         callbacks.apply_transaction(transaction(number))
     with engine.begin() as connection:
         connection.execute(callbacks.marks.update().values(high_water_mark=0))
-    with pytest.raises(DataLoss, match="expected the applied mark 4, found 0. It was restored to"):
+    with pytest.raises(DataLoss, match=r"expected the applied mark 4, found 0. It was restored to"):
         callbacks.apply_transaction(transaction(5))
     assert callbacks.total == 5
 

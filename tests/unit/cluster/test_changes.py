@@ -232,7 +232,7 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
     now = {0: ("A", "B", "D"), 1: ("A", "B", "C"), 2: ("A",)}
     with pytest.raises(
         errors.BadRequest,
-        match="partition 0: D has a replica already.* left with 2 replicas instead of the usual 3",
+        match=r"partition 0: D has a replica already.* left with 2 replicas instead of the usual 3",
     ):
         changes.replaced(now, "A", "D", now)
     assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}

@@ -105,7 +105,7 @@ def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
     assert both.decrypt(envelope, **PLACE).data == b"x"  # it is cached
     clock.now_s = KEY_SECONDS
     assert reason(both.decrypt(envelope, **PLACE)) == "the key 'a' no longer exists"
-    with pytest.raises(errors.BadConfig, match="a test has no such key. Hint: create"):
+    with pytest.raises(errors.BadConfig, match=r"a test has no such key. Hint: create"):
         both.encrypt(b"x", **PLACE)
 
 

@@ -299,7 +299,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     )
     with pytest.raises(
         BadRequest,
-        match="setting the first lock chooses the partition: expected one of option "
+        match=r"setting the first lock chooses the partition: expected one of option "
         "'partitions', 1, 3, found partition 2 of row 1 .* Hint: name a partition in column "
         "'partition'",
     ):
@@ -309,7 +309,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
-        match="setting column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
+        match=r"setting column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
     ):
         shaper(SOME).shape(outside)
 
@@ -318,5 +318,5 @@ def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
     (other,) = [key for key in range(100) if spread(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
-    with pytest.raises(BadRequest, match="column 'key' chooses the partition: .* partition 2 of"):
+    with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
         shaper(replace(SOME, partition_by="key")).shape(batch)

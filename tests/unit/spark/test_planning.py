@@ -95,7 +95,7 @@ def test_ranges_of_ids_cut_every_partition() -> None:
 
 
 def test_an_absent_partition_is_named() -> None:
-    with pytest.raises(BadConfig, match="expected partitions in 0..3, found 7"):
+    with pytest.raises(BadConfig, match=r"expected partitions in 0..3, found 7"):
         chosen_partitions(read(partitions="0,7"), 4)
     assert chosen_partitions(read(partitions="2,0"), 4) == [0, 2]
 

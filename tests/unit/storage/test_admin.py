@@ -253,8 +253,8 @@ IN_SESSION = (
 @pytest.mark.parametrize(
     ("state", "forced", "text"),
     [
-        (ASSIGNED, False, "this storage in ZooKeeper"),
-        (ASSIGNED, True, "this storage in ZooKeeper"),
+        (ASSIGNED, False, "is assigned to this storage in ZooKeeper"),
+        (ASSIGNED, True, "is assigned to this storage in ZooKeeper"),
         (ENGAGED, False, IN_SESSION),
         (ENGAGED, True, None),
     ],

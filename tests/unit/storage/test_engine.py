@@ -189,7 +189,7 @@ def test_an_absent_partition_cannot_be_administered(tmp_path):
         ):
             command(1)
         with pytest.raises(
-            UnknownPartition, match="--partition: expected a partition in 0..2, found 3"
+            UnknownPartition, match=r"--partition: expected a partition in 0..2, found 3"
         ):
             command(3)
     with pytest.raises(UnknownPartition):

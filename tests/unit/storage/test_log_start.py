@@ -125,7 +125,7 @@ def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
     assert not log.remove_oldest(end_of(log, 3))
     with pytest.raises(
         BadRequest,
-        match="expected chain hash .* at transaction 47, up to which the log is archived",
+        match=r"expected chain hash .* at transaction 47, up to which the log is archived",
     ):
         log.remove_oldest(Marker(47, Chain(b"c" * 16)))
     with pytest.raises(BadRequest, match="at transaction 99, up to which the log is archived"):

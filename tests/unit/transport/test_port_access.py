@@ -428,7 +428,7 @@ def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token
     settings = {"tls": "off"} if "OFF" in tls_part else {}
     connect = f"zk:1/w?{tls_part.replace('OFF', files.authorities)}token_file={token_file}"
     with pytest.raises(
-        BadConfig, match="token_file '.*': a token requires TLS that verifies the peer"
+        BadConfig, match=r"token_file '.*': a token requires TLS that verifies the peer"
     ):
         tls.dialing(ClientConfig(**settings), connect)
 
