@@ -187,7 +187,9 @@ async def a_damaged_node_is_named(world: World, root: str) -> None:
     coordinator = await created(world, root)
     znodes = await world.znodes()
     await znodes.write([Set(f"{root}/store", b"\7nonsense", 0)])
-    with pytest.raises(errors.BadFormat, match=f"{root}/store: StoreParams: expected version 1"):
+    with pytest.raises(
+        errors.BadFormat, match=f"{root}/store: znode data of a StoreParams: expected version 1"
+    ):
         await coordinator.read_cluster()
 
 

@@ -201,7 +201,7 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
     assert (
-        f"the command did not finish within 1 s, it still waits for {storage} to answer." in output
+        f"the command did not finish within 1 s. It still waits for: {storage} to answer." in output
     )
 
 

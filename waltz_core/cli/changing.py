@@ -174,7 +174,7 @@ async def time_limit(
             yield
     except TimeoutError:
         raise Unavailable(
-            f"the command did not finish within {timeout_s:g} s, it still waits for "
+            f"the command did not finish within {timeout_s:g} s. It still waits for: "
             f"{waits_for()}. {afterwards}"
         ) from None
 

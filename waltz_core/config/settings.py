@@ -76,7 +76,7 @@ class Config:
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
             raise BadConfig(
-                f"setting {smaller}: expected at most the value of {greater} ({high}), found {low}"
+                f"setting {smaller}: expected at most {greater} ({high}), found {low}"
             )
 
 

@@ -190,7 +190,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     unknown = [name for name in names if name not in _TYPES]
     if unknown or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
-            "append batch: expected a column data, and optionally others of "
+            "append batch: expected a column 'data', and optionally others of "
             f"{APPEND_SCHEMA_WITH_MARKS.names}, each once; found {names}"
         )
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))

@@ -125,7 +125,7 @@ def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
         for each in good.listed
     ]
     good.relist(wrong)
-    assert "the chain before" in good.problem(name).problem
+    assert "the chain hash before transaction" in good.problem(name).problem
 
 
 def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
@@ -133,7 +133,7 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     data = one.read_bytes()
     one.write_bytes(data[:-100])
     found = archive.problem(archive.object(1))
-    assert f"expected {len(data)} bytes, found {len(data) - 100}" in found.problem
+    assert f"expected a file of {len(data)} bytes, found {len(data) - 100}" in found.problem
     one.unlink()
     found = archive.problem(archive.object(1))
     assert "it does not exist" in found.problem
@@ -160,7 +160,7 @@ def test_a_corrupt_or_missing_manifest_is_found(archive):
     ("change", "text"),
     [
         ({"last": 17}, "the last ID that ZooKeeper has: expected 17"),
-        ({"first": 1}, "the first transaction ID that ZooKeeper has: expected 1, found 0"),
+        ({"first": 1}, "the first ID that ZooKeeper has: expected 1, found 0"),
         ({"chain": b"other chain here"}, "the chain that ZooKeeper has: expected 6f74"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
 
 def test_the_archive_of_another_partition_is_not_accepted(archive):
     found = archive.problem(archive.log.name, partition=PARTITION + 1)
-    assert "partition in ZooKeeper: expected 4, found 3" in found.problem
+    assert "the partition that ZooKeeper has: expected 4, found 3" in found.problem
 
 
 def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):

@@ -109,7 +109,7 @@ def test_a_changed_byte_is_found():
     for at in rng.sample(range(len(data)), 100):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
-        with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m: "):
+        with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m"):
             Manifest.from_bytes(bytes(changed), "m")
 
 
@@ -119,7 +119,10 @@ def test_a_changed_byte_is_found():
         ({"last": 40}, "expected objects up to transaction 40"),
         ({"first": 31}, "found objects up to transaction 29 and the first available ID 31"),
         ({"newest": (entry(0), entry(2))}, "10, found one with the IDs 20..29"),
-        ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first transaction ID 5"),
+        (
+            {"newest": (entry(1), entry(2)), "first": 5},
+            "begins at the first available ID 5, found none",
+        ),
         (
             {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
             "0, found one with the IDs 0..-1",
@@ -137,12 +140,15 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b"[]", "expected object format 1, found None"),
-        (b'{"format": 2}', "expected object format 1, found 2"),
+        (b"[]", "expected file format 1, found None"),
+        (b'{"format": 2}', "expected file format 1, found 2"),
         (b'{"format": 1}', "KeyError"),
         (b"{", "manifest m: "),
         (filled(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'), "file_crc of"),
-        (filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'), "expected ObjectEntry"),
+        (
+            filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'),
+            "expected the values of ObjectEntry",
+        ),
         (
             filled(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),
             "expected a JSON list in field pages",

@@ -69,7 +69,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
             pieces = [again.read(group) for group in range(again.group_count)]
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
-            found += str(error).startswith("object")
+            found += str(error).startswith("archived object")
     assert found > 25
 
 
@@ -166,8 +166,8 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"chain_before": bytes(range(16))}, "with the chain"),
-        ({"chain": bytes(range(16))}, "with the chain"),
+        ({"chain_before": bytes(range(16))}, "with chain hash"),
+        ({"chain": bytes(range(16))}, "with chain hash"),
         ({"last": FIRST + 49}, "expected the last transaction 1049"),
         ({"first": FIRST - 1}, "expected transaction ID 999, found 1000"),
     ],

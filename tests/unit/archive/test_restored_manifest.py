@@ -192,7 +192,7 @@ def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path
 
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
     store.delete(name_of(0))
-    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet, .* use --without-expired"):
+    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet with .* use --without-expired"):
         RestoredRange(store, saved_of(store, log))
     found = RestoredRange(store, saved_of(store, log), may_have_expired=True)
     assert found.first == OBJECT
@@ -211,7 +211,9 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
 def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(name_of(each))
-    with pytest.raises(ObjectMissing, match=r"object .*\.parquet, IDs .* does not exist"):
+    with pytest.raises(
+        ObjectMissing, match=r"object .*\.parquet with transactions .* does not exist"
+    ):
         RestoredRange(store, saved_of(store, log), may_have_expired=True)
 
 

@@ -189,7 +189,10 @@ def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, mon
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("s3://bucket/folder?regoin=eu", "expected the options region, endpoint_override, scheme"),
+        (
+            "s3://bucket/folder?regoin=eu",
+            "expected only the URL options region, endpoint_override, scheme",
+        ),
         ("nowhere://bucket", "Hint: use a URL such as file:///srv/archive"),
         ("archive", "Hint: use a URL such as file:///srv/archive"),
     ],
@@ -255,7 +258,9 @@ def test_a_missing_bucket_is_no_missing_object(rejecting):
     rejecting.status = 404
     place = f"endpoint_override=127.0.0.1:{rejecting.server_port}&scheme=http"
     store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
-    with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: expected an existing bucket"):
+    with pytest.raises(
+        ArchiveUnavailable, match=f"write .*{NAME}: the bucket or the folder does not exist"
+    ):
         store.write(NAME, b"abc")
     with pytest.raises(ArchiveUnavailable, match="folder folder/7 has"):
         store.read(NAME)

@@ -122,7 +122,7 @@ def test_nothing_is_overwritten(store):
         (
             {"first": 11},
             BadFormat,
-            "up to transaction 10 with chain hash .*, found partition 3 .* up to ID 9",
+            "up to transaction 10 with chain hash .*, found partition 3 .* up to transaction 9",
         ),
         ({"chain_before": NONCE}, BadFormat, "with chain hash 0{32}, found"),
         ({"partition_id": 4}, BadFormat, "expected partition 4 .* found partition 3"),

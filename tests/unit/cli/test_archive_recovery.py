@@ -66,7 +66,7 @@ def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(arch
     # In the log the batches of the first owner follow instead.
     found, (skipped,) = find(archive)
     assert found.manifest == archive.made[-1].name
-    assert f"{later.name}: it ends at {later.last} with chain" in skipped
+    assert f"{later.name}: it ends at transaction {later.last} with chain hash" in skipped
     assert skipped.endswith("the log has no batch that ends there")
 
 
@@ -121,7 +121,10 @@ FAULTS = {
     "a corrupt head": (lambda each: corrupt(each.root / each.made[-1].name), "expected CRC"),
     "a corrupt page": (lambda each: corrupt(page_of(each)), "expected CRC"),
     "no page": (lambda each: page_of(each).unlink(), "-page.json: it does not exist"),
-    "no object": (lambda each: object_from(each, 20).unlink(), "IDs 20..29, with .* found none"),
+    "no object": (
+        lambda each: object_from(each, 20).unlink(),
+        "transactions 20..29. with .* found none",
+    ),
     "half an object": (
         lambda each: object_from(each, 20).write_bytes(b"half"),
         "found one of 4 bytes",
@@ -168,7 +171,8 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
 def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
     """With an older manifest, a collection would delete the object that alone has 20..29."""
     with pytest.raises(
-        BadRequest, match=rf"the archive, 29 \(manifest .* has, found one up to {last} in"
+        BadRequest,
+        match=rf"ends at transaction {last}, before the end of the archive, 29 \(manifest",
     ):
         find(archive, last=last)
 
@@ -190,7 +194,7 @@ def test_the_manifest_of_another_cluster_or_partition_does_not_count(archive):
     (folder / Path(foreign.name).name).write_bytes(archive.store.read(foreign.name))
     found, (skipped,) = find(archive)
     assert found.manifest == archive.made[-1].name
-    assert "of cluster key 0101" in skipped
+    assert "of cluster 0101" in skipped
 
 
 def test_the_error_of_a_storage_is_not_a_reason_to_use_an_older_manifest(archive):

@@ -109,7 +109,7 @@ def test_a_range_without_an_archived_id_is_empty(case, capsys):
     end = case.log.manifest.last
     case.check = ArchiveCheck(case.store, KEY, PARTITION, first=end + 1, last=None)
     assert case.verify()["last"] is None
-    assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}")
+    assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}\n")
     everything = case.log.manifest.expired(end + 1, 0)
     mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
     case.marks = [mark]

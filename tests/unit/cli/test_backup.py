@@ -270,7 +270,9 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
             expected = {"revision": 17, "changed_by": "ann", "changed_ms": 5}
             assert shown == (None if access is None else expected)
         else:
-            line = "permissions: revision 17 of 1970-01-01T00:00:00Z by ann with 0 grants"
+            line = (
+                "permissions of revision 17, written at 1970-01-01T00:00:00Z by ann, with 0 grants"
+            )
             assert (line in ran.stdout) is (access is not None)
             assert ("revoked after the backup are valid again" in ran.stdout) is (
                 access is not None
@@ -321,7 +323,7 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     monkeypatch.setattr(Coordinator, "create_restored", create_later)
     zookeeper = MemoryZooKeeper(asyncio.Event)
     error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
-    assert "there is a cluster at" in error
+    assert "a cluster exists already at" in error
     assert written
     assert files_of(tmp_path / "archive") == before
     assert "/w" in zookeeper.dump(), "the first one"

@@ -76,7 +76,8 @@ def test_transactions_of_another_client_are_detected(capsys, connected):
         code, found = printed(capsys, "consume", "--first", "0", "--transactions", "1")
     assert code == 1
     assert found["wrong"] == [
-        "partition 0, ID 0: expected the transaction's own ID as data, found b'not a number'"
+        "partition 0, transaction 0: expected the transaction's own ID as data, "
+        "found b'not a number'"
     ]
 
 
@@ -116,4 +117,4 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
     found = faults_of(7, number - 1 - gap, number, text_of(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)
-    assert all(each.startswith(f"partition 7, ID {number}: expected ") for each in found)
+    assert all(each.startswith(f"partition 7, transaction {number}: expected ") for each in found)

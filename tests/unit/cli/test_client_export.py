@@ -97,7 +97,7 @@ def test_a_file_is_complete_or_absent(tmp_path):
         assert not output.exists()
     assert [each.name for each in tmp_path.iterdir()] == ["log.csv"]
     with (
-        pytest.raises(BadConfig, match=r"--output .*log.csv/x: Not a directory"),
+        pytest.raises(BadConfig, match=r"--output .*log.csv/x cannot be written: Not a directory"),
         _sink(output / "x"),
     ):
         pass

@@ -151,6 +151,6 @@ def test_progress_names_the_processes_still_waited_for():
 
     assert asyncio.run(ask()) == "slow"
     assert shown == [
-        (1, 2, "waiting until these daemons use the change: server a:1"),
+        (1, 2, "waiting for server a:1"),
         (2, 2, "all have answered"),
     ]

@@ -94,7 +94,7 @@ def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monke
     words = ["local", "up", "--directory", str(tmp_path)]
     assert main(words) == 0
     assert main([*words, "--archive", "tmp/archive"]) == 1
-    assert "Hint: expected a URL such as file:///srv/archive" in capsys.readouterr().err
+    assert "Hint: use a URL such as file:///srv/archive" in capsys.readouterr().err
     url = f"file://{tmp_path}/archive"
     assert main([*words, "--archive", url]) == 0
     assert main(words) == 0

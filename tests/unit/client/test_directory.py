@@ -154,7 +154,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     directory = directory_of(ZooKeeper())
 
     async def scenario():
-        with pytest.raises(errors.NotOwned, match="has no owner, or the assignment"):
+        with pytest.raises(errors.NotOwned, match="has no owner yet: ZooKeeper"):
             await directory.owner_now(0)
         return await directory.owner_now(0)
 

@@ -121,7 +121,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
         keys.keys_of.cache_clear()  # as in another process
         expected = [
             (b"one", None),
-            (None, "the key 'b' no longer exists"),
+            (None, "the key 'b' does not exist"),
             (None, "the payload is not encrypted"),
         ]
         reader = waltz.client(config(directory, encryption_required=True))
@@ -145,7 +145,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
             seen = Seen(2)
             await reader.subscribe(SeenOnLoop(seen))
             await until(seen.is_done.is_set)
-            assert seen.rows == [(b"one", None), (None, "the key 'b' no longer exists")]
+            assert seen.rows == [(b"one", None), (None, "the key 'b' does not exist")]
 
 
 @transactional(partition=0)
@@ -194,7 +194,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         assert (found.data, found.value(), found.data_error) == (
             None,
             None,
-            "the key 'a' no longer exists",
+            "the key 'a' does not exist",
         )
 
 
@@ -265,7 +265,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
         headers=table["header"].to_pylist(),
     )
     assert found.data.to_pylist() == [b"one", None, b"plain"]
-    assert found.errors.to_pylist() == [None, "the key 'b' no longer exists", None]
+    assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None]
 
 
 def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])
 def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
-    with pytest.raises(errors.BadConfig, match=f"{name} requires encryption_keys"):
+    with pytest.raises(errors.BadConfig, match=f"{name} requires setting encryption_keys"):
         replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key" else True})
 
 

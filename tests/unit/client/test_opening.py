@@ -28,7 +28,7 @@ async def _forgetting():
     client = AsyncWaltzClient.connect(CONNECT)
     with pytest.raises(
         errors.UsageError,
-        match=r"cannot use \^append: the client is not "
+        match=r"^cannot use append: the client is not "
         r"open yet. Hint: use `async",
     ):
         await client.append(b"x")

@@ -186,11 +186,11 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
     [
         (
             {"start": -1},
-            "argument start: expected a transaction ID as partition 0 of a range, found -1",
+            "argument start: partition 0: expected a transaction ID, found -1",
         ),
         (
             {"stop": True},
-            "argument stop: expected a transaction ID as partition 0 of a range, found True",
+            "argument stop: partition 0: expected a transaction ID, found True",
         ),
         (
             {"start": {1: 0}},
@@ -265,5 +265,5 @@ def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: Walt
 
 def test_columns_that_may_lack_a_decrypted_value_are_nullable():
     for name, kind in (("id", pa.int32()), ("data", pa.binary())):
-        with pytest.raises(errors.BadRequest, match=f"'{name}'.* Hint: declare it nullable"):
+        with pytest.raises(errors.BadRequest, match=f"'{name}'.* Hint: declare the column"):
             ScanColumns(pa.schema([pa.field(name, kind, nullable=False)]), has_keys=True)

@@ -149,7 +149,9 @@ def test_a_caught_error_that_rolled_back_the_transaction_is_rejected(engine: sa.
     callbacks = Adding(engine)
     apply_all(callbacks, range(3))
     callbacks.then = insert_again
-    with pytest.raises(BadRequest, match=r"had rolled it back .* caught \(UNIQUE .*begin_nested"):
+    with pytest.raises(
+        BadRequest, match=r"had rolled the transaction back .* caught \(UNIQUE .*begin_nested"
+    ):
         apply_all(callbacks, range(3, 6))
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
 
@@ -506,7 +508,7 @@ def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
     apply_all(old, range(3))
     restored = Adding(engine)
     restored.begin(OTHER, RestoredFrom({ONE.hex(): {0: 1}}))
-    with pytest.raises(ClusterKeyMismatch, match=r"found 01 \(in table"):
+    with pytest.raises(ClusterKeyMismatch, match=r"found 0101"):
         restored.client_high_water_mark(0)
     apply_all(old, [3])
 
@@ -545,5 +547,7 @@ def test_callbacks_that_would_apply_nothing_are_rejected(engine: sa.Engine) -> N
 
     with pytest.raises(BadConfig, match="Neither: expected a method `apply` or `apply_batch`"):
         Neither(engine)
-    with pytest.raises(BadConfig, match=r"Old: .*`apply_transaction`, which is not called"):
+    with pytest.raises(
+        BadConfig, match=r"Old overrides `apply_transaction`, which a view never calls"
+    ):
         Old(engine)

@@ -65,7 +65,10 @@ def test_serializers_reject_what_they_cannot_read(serializer):
 
 
 def test_json_is_compatible_with_other_programs():
-    with pytest.raises(errors.BadRequest, match=r"transaction data: .*found nan at \$\.a\[1\]"):
+    with pytest.raises(
+        errors.BadRequest,
+        match=r"transaction data cannot be written as JSON: found nan at \$\.a\[1\]",
+    ):
         JSON.serialize({"a": [1, float("nan")]})
     with pytest.raises(errors.BadFormat, match=r"transaction data: .*found Infinity at \$\.a"):
         JSON.deserialize(b'{"a": Infinity}')
@@ -74,7 +77,7 @@ def test_json_is_compatible_with_other_programs():
 def test_a_mark_is_a_transaction_id_or_none():
     assert [check_mark(mark) for mark in (-1, 0, np.int64(41))] == [-1, 0, 41]
     for wrong in ([1], {0: 1}, "1", 1.0, -2, True, 1 << 63):
-        with pytest.raises(errors.BadRequest, match="partition client_high_water_mark: expected a"):
+        with pytest.raises(errors.BadRequest, match="client_high_water_mark: expected a"):
             check_mark(wrong)
 
 

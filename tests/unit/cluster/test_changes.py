@@ -58,7 +58,8 @@ def test_replicas_are_added_one_by_one_and_awaited():
 def test_a_step_waits_for_an_open_session():
     reason = step(seen("ABC", session=4), "ABCD", "D")
     assert reason.startswith(
-        "must open a store session; the last one was with the replicas A, B, C"
+        "the server of the partition must open a store session; the last one was "
+        "with the replicas A, B, C"
     )
 
 
@@ -75,7 +76,7 @@ def test_no_step_makes_appends_wait_for_a_copy():
         "A, B, C, D. Hint: start its storage, or replace it."
     )
     assert step(seen("ABC", "AB"), "BC").startswith(
-        "C is not in sync, and without it appends would need 2 of the replicas B, C."
+        "replica C is not in sync, and without it appends would need 2 of the replicas B, C."
     )
 
 
@@ -209,7 +210,7 @@ GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 def test_the_replicas_of_a_storage_move_to_groups_without_one():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
     assert changes.without_storage(now, GROUPS, "A") == {0: ("B", "C", "D"), 1: ("B", "C", "D")}
-    with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0 .* add a"):
+    with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0. Hint: add a"):
         changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
@@ -232,7 +233,8 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
     now = {0: ("A", "B", "D"), 1: ("A", "B", "C"), 2: ("A",)}
     with pytest.raises(
         errors.BadRequest,
-        match=r"partition 0: D has a replica already.* left with 2 replicas instead of the usual 3",
+        match=r"storage D already has a replica of partition 0.* left "
+        r"with 2 replicas instead of the usual 3",
     ):
         changes.replaced(now, "A", "D", now)
     assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}

@@ -137,7 +137,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
         ("digest:a:b\nhunter2", "line 2: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r"),
         ("digest:a:b\nworld:hunter2:r", "line 2: expected SCHEME"),
         ("digest:a:b\nworld:anyone:", "line 2: expected SCHEME"),
-        ("digest:a:b\nworld:anyone:rx", "restored the cdrwa"),
+        ("digest:a:b\nworld:anyone:rx", "permissions of cdrwa"),
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
         ("digest:a:b\nmembers:digest:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
         ("digest:a:b\nmembers:hunter2", "line 2: expected members:digest:USER:PASSWORD"),

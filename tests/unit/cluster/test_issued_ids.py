@@ -78,5 +78,5 @@ async def test_a_counter_below_the_first_id_is_an_error():
     (one,) = coordinators(1)
     await start(one)
     await put(one, 5)
-    with pytest.raises(errors.BadFormat, match=r"/waltz/x/client: expected 1073741823 or more"):
+    with pytest.raises(errors.BadFormat, match=r"/waltz/x/client: expected at least 1073741823"):
         await one.issued_ids.next()

@@ -149,7 +149,7 @@ async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario
     await scenario.session.write([CreateNode("/b", b"x")])
     assert await tree.delete_tree(scenario.session, "/w") == 3
     with pytest.raises(
-        errors.BadRequest, match="expected a cluster or its remains, found a node t"
+        errors.BadRequest, match="expected a cluster or its remains, found a znode t"
     ):
         await tree.delete_tree(scenario.session, "/a")
     with pytest.raises(errors.BadRequest, match="1 bytes of another program"):

@@ -46,7 +46,7 @@ def test_the_key_of_a_call_comes_before_the_one_of_the_client() -> None:
     envelope = encryption().encrypt(b"x", **PLACE, key_id="b")
     only_a = {"a": KEYS["a"]}
     assert encryption().decrypt(envelope, **PLACE).data == b"x"
-    assert reason(encryption(only_a).decrypt(envelope, **PLACE)) == "the key 'b' no longer exists"
+    assert reason(encryption(only_a).decrypt(envelope, **PLACE)) == "the key 'b' does not exist"
 
 
 def test_without_a_key_id_a_payload_stays_as_it_is() -> None:
@@ -104,7 +104,7 @@ def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
     del keys["a"]
     assert both.decrypt(envelope, **PLACE).data == b"x"  # it is cached
     clock.now_s = KEY_SECONDS
-    assert reason(both.decrypt(envelope, **PLACE)) == "the key 'a' no longer exists"
+    assert reason(both.decrypt(envelope, **PLACE)) == "the key 'a' does not exist"
     with pytest.raises(errors.BadConfig, match=r"a test has no such key. Hint: create"):
         both.encrypt(b"x", **PLACE)
 
@@ -156,7 +156,7 @@ def test_a_column_has_a_key_per_row() -> None:
     ]
     found = encryption({"a": KEYS["a"]}).decrypt_column(sealed, partition=3, headers=headers)
     assert found.data.to_pylist() == [b"1", None, b"3", b"1"]
-    assert found.errors.to_pylist() == [None, "the key 'b' no longer exists", None, None]
+    assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None, None]
 
 
 def test_a_column_may_have_plain_and_damaged_payloads() -> None:

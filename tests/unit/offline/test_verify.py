@@ -105,7 +105,7 @@ RECORDS = {
         [
             (
                 f"{THREE}.seg at 806: bytes 806..872 have no valid record from 35 on: "
-                "expected at most 27"
+                "expected a record with at most 27 bytes of data"
             ),
             (f"{THREE}.idx at 216: expected 216 bytes, for the index of 11 records, found 224"),
             (
@@ -127,7 +127,7 @@ RECORDS = {
     "a segment that is gone": (
         lambda s: [seg(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
         [
-            f"{THREE}.chn at 40: header: expected chain 2851e2a1c2b64d2cd46733f6a3d31852 before",
+            f"{THREE}.chn at 40: header: expected chain hash 2851e2a1c2b64d2cd46733f6a3d31852",
             f"{THREE}.chn at 64: batch 23..31: expected the batch to begin at transaction 9",
             (
                 f"{ONE}.seg at 901: the segment ends with record 10, but the next segment "
@@ -147,7 +147,7 @@ RECORDS = {
     ),
     "the partition in a header": (
         lambda s: flip(seg(s, 0), 31, 1),
-        [f"{ONE}.seg at 28: header has no partition 2; it has 3"],
+        [f"{ONE}.seg at 28: header: expected partition 2, found 3"],
     ),
 }
 OTHER_FILES = {
@@ -211,15 +211,15 @@ OTHER_FILES = {
     ),
     "a structure of the control file": (
         lambda s: flip(s / "waltz-storage.ctl", 128 + 76 * 2 + 4 + 7),
-        ["waltz-storage.ctl at 284: partition 2, structure 1: expected CRC"],
+        ["waltz-storage.ctl at 284: partition 2, copy 1 of its structure: expected CRC"],
     ),
     "a cut control file": (
         lambda s: cut(s / "waltz-storage.ctl", 200),
-        [("waltz-storage.ctl at 232: expected a partition count of 432 bytes, for 4, found 232")],
+        [("waltz-storage.ctl at 232: expected 432 bytes, for 4 partitions, found 232")],
     ),
     "no control file": (
         lambda s: (s / "waltz-storage.ctl").unlink(),
-        ["waltz-storage.ctl: is missing; the storage does not start without it"],
+        ["waltz-storage.ctl: the file is missing; without it the storage does not start"],
     ),
     "a partition that is gone": (
         lambda s: shutil.rmtree(s / "2"),
@@ -432,7 +432,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     patch(path, 128, bytes(record))
     wrong, _ = found(storage)
     assert len(wrong) == 1
-    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
+    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
 
 def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
@@ -548,7 +548,7 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
 def test_a_log_without_its_first_segment_is_wrong(started):
     directory, before = started
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
-    assert f"no segment has {TWO}.seg: records 0..10" in found(directory)[0]
+    assert f"{TWO}.seg: no segment has records 0..10" in found(directory)[0]
 
 
 def test_another_chain_at_the_start_is_wrong(started):
@@ -559,7 +559,9 @@ def test_another_chain_at_the_start_is_wrong(started):
     ]
     (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
     (wrong,) = found(directory)[0]
-    assert wrong.startswith(f"{SLOTS}: start of the log after 20: expected chain 6363")
+    assert wrong.startswith(
+        f"{SLOTS}: the log begins after transaction 20: expected chain hash 6363"
+    )
 
 
 def blocks(name, directory):

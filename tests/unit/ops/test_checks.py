@@ -51,7 +51,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
 def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
-    assert text(case) == "partition 0 is assigned to storage no server"
+    assert text(case) == "partition 0 is assigned to no server"
     case.cluster(servers={}, owners={}, is_settled=False)
     assert failed(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
 
@@ -59,7 +59,7 @@ def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
 def test_a_server_that_does_not_answer_or_serve_is_reported(case):
     case.server(1, failure="refused", served={})
     assert failed(case) == [("server", (0,))]
-    assert text(case) == f"server {ONE} does not answer: refused."
+    assert text(case) == f"server {ONE} does not answer: refused"
     case.server(1, failure="")
     assert text(case) == (f"partition 0: server {ONE} owns it, but does not answer requests for it")
     case.server(1, served={0: False})
@@ -78,7 +78,7 @@ def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case
     assert failed(case) == []  # a 0.13 storage, and a healthy one
     case.storage(A, failure="refused")
     both = [each.text for each in check(case.facts.cluster, (0, 1))]
-    assert both == [never, f"storage {A} does not answer: refused."]
+    assert both == [never, f"storage {A} does not answer: refused"]
     case.storage(A, failure="", registered_id="aa", admin_failure="refused", replicas={})
     assert text(case) == f"storage {A} does not answer at its admin port: refused"
     case.storage(A, is_of_cluster=False)
@@ -101,7 +101,7 @@ def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
 
 def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
-    assert text(case) == f"partition 0: {C} is not engaged"
+    assert text(case) == f"partition 0: {C} is not in sync"
     case.states({A: ENGAGED, B: BEHIND, C: BEHIND})
     assert failed(case) == [("quorum", (0,))]
     case.states({A: ENGAGED, B: ENGAGED})

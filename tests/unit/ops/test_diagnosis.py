@@ -257,7 +257,7 @@ def test_an_assignment_without_the_running_servers_is_reported(case):
     case.server(1, failure="", served={0: True})
     case.cluster(is_settled=True, owners={1: Ownership(2, 4)})
     case.server(1, served={})
-    assert case.the_only("partition-without-server").sentence == "partition 0 has no owner:"
+    assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
 
 
 def test_two_preferred_owners_of_one_partition_are_reported(case):
@@ -265,7 +265,7 @@ def test_two_preferred_owners_of_one_partition_are_reported(case):
     assert case.found() == []
     case.server(2, preferred=(0, 1))
     found = case.the_only("preference-not-granted")
-    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns it" in found.sentence
+    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in found.sentence
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
@@ -308,7 +308,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     # From another machine this is unknown: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
-    assert "wait for it" in diagnose(case.facts)[0].sentence
+    assert "then wait" in diagnose(case.facts)[0].sentence
 
 
 def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
@@ -471,7 +471,7 @@ def test_a_replica_that_lags_is_reported(case):
     case.replica(B, last=91 + LAG_MAX)
     found = case.the_only("replica-lagging")
     assert found.about == f"0 {C}"
-    assert f"{LAG_MAX + 1} transactions behind" in found.sentence
+    assert f"{LAG_MAX + 1} transactions:" in found.sentence
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 

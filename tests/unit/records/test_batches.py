@@ -170,7 +170,7 @@ def test_each_row_of_a_slice_has_the_crc_of_its_bytes(
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"header": [1]}, "expected data"),
+        ({"header": [1]}, "expected a column 'data'"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
         ({"data": [b""], "color": [1]}, "found .*color"),
         ({"data": [None, b""]}, "column data: expected no nulls, found 1"),
@@ -202,7 +202,7 @@ def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
     none: list[list[int]] = [[]]
     with pytest.raises(BadRequest, match="column header"):
         batches.encode_append([2**31], [b""], write_locks=none, read_locks=none, append_locks=none)
-    with pytest.raises(BadRequest, match="one length"):
+    with pytest.raises(BadRequest, match="equal numbers of rows"):
         batches.encode_append([1, 2], [b""], write_locks=none, read_locks=none, append_locks=none)
 
 
@@ -236,7 +236,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
 def test_a_batch_over_its_limits_is_rejected() -> None:
     payload = simple([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
-    with pytest.raises(TooLarge, match="at most 2 rows bytes for each record, found 3"):
+    with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
         decode(payload, rows_max=2)
     with pytest.raises(TooLarge, match="bytes"):
         batches.decode_append(payload, rows_max=3, bytes_max=len(payload) - 1)

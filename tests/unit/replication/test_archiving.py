@@ -460,7 +460,8 @@ def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
     (report,) = bench.reports("archive.garbage_collection_failed")
     assert report["replica"] == C
     assert report["reason"].startswith(
-        "begins after transaction 4, but in ZooKeeper the last archived transaction is 3:"
+        "the log of the replica begins after transaction 4, but in ZooKeeper the "
+        "last archived transaction is 3:"
     )
     assert attempts(bench)[-1][1].first == 4, "archiving continues"
 

@@ -116,7 +116,7 @@ def test_a_later_generation_is_not_touched():
     bench.metadata = PartitionMetadata(5, 7, {})
     bench.own(generation=4)
     bench.run()
-    assert "generation 5" in bench.all_reported(Released)[0].reason
+    assert "generation of the partition is 5" in bench.all_reported(Released)[0].reason
     assert bench.metadata.session_id == 7
     assert bench.store.wake_at_ms is None
 

@@ -235,7 +235,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
-    assert "no common batch end" in bench.reports("replica.rejected")[-1]["reason"]
+    assert "no common end of a batch" in bench.reports("replica.rejected")[-1]["reason"]
     assert bench.store.readable_replicas == [A, B]
     assert bench.storages[C].last == 15
 

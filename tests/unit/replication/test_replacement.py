@@ -139,7 +139,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert bench.marker.archived.manifest == "r1"
     (reason,) = bench.store.replacement(OBJECT).failures
     expected = (
-        "reported no progress for"
+        "the storage has reported no progress for"
         if kind == "silence"
         else "expected a manifest that ends at transaction 3"
     )

@@ -509,7 +509,7 @@ def test_a_storage_at_the_address_of_another_is_not_trusted():
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "expected storage ID" in bench.reports("replica.rejected")[0]["reason"]
+    assert "expected the storage with ID" in bench.reports("replica.rejected")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]

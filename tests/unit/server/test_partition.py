@@ -1017,7 +1017,7 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     assert world.error(req_id) == errors.OutcomeUnknown.code
     assert not world.partition.is_owned
     (released,) = [each for each in world.rest if isinstance(each, replication.Released)]
-    assert "below the start of the log" in released.reason
+    assert "before the start of the log" in released.reason
 
 
 def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
@@ -1109,7 +1109,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     world.prove()
     message = world.answer(early)
     assert message.result[0] is None
-    assert "it, at transaction 1" in (message.result[1] or "")
+    assert "which ends at transaction 1" in (message.result[1] or "")
     world.fill(1, data=b"later")
     late = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     message = world.answer(late)

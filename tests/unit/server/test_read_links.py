@@ -111,7 +111,7 @@ async def test_a_late_answer_is_dropped():
         await first
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
-            with pytest.raises(Unreachable, match="no answer within"):
+            with pytest.raises(Unreachable, match="did not answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
         await until(lambda: len(there.asked) == 3)

@@ -182,7 +182,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), mine)
     await requests.answer(request(OPERATIONS.BEGIN, "c"), mine)  # removes the expired one
     assert await writes.read("expired") is None
-    with pytest.raises(errors.BadRequest, match="mine already has 3 writes"):
+    with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), mine)
     # Those that exist continue, and other principals are not affected.
     await requests.answer(request(OPERATIONS.BEGIN, "a"), mine)

@@ -158,7 +158,7 @@ def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
         SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
-    assert refused(answer, DiskFailed) == "no. Partitions already done:"
+    assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
     assert [each.partition_id for each in desk.changes] == [0, 1, 2]
     assert refused(desk.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
@@ -169,7 +169,7 @@ def test_marks_and_held_partitions_are_reported():
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    assert "this storage holds" in refused(
+    assert "this storage does not have" in refused(
         absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
     )
 
@@ -293,7 +293,9 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
     desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
-    assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
+    assert "the only replica in sync" in refused(
+        desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
+    )
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
 
@@ -401,7 +403,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     assert errors_found == [
         dropped,
         dropped,
-        f"{dropped}. Partitions already done:",
+        f"{dropped}. Partitions already done: [0, 1]",
         None,
     ]
 

@@ -165,7 +165,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
     assert isinstance(found, BelowStart)
     assert (found.first_available, found.retriable) == (6, False)
-    assert "6, found one with the IDs 5..9" in str(found)
+    assert "the first available one is 6" in str(found)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
@@ -223,9 +223,9 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: the requested transactions 0..9; earlier transactions are in the "
-        "archive, but the server that owns the partition has not sent the archived mark yet "
-        "are not available: the log of this storage begins at 16"
+        "partition 0: the requested transactions 0..9 are not available: the log of this storage "
+        "begins at 16; earlier transactions are in the archive, but the server that owns the "
+        "partition has not sent the archived mark yet"
     )
 
 
@@ -267,7 +267,10 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
     found = archived.error(message)
     assert isinstance(found, ArchiveUnavailable), "the archive may have them"
-    assert "records 4..7 are damaged; the owner has not sent yet" in str(found)
+    assert (
+        "records 4..7 are damaged; the server that owns the partition has not reported yet"
+        in str(found)
+    )
     bench.ask(1, archived.mark())
     found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
     assert (found.first, found.count) == (4, 6)

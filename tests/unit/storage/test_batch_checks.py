@@ -43,7 +43,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
     bad[2 * RECORD_BYTES + 44] ^= 1
     with pytest.raises(
         ChecksumMismatch,
-        match="append from transaction 4: the CRC or the length of record 6 is wrong on",
+        match="append from transaction 4 on: the CRC or the length of record 6 is wrong",
     ):
         check_batches(4, lengths, bytes(bad), KEY, entries)
     other = records[:RECORD_BYTES] + make_run(9, [20])[0] + records[2 * RECORD_BYTES :]

@@ -158,7 +158,7 @@ def test_a_structure_in_the_place_of_another_is_rejected():
         open_control(disk)
     disk.put(PATH, content)
     disk.flip(PATH, partition_entry_offset(1) + 3, 2)
-    with pytest.raises(BadFormat, match="partition 1 in entry 1; expected one of 3"):
+    with pytest.raises(BadFormat, match="expected partition 1 in entry 1, found 3"):
         open_control(disk)
 
 
@@ -239,7 +239,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     slots = SlotFile.open(disk, ROOT, 2)
     assert (slots.slot.promised, slots.fell_back) == (6, True)
     disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
-    with pytest.raises(BadFormat, match="no control slot is valid"):
+    with pytest.raises(BadFormat, match="neither control slot is valid"):
         SlotFile.open(disk, ROOT, 2)
 
 
@@ -266,7 +266,7 @@ def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
 def test_slots_of_another_partition_are_rejected():
     disk = new_disk()
     new_slots(disk)
-    with pytest.raises(BadFormat, match="partition 1; expected one of 2"):
+    with pytest.raises(BadFormat, match="expected partition 1, found 2"):
         SlotFile.open(disk, ROOT, 1)
 
 

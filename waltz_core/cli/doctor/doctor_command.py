@@ -115,7 +115,7 @@ def as_text(facts: Facts, found: list[Finding]) -> list[str]:
     """Return the lines for people."""
     if not found:
         if facts.cluster is None:
-            return ["no lasting problem was found, but not all could be queried: try again"]
+            return ["no lasting problem was found, but the cluster could not be queried: try again"]
         return [f"no problems: {summary(facts)}", f"clocks: {_clocks(facts)}"]
     lines = []
     for number, each in enumerate(found, 1):

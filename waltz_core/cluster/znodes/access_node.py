@@ -72,7 +72,7 @@ def decode(data: bytes) -> Permissions:
     """Decode (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
         raise BadFormat(
-            f"znode of the permissions: expected at most {NODE_BYTES_MAX} bytes, found {len(data)}"
+            f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}"
         )
     try:
         return _permissions(_DECODER.decode(data.decode("utf-8")))
@@ -85,7 +85,7 @@ def decode(data: bytes) -> Permissions:
 def _permissions(found: object) -> Permissions:
     if type(found) is dict and found.get("format") != _FORMAT:
         raise ValueError(
-            f"znode of the permissions: expected format {_FORMAT}, found "
+            f"expected format {_FORMAT}, found "
             f"{found.get('format')!r:.80}"
         )
     node = _object(found, "the node", _KEYS)
