@@ -13,7 +13,8 @@ Rules:
        the principal with the most such bytes, and closes its link with the most. So a peer with
        many links cannot cause the links of others with large frames to be closed. Reading a link
        more slowly would not help, because the peer would keep the memory.
-    5. One handshake begins in each iteration of the event loop, and hosts take turns.
+    5. One handshake begins at a time, and after it none for `HANDSHAKE_PAUSE_S`, so that open
+       connections have most of the event loop. Hosts take turns.
 """
 
 import ipaddress
@@ -32,6 +33,8 @@ LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
 STRANGERS_SHARE: Final = 4
 TENANT_SHARE: Final = 4
+# About 330 per second: a thousand clients are connected again within the 5 s of a dial.
+HANDSHAKE_PAUSE_S: Final = 0.003
 _HOSTS_MAX: Final = 10_000
 
 
@@ -123,32 +126,41 @@ class HandshakeLimits:
 
 
 class HandshakeTurns:
-    """Rule 5; a port calls `add` for each handshake, `call_soon` is the loop's."""
+    """Rule 5; a port calls `add` for each handshake, `call_later` is the loop's."""
 
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        self._call_soon = call_soon
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:
+        self._call_later = call_later
+        self._is_scheduled = False
         # By host; the first one has the next turn.
-        self._waiting: dict[str, deque[Future[None]]] = {}
+        self._waiting: dict[str, deque[tuple[Future[None], Callable[[], bool]]]] = {}
 
-    def add(self, address: str, turn: "Future[None]") -> None:
-        """Set the result of `turn` when it is the turn of a handshake of this host."""
-        if not self._waiting:
-            self._call_soon(self._begin_one)
-        self._waiting.setdefault(network_of(address), deque()).append(turn)
+    def add(self, address: str, turn: "Future[None]", has_closed: Callable[[], bool]) -> None:
+        """Set the result of `turn` when it is the turn of a handshake of this host.
+
+        No pause follows if the peer `has_closed` then: a port that cannot keep up with a mass of
+        dialing clients would otherwise spend its turns on those that have closed.
+        """
+        self._waiting.setdefault(network_of(address), deque()).append((turn, has_closed))
+        if not self._is_scheduled:
+            self._schedule(0)
+
+    def _schedule(self, pause_s: float) -> None:
+        self._is_scheduled = True
+        self._call_later(pause_s, self._begin_one)
 
     def _begin_one(self) -> None:
-        is_begun = False
-        while self._waiting and not is_begun:
+        self._is_scheduled = False
+        while self._waiting:
             host = next(iter(self._waiting))
             turns = self._waiting.pop(host)
-            turn = turns.popleft()
+            turn, has_closed = turns.popleft()
             if turns:
                 self._waiting[host] = turns
             if not turn.done():  # it was not cancelled meanwhile
                 turn.set_result(None)
-                is_begun = True
-        if self._waiting:
-            self._call_soon(self._begin_one)
+                # Also if none waits: the next one to come has to wait for the rest of the pause.
+                self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)
+                return
 
 
 class LinkLimits:
