@@ -250,7 +250,7 @@ class SessionArchiver:
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
-        self._differs(f"has {answer.chain_before.hex()} there", now_ms)
+        self._differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def begins_later(self, now_ms: int) -> None:
         """The log of the replica that is checked begins after the ID that follows the mark."""
@@ -263,9 +263,9 @@ class SessionArchiver:
             self._check_next(now_ms)
             return
         self.contradiction = (
-            f"the archive has IDs up to {self.last} with chain {self.recorded.chain.hex()}, but "
-            f"replica {replica} {found}: the log is not the archived one, or ZooKeeper's data was "
-            "rolled back"
+            f"the archive has transactions up to {self.last} with chain hash "
+            f"{self.recorded.chain.hex()}, but replica {replica} {found}: the log is not the "
+            "archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts
@@ -286,7 +286,7 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is not None:
             if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
-                self._fail(f"no report of progress for {PROGRESS_MS_MAX} ms", now_ms)
+                self._fail(f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms)
             elif attempt.found is not None and not attempt.is_comparing:
                 self._compare(attempt, attempt.found, engaged, now_ms)
             return
@@ -347,8 +347,9 @@ class SessionArchiver:
             assert each.repair is not None
             if each.repair.start > recorded.last:
                 reason = (
-                    f"its log begins after {each.repair.start}, but ZooKeeper has "
-                    f"{recorded.last} as the last archived ID: its data was rolled back"
+                    f"the log of the replica begins after transaction {each.repair.start}, "
+                    f"but in ZooKeeper the last archived transaction is {recorded.last}: "
+                    "ZooKeeper's data was rolled back"
                 )
                 self._collection_failed(each.replica, reason, now_ms)
                 return
@@ -370,7 +371,7 @@ class SessionArchiver:
 
     def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         self._collect_at_ms = now_ms + self._limits.collection_interval_ms
-        self._report("archive.collection_failed", replica=replica, reason=reason)
+        self._report("archive.garbage_collection_failed", replica=replica, reason=reason)
 
     # ---- expiry (rule 9)
 
@@ -413,7 +414,7 @@ class SessionArchiver:
             self._expiry_ended(now_ms)
         elif not recorded.first <= notice.first <= recorded.last + 1:
             limits = f"{recorded.first}..{recorded.last + 1}"
-            self._fail(f"expected a first ID of {limits}, found {notice.first}", now_ms)
+            self._fail(f"expected a first available ID in {limits}, found {notice.first}", now_ms)
         else:
             self._attempt, self._expiring = None, bounds
             self.wanted = recorded._replace(
@@ -452,7 +453,7 @@ class SessionArchiver:
             return
         untried = [each for each in capable if each.replica not in current.failures]
         if not untried or recorded is None:
-            reasons = current.reasons or ("no storage that is engaged can archive",)
+            reasons = current.reasons or ("no storage whose replica is in sync can archive",)
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
         each, request = self._next_of(untried), current.request
@@ -474,9 +475,13 @@ class SessionArchiver:
             self._attempt = None
             current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
-            expected = f"{recorded.last} with the chain {recorded.chain.hex()}"
-            found = f"{notice.last} with {bytes(notice.chain).hex()}"
-            self._fail(f"expected a manifest that ends at {expected}, found {found}", now_ms)
+            expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
+            found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
+            self._fail(
+                f"expected a manifest that ends at transaction {expected}, found one that ends "
+                f"at {found}",
+                now_ms,
+            )
         else:
             self._attempt, current.written_by = None, attempt.replica
             self.wanted = recorded._replace(
@@ -522,7 +527,11 @@ class SessionArchiver:
             self._attempt, self._failure_count = None, 0
             self._next_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
-            self._fail(f"expected an end of at least {attempt.first}, found {notice.last}", now_ms)
+            self._fail(
+                f"expected that the archived range ends at transaction {attempt.first} or later, "
+                f"found {notice.last}",
+                now_ms,
+            )
         else:
             first = TransactionId(0) if self.recorded is None else self.recorded.first
             attempt.found = ArchivedMark(
@@ -576,10 +585,14 @@ class SessionArchiver:
         if end is not None and (end.last, end.chain) == (found.last, found.chain):
             self._attempt, self.wanted = None, found
             return
-        shown = "no batch end" if end is None or end.last != found.last else end.chain.hex()
+        shown = (
+            ("no batch that ends there")
+            if end is None or end.last != found.last
+            else end.chain.hex()
+        )
         self._fail(
-            f"expected chain {found.chain.hex()} at ID {found.last}, as archived by "
-            f"{attempt.replica}, found {shown} at {each.replica}",
+            f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
+            f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
             now_ms,
         )
 
@@ -617,7 +630,9 @@ class SessionArchiver:
         if attempt.is_replacement:
             assert self._replacement is not None
             self._replacement.failures[attempt.replica] = reason
-            self._report("archive.replacement_failed", replica=attempt.replica, reason=reason)
+            self._report(
+                "archive.object_replacement_failed", replica=attempt.replica, reason=reason
+            )
             return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
@@ -634,10 +649,14 @@ class SessionArchiver:
             if replacement is not None and replacement.written_by is not None:
                 self._replaced(replacement, recorded)
             elif recorded.last == self.last:
-                self._report("archive.expired", first=recorded.first, manifest=recorded.manifest)
+                self._report(
+                    "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
+                )
                 self._expiry_ended(now_ms)
             else:
-                self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
+                self._report(
+                    "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
+                )
                 self._failure_count, self._next_at_ms = 0, now_ms
             if self._collect_at_ms is None:
                 self._collect_at_ms = now_ms

@@ -308,7 +308,7 @@ class PartitionStore:
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
             return
-        self._end_session("ownership or assignment changed")
+        self._end_session("the owner or the replicas of the partition have changed")
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
@@ -332,7 +332,7 @@ class PartitionStore:
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
             limit_ms = self._limits.quorum_ms_max
-            self._release(f"no quorum of replicas for {limit_ms} ms", for_others=True)
+            self._release(f"there was no quorum of replicas for {limit_ms} ms", for_others=True)
             return
         if self._session is not None:
             self._session.woken(now_ms)
@@ -533,7 +533,7 @@ class PartitionStore:
         else:
             self._writing = None
             assert self._session is not None
-            self._session.end(Ending(Cause.FENCED, "another session was claimed"))
+            self._session.end(Ending(Cause.FENCED, "another server has claimed a store session"))
 
     def _wrote(self, view: View) -> None:
         """A write is known to have succeeded."""
@@ -555,8 +555,8 @@ class PartitionStore:
             self._no_quorum_since_ms = self._now_ms
         if is_newer(view.metadata.generation, self._generation):
             self._release(
-                f"the partition is at generation {view.metadata.generation}, "
-                f"this server owns generation {self._generation}"
+                f"the generation of the partition is {view.metadata.generation}, but this "
+                f"server owns it in generation {self._generation}"
             )
             return
         if self._is_race_lost(view):
@@ -582,7 +582,9 @@ class PartitionStore:
         self._lost_to = view.name
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
-            self._release(f"{self._lost_race_count} sessions were lost to another server")
+            self._release(
+                f"other servers have claimed {self._lost_race_count} store sessions before this one"
+            )
             return True
         if self._lost_race_count > 1:
             self._view = None
@@ -592,7 +594,7 @@ class PartitionStore:
 
     def _rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
-        self._report("partition.rejected", reason=reason)
+        self._report("partition.open_failed", reason=reason)
         self._view = None
         self._no_quorum_since_ms = self._now_ms
         self._claim_after(self._limits.rejected_retry_ms)

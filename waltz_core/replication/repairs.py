@@ -147,9 +147,9 @@ class Repairs:
             return
         if isinstance(step, Truncation | Reset) and self._contradicts(repair):
             self.contradiction = (
-                f"replica {each.replica} has batches of session {repair.newest}, but the last "
-                f"opened session in ZooKeeper is {self._recovery.newest_session}: ZooKeeper's data "
-                "was rolled back"
+                f"replica {each.replica} has batches of store session {repair.newest}, but "
+                f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
+                "ZooKeeper's data was rolled back"
             )
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:
@@ -351,7 +351,7 @@ class Repairs:
         target = self._running[ticket].target
         self._outbox.append(
             Report(
-                "replica.no_source",
+                "replica.source_unusable",
                 (("replica", source), ("target", target.replica), ("reason", reason)),
             )
         )
@@ -429,7 +429,8 @@ class Repairs:
             expected = step.answer.first + step.answer.count - 1
             if answer.synced_max != expected:
                 raise RemoteProtocolError(
-                    f"copy: expected {expected} to be synced, found {answer.synced_max}"
+                    "copy to a replica: expected that it is synced up to transaction "
+                    f"{expected}, found {answer.synced_max}"
                 )
             repair.appended(step)
         else:
@@ -456,7 +457,8 @@ class Repairs:
         elif isinstance(step, Reset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    f"reset: expected the log to end at {step.last}, found {last}"
+                    "reset of a replica: expected that its log ends at transaction "
+                    f"{step.last}, found {last}"
                 )
             repair.reset(step)
             self._outbox.append(
@@ -470,8 +472,9 @@ class Repairs:
             assert isinstance(step, SetMark)
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    f"mark: expected the log to end at {step.mark} with chain {step.chain.hex()}, "
-                    f"found {last} with chain {chain.hex()}"
+                    "low-water mark of a replica: expected that its log ends at transaction "
+                    f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
+                    f"hash {chain.hex()}"
                 )
             repair.marked()
             each.marked(step.mark, step.chain)

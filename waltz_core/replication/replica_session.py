@@ -223,8 +223,8 @@ class ReplicaSession:
         request = self._requests.pop(answer.sequence, None)
         if request is None:
             raise RemoteProtocolError(
-                f"storage {self.replica}: {type(answer).__name__} has sequence number "
-                f"{answer.sequence}, but there is no such request"
+                f"storage {self.replica}: {type(answer).__name__} answers request "
+                f"{answer.sequence}, which was not sent"
             )
         expected = _ANSWERS[type(request.message)]
         if not isinstance(answer, expected | messages.Nack):
@@ -286,7 +286,7 @@ class ReplicaSession:
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:
             raise RemoteProtocolError(
-                f"storage {self.replica}: expected a last synced ID of {last}..{self.next_id - 1}, "
-                f"found {answer.synced_max}"
+                f"storage {self.replica}: expected that it is synced up to a transaction in "
+                f"{last}..{self.next_id - 1}, found {answer.synced_max}"
             )
         self.synced_last = max(self.synced_last, TransactionId(answer.synced_max))

@@ -100,23 +100,23 @@ def rejection(
     """
     if origin_of(view.metadata, view.marker) is Origin.LOST:
         return (
-            "the partition was opened earlier, but its metadata has no replica states: "
-            "the data of ZooKeeper was lost or rolled back"
+            "the partition was opened before, but its metadata in ZooKeeper has no states "
+            "of replicas: ZooKeeper's data was lost or rolled back"
         )
     states = view.metadata.states
     quorum = quorum_size(len(replicas))
     strangers = [name for name in replicas if name not in states]
     if states and len(strangers) >= quorum:
         return (
-            f"expected fewer than {quorum} new replicas, found {', '.join(strangers)} "
-            f"among {', '.join(replicas)}"
+            f"expected fewer than {quorum} new replicas at once, found "
+            f"{', '.join(strangers)} among {', '.join(replicas)}"
         )
     known = view.metadata.session_id
     ahead = [name for name in replicas if promised.get(name, known) > known]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} are bound to sessions later than {known}, the last one "
-            f"in ZooKeeper: the data of ZooKeeper was lost or rolled back"
+            f"replicas {', '.join(ahead)} have store sessions after {known}, the last one in "
+            "ZooKeeper: ZooKeeper's data was lost or rolled back"
         )
     return None
 

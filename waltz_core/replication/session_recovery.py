@@ -174,14 +174,15 @@ class Recovery:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
             return (
-                f"has records up to ID {answer.synced_max}, but ZooKeeper has no recorded state of "
-                "the partition's replicas"
+                f"the replica has records up to transaction {answer.synced_max}, but "
+                "ZooKeeper has no states of the partition's replicas"
             )
         if answer.engaged_session <= self.newest_session:
             return None
         return (
-            f"was engaged in session {answer.engaged_session}, but the last opened session in "
-            f"ZooKeeper is {self.newest_session}: ZooKeeper's data was rolled back"
+            f"the replica was in sync in store session {answer.engaged_session}, but in "
+            f"ZooKeeper the last opened session is {self.newest_session}: ZooKeeper's data "
+            "was rolled back"
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:

@@ -76,7 +76,7 @@ class Settlement:
         """
         if not answer.lineage:
             raise RemoteProtocolError(
-                f"storage {each.replica}: expected a lineage with batches, found none"
+                f"storage {each.replica}: expected a lineage with at least one batch, found none"
             )
         if any(entry.session_id == RECONSTRUCTED for entry in answer.lineage):
             self._request_next(each, now_ms)
@@ -124,8 +124,8 @@ class Settlement:
         self._doubtful.clear()
         if not self._replicas:
             raise RemoteProtocolError(
-                f"storage {each.replica} has lost the batches that show the outcome of the "
-                "previous session, and so have all other engaged storages"
+                f"storage {each.replica} has lost the batches that show how the previous "
+                "store session ended, and so have all other storages that are in sync"
             )
         self.begin(now_ms)
 

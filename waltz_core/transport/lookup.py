@@ -66,7 +66,9 @@ def begin(host: str) -> Future[Addresses]:
         thread.start()
     except RuntimeError as error:
         _end(host)
-        lookup.set_exception(OSError(f"no thread for the lookup of {host}: {error}"))
+        lookup.set_exception(
+            OSError(f"cannot resolve the host name {host}: no thread could be started: {error}")
+        )
     return lookup
 
 

@@ -102,7 +102,7 @@ def split_address(address: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
     if not colon or not host or not is_port:
-        raise BadConfig(f'expected an address "host:port", found {address!r:.200}')
+        raise BadConfig(f'expected an address such as "host:port", found {address!r:.200}')
     return host, int(port)
 
 
@@ -152,14 +152,17 @@ async def dial(
                 if token is not None:
                     await dialing.state_token(link, token)
         except TimeoutError as error:
-            raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
+            raise Unreachable(
+                f"{address} did not accept a connection and send its hello message within "
+                f"{timeout_s} s"
+            ) from error
         except OSError as error:
             kind = TlsFailed if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
         dialing.log_rejection(address, error)
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
-        link.abort("the dial was cancelled")
+        link.abort("the attempt to connect was cancelled")
         raise
     return link
 
@@ -404,7 +407,7 @@ class Link:
         self.bytes_sent += size_bytes
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:
-            self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
+            self.abort(f"the peer does not read: {backlog_bytes} bytes for it are unsent")
 
     async def drained(self) -> None:
         """Wait until the link is not congested, or is closed."""
@@ -557,7 +560,7 @@ class Link:
         """Take the principal of a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
-            raise AuthenticationFailed("expected TLS, which every token requires")
+            raise AuthenticationFailed("expected TLS, which is required to present a token")
         if self.access is not None:
             self.access.take_token(credential.token)
 
@@ -633,12 +636,12 @@ class Link:
         self._is_reading = is_wanted
 
     def _hello_is_late(self) -> None:
-        self.abort(f"expected a hello within {HELLO_S_MAX} s")
+        self.abort(f"expected the hello message of the peer within {HELLO_S_MAX} s")
 
     def _tick(self) -> None:
         """Enforce rules 5, 6 and 9, every `_TICK_S`."""
         if self.is_stranger:
-            self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
+            self.abort(f"the principal of the connection had no permission for {STRANGER_S_MAX} s")
             return
         if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit
@@ -651,7 +654,7 @@ class Link:
         is_slow = is_inside_frame and self._tick_was_inside_frame
         self._idle_ticks = 0 if received or not self._is_reading else self._idle_ticks + 1
         if is_slow and received < _FRAME_BYTES_PER_TICK_MIN and self._is_reading:
-            self.abort(f"a frame arrived too slowly: {received} bytes in {_TICK_S} s")
+            self.abort(f"a message arrived too slowly: {received} bytes in {_TICK_S} s")
             return
         if self._is_listener and self._idle_ticks > _IDLE_TICKS_MAX:
             self.abort(f"nothing was received for {int(_IDLE_TICKS_MAX * _TICK_S)} s")
@@ -660,7 +663,7 @@ class Link:
         silence_ms = tcp.silence_ms(self._transport.get_extra_info("socket"))
         if silence_ms is not None:
             _log.warning("net.peer_silent peer=%s silent_ms=%d", self.address, silence_ms)
-            self.abort(f"the peer's host has acknowledged nothing for {silence_ms} ms")
+            self.abort(f"the host of the peer has acknowledged no packet for {silence_ms} ms")
             return
         if not self._is_listener and self.bytes_sent == self._tick_sent:
             self._transport.write(self._connection.keep_alive())
@@ -714,4 +717,4 @@ def _connection_error(address: str, link: Link) -> WaltzError:
         return TlsFailed(f"{address}: {broken or link.closed_reason}")
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")
-    return Unreachable(f"{address}: {link.closed_reason} before its hello")
+    return Unreachable(f"{address}: {link.closed_reason} before it sent its hello message")

@@ -96,7 +96,7 @@ class TlsPort:
             rejection = self._limits.begin(address[0])
             if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
                 if tls.is_new_failure(address[0], "too many handshakes"):
-                    _log.warning("tls.failed peer=%s error=%s", address[0], rejection)
+                    _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
                 continue
             tasks.create_task(self._handshake(accepted, address[0]))
@@ -118,11 +118,12 @@ class TlsPort:
                     ssl_handshake_timeout=HANDSHAKE_S_MAX if is_tls else None,
                 )
         except TimeoutError:
-            tls.log_failure(host, f"no handshake within {HANDSHAKE_S_MAX} s")
+            tls.log_failure(host, f"the TLS handshake did not complete within {HANDSHAKE_S_MAX} s")
         except ConnectionResetError:
             tls.log_failure(
                 host,
-                "the peer closed the connection in the handshake: it may not trust the certificate",
+                "the peer closed the connection during the handshake. It may not trust the "
+                "certificate",
             )
         except OSError as error:
             tls.log_failure(host, tls.failure_text(error))
@@ -130,7 +131,7 @@ class TlsPort:
                 with contextlib.suppress(OSError):
                     duplicate.send(tls.alert_of(error))
         except Exception:  # noqa: BLE001 - one connection must not end the port
-            _log.exception("tls.task_failed peer=%s", host)
+            _log.exception("tls.connection_failed peer=%s", host)
         finally:
             self._limits.end(host)
             if duplicate is not None:
@@ -196,7 +197,7 @@ class TlsPort:
                 )  # with unread bytes the system would drop the alert
                 accepted.send(tls.HANDSHAKE_FAILURE)
             elif tcp.has_closed(accepted):
-                failure = "the peer closed the connection while its handshake waited for its turn"
+                failure = "the peer closed the connection while its handshake waited for others"
                 tls.log_failure(host, failure)
             return not failure
         if self._context.plain_peers:  # rule 4

@@ -185,10 +185,10 @@ class ContextRun:
     async def _attempt(self) -> bool:
         """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
-        await self._before_deadline(partition.mounted(), "the partition was not mounted")
+        await self._before_deadline(partition.mounted(), "the client had not mounted the partition")
         if partition.reads_by_feed:
             await self._before_deadline(
-                partition.wait_for_feed(), "the application has paused the partition"
+                partition.wait_for_feed(), "the application had paused the partition"
             )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
@@ -204,7 +204,8 @@ class ContextRun:
             return False
         if builder.data is None:
             raise errors.BadRequest(
-                "execute returned True without transaction data: call set_transaction_data"
+                "method execute returned True, but has not set the transaction data. Hint: "
+                "call set_transaction_data in it."
             )
         mark, following = builder.claim()
         data = builder.data
@@ -217,7 +218,7 @@ class ContextRun:
                     header=builder.header,
                     key_id=builder.encryption_key,
                 ),
-                "the key provider had not answered",
+                "the key provider had not returned the encryption key",
             )
         row = PendingRow(data, builder.header, mark)
         row.follows = following
@@ -227,7 +228,7 @@ class ContextRun:
         row.is_attempt = True
         await self._before_deadline(
             partition.window.take(1, row.size_bytes),
-            "the client's limit of appends in flight left no room for it",
+            "the client had reached its limit of appends in flight",
         )
         partition.appends.add(row)
         self._row = row
@@ -245,8 +246,8 @@ class ContextRun:
             partition = self._partition
             failure = "" if partition.is_ready else f": {partition.stream.failure}"
             raise _DeadlinePassed(
-                f"context in partition {partition.partition_id}: {what} after "
-                f"{self._context.timeout_ms} ms (timeout_ms){failure}"
+                f"the context for partition {partition.partition_id} timed out: after "
+                f"{self._context.timeout_ms} ms (timeout_ms), {what}{failure}"
             ) from None
 
     async def _step(self) -> bool:
@@ -306,16 +307,18 @@ class ContextRun:
         log = max(wanted, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
         rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
-        hint = "nothing was applied in that time; check what the callbacks wait for."
+        hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s
             hint = (
-                f"at this rate it takes {left_s:,.1f} s to catch up; submit the context again then."
+                f"at this rate, the callbacks need {left_s:,.1f} s to apply the rest of the "
+                "log; submit the context again then."
             )
         error = errors.ViewBehind(
-            f"context in partition {partition.partition_id}: after {self._context.timeout_ms} ms "
-            f"(timeout_ms) its view has not caught up: it is at transaction {applied}, the log at "
-            f"{log}, and {rate_per_s:,.1f} transactions a second were applied. Hint: {hint}"
+            f"the context for partition {partition.partition_id} timed out: after "
+            f"{self._context.timeout_ms} ms (timeout_ms), the callbacks had not applied the "
+            f"log yet. They are at transaction {applied}, the log is at {log}, and they apply "
+            f"{rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
         error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
         return error
@@ -352,7 +355,9 @@ class ContextRun:
         row = self._row
         # NB: the end of the loop cancels this task, and with it the future that it waits for.
         if row is None or not row.future.done() or row.future.cancelled():
-            error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
+            error = errors.OutcomeUnknown(
+                "the client was closed before the outcome of the append was known"
+            )
             self._finish(error)
         elif (failure := row.future.exception()) is not None:
             self._finish(failure)
@@ -360,7 +365,10 @@ class ContextRun:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)
         else:
-            text = "the client was closed before another attempt; the transaction is not in the log"
+            text = (
+                "the client was closed before the context was tried again; the transaction is "
+                "not in the log"
+            )
             self._finish(errors.Unreachable(text))
 
     async def _expire(self, error: errors.WaltzError) -> bool:

@@ -174,8 +174,9 @@ class SqlCallbacks(BatchCallbacks):
             found = self._row(connection, builder.partition_id)
             if found is None:
                 raise errors.BadRequest(
-                    f"partition {builder.partition_id}: nothing of it was applied to this "
-                    "database. Hint: subscribe to it first."
+                    f"partition {builder.partition_id}: the view has not applied any of its "
+                    "transactions to this database yet. Hint: subscribe the view to the "
+                    "partition first."
                 )
             builder.client_high_water_mark = TransactionId(found[0])
             yield connection
@@ -301,10 +302,12 @@ class SqlCallbacks(BatchCallbacks):
     def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
-                f"partition {partition}: expected a view of cluster {self._key}, found one of "
-                f"cluster {key} (table {self.marks.name!r}, application {self._application!r}): "
-                "the log was created again, or the view belongs to another one. Hint: apply this "
-                "log to tables of its own, under another `application`, or connect to that cluster."
+                f"partition {partition}: the tables are a view of another cluster: expected "
+                f"cluster key {self._key}, found {key} (in table {self.marks.name!r}, "
+                f"application {self._application!r}). The log was created again, or the "
+                "connect string names another cluster. Hint: connect to the cluster of the "
+                "view, or apply this log to other tables, under another name in "
+                "`application`."
             )
 
     def _with_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
@@ -341,9 +344,10 @@ class SqlCallbacks(BatchCallbacks):
             self._check_key(partition, found[1])
         if found is None or found[0] <= known:
             raise errors.DataLoss(
-                f"partition {partition}: expected the database to have applied {known}, found "
-                f"{'nothing' if found is None else found[0]}: the database was restored to an "
-                "older state while this instance ran. Hint: restart it; it continues from there."
+                f"partition {partition}: the database is behind this process: expected the "
+                f"applied mark {known}, found {'nothing' if found is None else found[0]}. It "
+                "was restored to an older state while the process ran. Hint: restart the "
+                "process; it continues from the mark in the database."
             )
         self._known[partition] = found[0]
         return False
@@ -381,8 +385,8 @@ class SqlCallbacks(BatchCallbacks):
             found = None  # PostgreSQL accepts no statement after an error
         if found is None or found[0] != to:
             raise _early_end(
-                f"that the database had rolled it back because of an error that `apply` caught "
-                f"({error})"
+                "that the database had rolled the transaction back after an error that "
+                f"`apply` caught ({error})"
             ) from error
 
     def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
@@ -460,13 +464,13 @@ def _check_class(given: type[SqlCallbacks]) -> None:
     plain = SqlCallbacks
     if given.apply is plain.apply and given.apply_batch is plain.apply_batch:
         raise errors.BadConfig(
-            f"{given.__name__}: expected `apply` or `apply_batch`, found neither"
+            f"class {given.__name__}: expected a method `apply` or `apply_batch`, found neither"
         )
     if given.apply_transaction is not plain.apply_transaction:
         raise errors.BadConfig(
-            f"{given.__name__}: expected `apply`, `apply_batch` or `apply_transactions` to be "
-            "overridden, found `apply_transaction`, which is not called: transactions are applied "
-            "in batches"
+            f"class {given.__name__} overrides `apply_transaction`, which a view never calls, "
+            "because it applies transactions in batches. Hint: override `apply`, "
+            "`apply_batch` or `apply_transactions`."
         )
 
 
@@ -476,17 +480,19 @@ def _check_engine(engine: sa.Engine) -> None:
         raise errors.BadConfig(f"expected an engine from sqlalchemy.create_engine, found {given!r}")
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
-            f"{engine.url!r}: expected a database that several connections share, found a pool of "
-            f"class {type(engine.pool).__name__}: each thread would have its own database, or all "
-            "of them one transaction. Hint: with SQLite use a file."
+            f"{engine.url!r}: expected a database that several connections share, found a "
+            f"connection pool of class {type(engine.pool).__name__}. With it, each thread has "
+            "its own database, or all threads share one transaction. Hint: with SQLite, use "
+            "a database file."
         )
     with engine.connect() as connection:
         driver = connection.connection.dbapi_connection
         assert driver is not None
         if engine.dialect.detect_autocommit_setting(driver):
             raise errors.BadConfig(
-                f"{engine.url!r}: expected transactions, found isolation level AUTOCOMMIT: the "
-                "changes and the high-water mark would be committed one by one"
+                f"{engine.url!r}: expected an engine with transactions, found isolation level "
+                "AUTOCOMMIT, which would not commit the changes together with the high-water "
+                "mark"
             )
 
 
@@ -558,7 +564,7 @@ def _ends_transaction(statement: str) -> bool:
 
 def _early_end(what: str) -> errors.BadRequest:
     return errors.BadRequest(
-        f"apply: expected to leave the database transaction open, found {what}: changes and "
-        "high-water mark are committed together, after `apply` has returned. Hint: run a statement "
-        "that may fail inside `with connection.begin_nested():`."
+        f"method apply must leave the database transaction open, found {what}. The view "
+        "commits the changes together with its high-water mark after `apply` has returned. "
+        "Hint: run a statement that may fail inside `with connection.begin_nested():`."
     )

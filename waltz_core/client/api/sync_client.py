@@ -517,8 +517,8 @@ class WaltzClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
-                f"this client was opened by process {self._pid} and is used in its fork "
-                f"{os.getpid()}. Hint: open a client in each process."
+                f"this client was opened by process {self._pid} and cannot be used in the "
+                f"forked process {os.getpid()}. Hint: open a client in each process."
             )
 
     def _check_usable(self) -> None:
@@ -527,8 +527,8 @@ class WaltzClient:
             raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
             raise errors.UsageError(
-                "a blocking method was called on the client's event loop, where it would wait for "
-                "itself"
+                "a blocking method was called on the client's own event loop, and would wait "
+                "for itself. Hint: call it on another thread, or use AsyncWaltzClient."
             )
 
     def _end_threads(self) -> None:
@@ -769,7 +769,8 @@ def _check_plain(name: str, result: object) -> None:
     if inspect.iscoroutine(result):
         result.close()
         raise errors.UsageError(
-            f"{name} is an async function: use AsyncWaltzClient, or a plain function"
+            f"{name} is an async function, which WaltzClient cannot call. Hint: use "
+            "AsyncWaltzClient, or a plain function."
         )
 
 
@@ -781,8 +782,8 @@ def _raised_by_thread(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return errors.UsageError(
-        f"{type(error).__name__} was raised on a worker thread, where it cannot end the process. "
-        "Hint: signal the main thread to exit."
+        f"the application raised {type(error).__name__} on a worker thread, where it cannot "
+        "end the process. Hint: signal the main thread to exit."
     )
 
 

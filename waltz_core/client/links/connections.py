@@ -280,7 +280,9 @@ class ServerLinks:
             return made
         finally:
             overdue.cancel()
-            self._silences.left(key[0], _DIAL, "the dial was cancelled")  # if not reported above
+            self._silences.left(
+                key[0], _DIAL, "the attempt to connect was cancelled"
+            )  # if not reported above
             del self._dialing[key]
             outcome.cancel()  # unless it is done: the dial was cancelled
 

@@ -213,7 +213,8 @@ class ZooKeeperDirectory:
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
-                f"no live server owns partition {partition_id} of {self.coordinator.where}"
+                f"partition {partition_id} of {self.coordinator.where} has no owner: no live "
+                "server owns it"
             )
         return found
 
@@ -223,8 +224,8 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner, or the "
-                "assignment in ZooKeeper does not match the live servers yet"
+                f"partition {partition_id} of {self.coordinator.where} has no owner yet: ZooKeeper "
+                "assigns it to no server, or to one that is not live"
             )
         return found
 
@@ -282,7 +283,9 @@ class ZooKeeperDirectory:
         except errors.BadFormat as error:
             if self._cluster is None:
                 raise
-            raise errors.CoordinatorUnavailable(f"ZooKeeper has a damaged node: {error}") from error
+            raise errors.CoordinatorUnavailable(
+                f"a znode of the cluster is damaged: {error}"
+            ) from error
         except TimeoutError as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "
@@ -292,7 +295,7 @@ class ZooKeeperDirectory:
     def _missing(self, error: errors.NoCluster) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
-        return errors.CoordinatorUnavailable(f"the cluster is missing in ZooKeeper: {error}")
+        return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")
 
     async def _check_same(self) -> None:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
@@ -459,7 +462,8 @@ class FixedDirectory:
 
 def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
     return errors.ClusterKeyMismatch(
-        f"expected the cluster with key {expected.hex()} at {where}, found {found.hex()}"
+        f"{where} is another cluster than before: expected cluster key {expected.hex()}, "
+        f"found {found.hex()}"
     )
 
 

@@ -58,8 +58,8 @@ class ClientIdentities:
         is_given = self._given is not None and self._given.client_id == instead_of
         if is_given and not is_used_up:
             raise errors.ClientIdDenied(
-                f"client ID {instead_of}, which this client was given, does not belong to its "
-                f"principal at {link.address}"
+                f"the server at {link.address} rejects client ID {instead_of}, which was "
+                "passed to this client: the ID does not belong to the client's principal"
             )
         async with self._locks[link.address]:  # rule 4
             if self._is_usable(instead_of):

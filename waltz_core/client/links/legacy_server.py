@@ -35,7 +35,9 @@ class LegacyServer:
         self._driver: Driver[Event, legacy_server_stream.Effect] = Driver(
             LegacyServerLink(),
             self._perform,
-            on_failure=lambda error: link.abort(f"translating for 0.13: {error}"),
+            on_failure=lambda error: link.abort(
+                f"the message cannot be translated for a Waltz 0.13 server: {error}"
+            ),
         )
 
     def send(self, message: ClientMessage) -> None:

@@ -132,7 +132,9 @@ class SilenceWatch:
     def _check(self) -> None:
         self._timer = None
         if not self._is_waiting():
-            self._silences.left(self._address, self._connection, "no caller waits for it")
+            self._silences.left(
+                self._address, self._connection, "the caller no longer waits for the answer"
+            )
             return
         if not self._has_received:
             self._silences.detected(self._address, self._connection, since_s=self._since_s)

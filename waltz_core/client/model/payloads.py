@@ -41,7 +41,8 @@ async def encrypted(
         if key_id is None:
             return data
         raise errors.BadConfig(
-            f"encryption_key {key_id!r} requires the setting encryption_keys, which is not set"
+            f"setting encryption_key is {key_id!r}, but setting encryption_keys, which "
+            "locates the keys, is not set"
         )
     if encryption.keys.is_cached(encryption.key_id if key_id is None else key_id):
         return encryption.encrypt(data, partition=partition, header=header, key_id=key_id)

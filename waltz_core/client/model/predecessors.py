@@ -161,8 +161,8 @@ class FollowedState:
         ids = [mark, *(each.transaction_id for each in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
-                f"predecessors {tuple(message.req_id)}: expected ascending IDs from {mark} to "
-                f"{message.last}, found {ids[1:]}"
+                f"predecessors of append {tuple(message.req_id)}: expected ascending "
+                f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
         if len(known) + len(received) > PREDECESSORS_MAX:
             return self.forgotten()
@@ -195,8 +195,8 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
         start += length
     if start != len(records):
         raise errors.RemoteProtocolError(
-            f"predecessors {tuple(message.req_id)}: expected a record at byte {start}, "
-            "found other bytes"
+            f"predecessors of append {tuple(message.req_id)}: expected a record at byte "
+            f"{start}, found other bytes"
         )
 
 

@@ -130,7 +130,8 @@ class CatchUp:
         chunk = await self._requests.range(partition_id, query)
         if chunk.next <= query.first:
             raise errors.DataLoss(
-                f"partition {partition_id}: the log ended at {last} and now ends at {fed}"
+                f"partition {partition_id} has lost transactions: its log ended at {last}, "
+                f"and now ends at {fed}"
             )
         heads = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
         feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)

@@ -196,7 +196,8 @@ class DataCache:
             return await self._fetch_one(transaction_id)
         if chunk.count == 0:
             raise errors.DataLoss(
-                f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
+                f"the log has lost transactions: the feed had transaction {transaction_id}, "
+                f"but the log now ends at {chunk.high_water_mark}"
             )
         found = self._keep(chunk).data(transaction_id)
         assert found is not None

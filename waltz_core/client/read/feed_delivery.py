@@ -157,7 +157,7 @@ def own_cancellation(error: asyncio.CancelledError) -> Exception:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise error
-    converted = RuntimeError("the application raised CancelledError")
+    converted = RuntimeError("the callback of the application raised CancelledError")
     converted.__cause__ = error
     return converted
 
@@ -169,7 +169,7 @@ def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
     """Return the mark that `client_high_water_mark` has returned, None for LATEST."""
     if mark == LATEST:
         return None
-    return check_mark(mark, f"client_high_water_mark of partition {partition_id}")
+    return check_mark(mark, f"the application's client_high_water_mark of partition {partition_id}")
 
 
 class Applier:

@@ -161,7 +161,8 @@ class LocalReader:
                 return await loop.run_in_executor(None, read)
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{self._address}: nothing was read within {self._timeout_s} s"
+                f"no record was read from the files of storage {self._address} within "
+                f"{self._timeout_s} s"
             ) from error
 
     def _close_all_but(self, segments: Collection[TransactionId]) -> None:
@@ -189,8 +190,9 @@ class LocalReader:
         first = TransactionId(grant.first + low)
         if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
-                f"partition {self._partition_id}: one of the records {first}.."
-                f"{first + lengths.size - 1} in the files of storage {self._address} is damaged"
+                f"partition {self._partition_id}: at least one of the records "
+                f"{first}..{first + lengths.size - 1} in the files of storage {self._address} "
+                "is damaged"
             )
         return records
 
@@ -212,8 +214,9 @@ class LocalReader:
                     raise BlockingIOError(errno.EAGAIN, "perhaps not in memory")
                 if not count:
                     raise errors.ReadFailed(
-                        f"partition {self._partition_id}: expected {len(part)} more bytes at "
-                        f"{offset} of segment {segment} of {self._address}, found its end"
+                        f"partition {self._partition_id}: segment {segment} of storage "
+                        f"{self._address} ends too early: expected {len(part)} more bytes at "
+                        f"offset {offset}"
                     )
                 crc = crc32(part[:count], crc)
                 part = part[count:]

@@ -150,7 +150,8 @@ class RangeChunk:
     def _rows(self) -> Iterator[RangeRow]:
         if self.form is not RangeForm.WHOLE:
             raise errors.UsageError(
-                f"rows: expected a range read with form=RangeForm.WHOLE, found {self.form!r}"
+                "method rows needs a range that was read with form=RangeForm.WHOLE, found "
+                f"{self.form!r}"
             )
         ids = raw_records.ids_of(self.records, self.lengths).tolist()
         headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
@@ -175,7 +176,8 @@ class RangeQuery:
         """Raise BadRequest for a filter that servers do not accept."""
         if (count := len(self.header_values)) > messages.FILTER_HEADERS_MAX:
             raise errors.BadRequest(
-                f"headers: expected at most {messages.FILTER_HEADERS_MAX}, found {count}"
+                f"argument headers: expected at most {messages.FILTER_HEADERS_MAX} headers, "
+                f"found {count}"
             )
 
 
@@ -250,7 +252,10 @@ def chunk_of_server(
     partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
 ) -> RangeChunk:
     """Return a server's answer, checked (rules 1 and 2)."""
-    where = f"partition {partition_id}, transactions {query.first}..{query.last} from the server"
+    where = (
+        f"answer of the server for partition {partition_id}, transactions "
+        f"{query.first}..{query.last}"
+    )
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
             f"{where}: expected form {query.form}, first {query.first}, count of 0 or more; "
@@ -429,7 +434,7 @@ class ReaderConnection:
         )
         answer = await self._query(request, timeout_s)
         transactions = f"transactions {query.first}..{query.last}"
-        where = f"partition {partition_id}, {transactions} from {self._link.address}"
+        where = f"answer of {self._link.address} for partition {partition_id}, {transactions}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
                 f"{where}: expected RangeBytes, found {type(answer).__name__}"
@@ -440,7 +445,9 @@ class ReaderConnection:
                 f"found form {answer.form}, first {answer.first}, count {answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
-            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not match")
+            raise errors.ChecksumMismatch(
+                f"{where}: the CRC of the answer does not match its bytes"
+            )
         _check_end(answer.first + answer.count - 1, query, where)
         return answer, where
 
@@ -456,8 +463,8 @@ class ReaderConnection:
                 # A late answer must not be taken for the answer to another request.
                 self.close()
                 raise errors.Unreachable(
-                    f"{self._link.address}: no answer to {type(request).__name__} "
-                    f"within {timeout_s} s"
+                    f"{self._link.address} did not answer {type(request).__name__} within "
+                    f"{timeout_s} s"
                 ) from error
             except asyncio.CancelledError:
                 self.close()
@@ -602,7 +609,7 @@ class ReplicaReader:
                 )
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{address}: no hello within {HANDSHAKE_TIMEOUT_S} s"
+                f"{address} did not send its hello message within {HANDSHAKE_TIMEOUT_S} s"
             ) from error
 
     def _local_reader_at(self, address: str) -> LocalReader | None:
@@ -652,8 +659,8 @@ def _check_end(last: int, query: RangeQuery, where: str) -> None:
     """Rule 5."""
     if last > query.last:
         raise errors.RemoteProtocolError(
-            f"{where}: expected nothing beyond transaction {query.last}, "
-            f"found transactions {query.first}..{last}"
+            f"{where}: expected no transaction after {query.last}, found transactions "
+            f"{query.first}..{last}"
         )
 
 
@@ -665,7 +672,8 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
             raise errors.BadFormat(f"{where}: {error}") from error
     if len(records) % HEADER_BYTES:
         raise errors.BadFormat(
-            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} in all"
+            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} "
+            "bytes in total"
         )
     return np.empty(0, dtype=np.int64)
 
@@ -691,15 +699,15 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         steps = np.diff(ids)
         inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
         if not inside or bool((steps <= 0).any()):
-            raise errors.DataLoss(f"{where}: the IDs of the answer are not in order")
+            raise errors.DataLoss(f"{where}: the transaction IDs of the answer are not ascending")
         return
     # The number first: an array of all stated IDs could be larger than the memory.
     if ids.size != max(chunk.next - chunk.first, 0) or not np.array_equal(
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):
         raise errors.DataLoss(
-            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, "
-            f"found {ids.size} with other IDs"
+            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, found "
+            f"{ids.size} transactions with other IDs"
         )
     if ids.size != chunk.count:
         raise errors.RemoteProtocolError(

@@ -146,7 +146,7 @@ class OwnerRequests:
                     last_error = before if was_cut and before is not None else error
                     raise errors.from_code(
                         last_error.code,
-                        f"partition {partition_id}: no answer within "
+                        f"no server answered a read of partition {partition_id} within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",
                         retry_after_ms=_retry_after_ms(last_error),
                     ) from error
@@ -176,7 +176,9 @@ class OwnerRequests:
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await query(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
-            raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
+            raise errors.Unreachable(
+                f"{owner.address}: the partition has moved to another server"
+            ) from error
         finally:
             self._waiting.pop(number, None)
 
@@ -188,7 +190,9 @@ class OwnerRequests:
                 return await self._directory.owner(partition_id, after_failure=before is not None)
         except TimeoutError as error:  # ZooKeeper's own timeout is longer
             reason = "" if before is None else f"; before that: {before}"
-            raise errors.CoordinatorUnavailable(f"ZooKeeper names no owner{reason}") from error
+            raise errors.CoordinatorUnavailable(
+                f"ZooKeeper has no owner for the partition{reason}"
+            ) from error
 
     async def _link(self, owner: Owner, *, is_bulk: bool) -> ServerLink:
         try:
@@ -250,7 +254,7 @@ class OwnerRequests:
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:
             raise errors.NotOwned(
-                f"partition {reader.partition_id}: {reader.owner.address} is not its owner any more"
+                f"{reader.owner.address} no longer owns partition {reader.partition_id}"
             )
 
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
@@ -413,7 +417,7 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
     """Return a mark; raises NotOwned for the answer of a 0.13 server without a session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(
-            f"{reader.owner.address}: partition {reader.partition_id} has no store session"
+            f"{reader.owner.address}: partition {reader.partition_id} has no open store session"
         )
     return TransactionId(mark)
 

@@ -549,26 +549,28 @@ def error_of(
     where = f"partition {partition_id}"
     if outcome.reason == Reason.LOCK:
         failed = errors.LockFailed(
-            f"{where}: a lock of the transaction was written by transaction {outcome.conflicting} "
-            f"(or one before it), after the client's high-water mark {row.mark}"
+            f"{where}: lock conflict: transaction {outcome.conflicting} (or an earlier one) "
+            "has written a lock of this transaction after the client's high-water mark "
+            f"{row.mark}"
         )
         failed.conflicting = outcome.conflicting
         failed.high_water_mark = outcome.high_water_mark
         return failed
     if outcome.reason == Reason.AHEAD:
         return errors.ClientAhead(
-            f"{where}: the client's high-water mark {row.mark} is above the log's "
-            f"{outcome.high_water_mark}. Hint: the client may be "
-            "connected to another cluster, or the log was lost."
+            f"{where}: the client's high-water mark {row.mark} is above "
+            f"{outcome.high_water_mark}, the last transaction of the log. Hint: the client "
+            "may be connected to another cluster, or the log has lost transactions."
         )
     if outcome.reason == Reason.TOO_LARGE:
         return errors.TooLarge(
-            f"{where}: a transaction of {len(row.data)} bytes is too large for the log"
+            f"{where}: the server rejects a transaction with {len(row.data)} bytes of data as "
+            "too large"
         )
     made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
     name = Reason(outcome.reason).name
     why = f"{name}: {detail}" if detail else name
-    return made(f"{where}: not appended ({why}); it is not in the log, try again")
+    return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
 
 def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:

@@ -108,13 +108,13 @@ class Outbox:
         if follows is not None and follows.has_seen:
             if follows.partition_id != self._partition_id:
                 return errors.BadRequest(
-                    f"partition {self._partition_id}: the append depends on appends in flight in "
-                    f"partition {follows.partition_id}"
+                    f"partition {self._partition_id}: the append follows appends in flight in "
+                    f"another partition, {follows.partition_id}"
                 )
             if follows.mount != mount:
                 return errors.SessionLost(
-                    f"partition {self._partition_id}: the append depends on appends that were in "
-                    "flight on a connection that has ended; it is not in the log"
+                    f"partition {self._partition_id}: the append follows appends that were in "
+                    "flight on a connection that has ended; the append is not in the log"
                 )
         if submission.row_count <= limits.rows_max and submission.size_bytes <= limits.bytes_max:
             return None

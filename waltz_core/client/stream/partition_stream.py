@@ -134,7 +134,7 @@ class PartitionStream:
         self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
         # Why it was last not mounted.
-        self.failure = "not connected yet"
+        self.failure = "the client is not connected yet"
         # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
 
@@ -181,7 +181,7 @@ class PartitionStream:
                 self._start(out)
             case stream_events.Subscribe():
                 self._cursor.want(event.mark, event.header_values)
-                self._remount("a feed was requested", now_ms, out)
+                self._remount("the application has requested the feed", now_ms, out)
             case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
             case stream_events.Resume():
@@ -199,7 +199,7 @@ class PartitionStream:
                 self._renew(event, now_ms, out)
             case stream_events.Close():
                 self._stop(
-                    errors.Unreachable("the client was closed before the append was sent"), out
+                    errors.Unreachable("the client was closed before it sent the append"), out
                 )
             case Wakeup():
                 self._wake(now_ms, out)
@@ -246,7 +246,12 @@ class PartitionStream:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
-            self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
+            self._wait(
+                f"the server's generation {event.generation} of the partition is older than the "
+                f"known one, {self._generation}",
+                now_ms,
+                out,
+            )
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
         assert event.link not in self._avoided_links  # invariant 4
@@ -302,7 +307,7 @@ class PartitionStream:
             self._paused_until_ms = now_ms
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
-            self._leave("the partition has moved", now_ms, out)
+            self._leave("the partition has moved to another server", now_ms, out)
 
     def _remount(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Mount again, on the same link if everything that was sent on it is answered soon."""
@@ -388,7 +393,9 @@ class PartitionStream:
         mark = TransactionId(message.high_water_mark)
         if mark < self.high_water_mark:  # invariant 3
             known = self.high_water_mark
-            self._leave(f"the server's mark {mark} is below the known mark {known}", now_ms, out)
+            self._leave(
+                f"the server's high-water mark {mark} is below the known one, {known}", now_ms, out
+            )
             return
         self._learn(mark, out)
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
@@ -473,7 +480,7 @@ class PartitionStream:
             if isinstance(error, errors.BelowStart):
                 self._read_below_start(error, now_ms, out)
             else:
-                self._leave(f"reading back: {error}", now_ms, out)
+                self._leave(f"the client could not read back the log: {error}", now_ms, out)
         else:
             out.append(self._report("stream.message_ignored", message=str(error)))
 
@@ -573,7 +580,7 @@ class PartitionStream:
             return
         reason = verdicts.remount_reason(outcome)
         if reason is not None:
-            remounts_for = f"an append was rejected: {reason.name}"
+            remounts_for = f"the server rejected an append: {reason.name}"
         if remounts_for is not None and pending.mount == self._mount:
             self._remount(remounts_for, now_ms, out)
         elif not self._leave_if_drained(now_ms, out):

@@ -81,7 +81,7 @@ class ReadBack:
         fits = message.form == request.form and message.first == request.first
         if not fits or not _match(message, request, monitor):
             where = f"transactions {request.first}..{request.last}"
-            return f"the headers in the answer to a read of {where} are not those requested"
+            return f"the server's answer for {where} has headers that were not requested"
         if self._chain is not None:
             self._chain = None
             return None
@@ -103,8 +103,8 @@ class ReadBack:
         if not ends or ends[0].chain == chain:
             return None
         return DataLoss(
-            f"partition {message.req_id.partition_id}: the log has changed at or below "
-            f"transaction {at}, which was fed to this client with another chain"
+            f"partition {message.req_id.partition_id}: the log has changed at or before "
+            f"transaction {at}: its chain hash there differs from the one that the feed had"
         )
 
 

@@ -69,8 +69,11 @@ def not_sent(
     partition_id: PartitionId, timeout_ms: int, failure: str, retry_after_ms: int
 ) -> errors.Unavailable:
     """Return the error of a submission that was never sent, so it is not in the log."""
-    text = f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
-    return timed_out(f"{text}it is not in the log", retry_after_ms)
+    text = (
+        f"partition {partition_id}: the client could not send the append within {timeout_ms} ms "
+        f"({failure}); the transaction is not in the log"
+    )
+    return timed_out(text, retry_after_ms)
 
 
 def timed_out(text: str, retry_after_ms: int) -> errors.Unavailable:
@@ -84,7 +87,7 @@ def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:
     """Return the error of a submission whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "
-        f"{pending.submission.row_count} rows from request {tuple(pending.req_id)} on "
-        f"could not be settled {when} ({failure}); "
-        f"if they are in the log, then after transaction {pending.mark_before}"
+        f"{pending.submission.row_count} rows, from request ID {tuple(pending.req_id)} on, is "
+        f"unknown: it could not be determined {when} ({failure}). If the rows are in the log, "
+        f"they are after transaction {pending.mark_before}"
     )

@@ -81,7 +81,8 @@ class TaskClaim:
             state = await writes.read(self.write)
         if state is None:
             raise ConnectionSuperseded(
-                f"write {self.write}: it was completed or superseded, and then removed"
+                f"write {self.write}: a run of this write has completed it or taken over, and "
+                "its state was removed"
             )
         self._write_state = state
         if not state.is_done:

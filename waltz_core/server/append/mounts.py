@@ -104,21 +104,21 @@ class Mounts:
         generation, mark = message.req_id.generation, mark_of(message)
         if generation > place.generation:
             return NotOwned(
-                f"{place}: requested in generation {generation}, "
+                f"{place}: the request is for generation {generation} of the partition, but "
                 f"this server owns it in generation {place.generation}"
             )
         if generation < place.generation:
             return GenerationMismatch(
-                f"{place}: requested in generation {generation}, "
-                f"it is now in generation {place.generation}"
+                f"{place}: the request is for generation {generation} of the partition, "
+                f"which is now in generation {place.generation}"
             )
         if mark < LATEST_MARK:
-            return BadRequest(f"{place}: expected a mark of -1 or more, found {mark}")
+            return BadRequest(f"{place}: expected a high-water mark of -1 or more, found {mark}")
         if mark > place.high_water_mark:
             return ClientAhead(
-                f"{place}: the client's high-water mark {mark} is above the log's "
-                f"{place.high_water_mark}. Hint: the client may be "
-                "connected to another cluster, or the log was lost."
+                f"{place}: the client's high-water mark {mark} is above "
+                f"{place.high_water_mark}, the last transaction of the log. Hint: the client "
+                "may be connected to another cluster, or the log has lost transactions."
             )
         excess = self._excess(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
@@ -131,8 +131,8 @@ class Mounts:
         if not principal or known is None or known[1] in ("", principal):
             return None
         return ClientIdDenied(
-            f"client ID {client_id} has no proof, and another principal than {principal} has "
-            "mounted it first"
+            f"client ID {client_id} has no proof that it belongs to {principal}, and another "
+            "principal has used it in a mount before"
         )
 
     def _excess(
@@ -145,13 +145,15 @@ class Mounts:
         count = len(message.header_values) if isinstance(message, MountWriter) else 0
         if count > FILTER_HEADERS_MAX:
             return BadRequest(
-                f"{place}: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
+                f"{place}: expected at most {FILTER_HEADERS_MAX} headers to filter by, found "
+                f"{count}"
             )
         others = self._clients_of.get(connection, ())
         if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
             return None
         return Overloaded(
-            f"{place}: expected at most {CLIENTS_MAX} clients on this connection, found one more"
+            f"{place}: the connection has {CLIENTS_MAX} client IDs already, which is the "
+            "limit, and requests another one"
         )
 
     def _fenced(
@@ -164,8 +166,8 @@ class Mounts:
         if sequence == highest and self.is_current(client_id, connection):
             return None
         return ConnectionSuperseded(
-            f"client {client_id} has mounted with connection sequence {highest}, "
-            f"this one has {sequence}"
+            f"client {client_id} has a newer connection: it has mounted with connection "
+            f"sequence {highest}, this connection has {sequence}"
         )
 
     def begin(

@@ -148,7 +148,7 @@ class Refill:
         if self._blocks is not None:
             has_more = self._take_slice(self._blocks)
             if self._is_done:
-                return self._finish("locks.refilled")
+                return self._finish("locks.loaded")
             if not has_more:
                 self._blocks = None
                 if self._sender is not None:
@@ -173,9 +173,9 @@ class Refill:
                 self._left, self._failed = self._failed, []
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
-            return self._finish("locks.partially_refilled")
+            return self._finish("locks.partially_loaded")
         if len(self._under_way) >= IN_FLIGHT_MAX:
-            return self._finish("locks.partially_refilled")
+            return self._finish("locks.partially_loaded")
         self._fetch_count += 1
         token = -(self._session_id * _TOKENS + self._fetch_count)
         prefix = self._session_id, token, self._partition_id

@@ -101,7 +101,7 @@ class Rebalancer:
             self._paused_until_ms = now_ms + self._pace.window_ms
         published = await self._coordinator.loads.read(
             view.servers.keys() - view.left_out,
-            lambda error: _log.info("balance.load_ignored error=%s", error),
+            lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(published, owners)
@@ -114,7 +114,7 @@ class Rebalancer:
             self._balancer.moved(moves, now_ms)
             for partition_id, target in moves.items():
                 _log.info(
-                    "balance.moved partition=%s load=%.0f from=%s to=%s",
+                    "balance.partition_moved partition=%s load=%.0f from=%s to=%s",
                     partition_id,
                     loads[partition_id],
                     owners[partition_id],

@@ -226,7 +226,7 @@ class Clients:
         assert version is not None
         legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
         if legacy_client is not None:
-            _log.info("client.old_version address=%s version=%d", link.address, version)
+            _log.info("client.legacy_connected address=%s version=%d", link.address, version)
         self._clients[connection] = _Client(link, legacy_client)
         self._flow.open(connection)
         link.start(
@@ -271,7 +271,7 @@ class Clients:
 
     def _closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
-        _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
+        _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
         for _, audited in client.audited.values():
@@ -339,7 +339,9 @@ class Clients:
         """End a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
-            _log.info("client.ended address=%s reason=%s", client.link.address, reason)
+            _log.info(
+                "client.legacy_connection_closed address=%s reason=%s", client.link.address, reason
+            )
             self._empty_outbox(client)
             client.link.close(reason)
 
@@ -491,8 +493,8 @@ class Clients:
         partition_id = message.req_id.partition_id
         if not 0 <= partition_id < self._backend.partition_count:
             error: errors.WaltzError = errors.UnknownPartition(
-                f"there is no partition {partition_id}: "
-                f"the cluster has {self._backend.partition_count}, from 0 on"
+                f"there is no partition {partition_id}: the cluster has partitions "
+                f"0..{self._backend.partition_count - 1}"
             )
         elif isinstance(message, MountRequest):
             return SendToClient(
@@ -541,7 +543,7 @@ class Clients:
             self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
-            fault = f"{type(message).__name__} is not a request to a server"
+            fault = f"a server accepts no {type(message).__name__} as a request"
             error = errors.BadRequest(fault)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
@@ -586,7 +588,7 @@ class Clients:
             return
         except Exception as error:  # noqa: BLE001 - a request must not end the server
             _log.exception("client.request_failed request=%s", type(message).__name__)
-            fault = errors.WaltzError(f"the server could not carry out the request: {error!r:.200}")
+            fault = errors.WaltzError(f"the server failed to process the request: {error!r:.200}")
             self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes))

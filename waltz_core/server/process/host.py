@@ -80,12 +80,12 @@ SILENT_REPLICA_MS: Final = 10_000
 # The levels of reports; the others have INFO.
 LEVELS: Final = {
     "append.slow": logging.WARNING,
-    "archive.collection_failed": logging.WARNING,
+    "archive.garbage_collection_failed": logging.WARNING,
     "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
-    "archive.replacement_failed": logging.WARNING,
+    "archive.object_replacement_failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
-    "partition.rejected": logging.WARNING,
+    "partition.open_failed": logging.WARNING,
     "replica.damaged": logging.WARNING,
 }
 # The reports that end an attempt to open a session, successful or not.

@@ -102,7 +102,7 @@ class Neighbors:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("neighbors.publish_failed error=%s", error)
+                _log.info("neighbors.report_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._results.is_changed.wait()
@@ -153,7 +153,7 @@ class _Watch:
         """End soon."""
         self._stopped.set()
         if self._link is not None:
-            self._link.abort("the server is not watched any more")
+            self._link.abort("this server no longer checks the other server")
 
     async def run(self) -> None:
         """Keep a connection until `stop`; rules 1 and 2."""
@@ -181,7 +181,7 @@ class _Watch:
                 self._note(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
-                    self._link.abort("the server is not watched any more")
+                    self._link.abort("this server no longer checks the other server")
                 await self._link.wait_closed()
                 if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S
@@ -199,10 +199,12 @@ class _Watch:
         try:
             await self._remove_dead(dead)
         except WaltzError as error:
-            _log.warning("neighbors.removal_failed server=%s error=%s", dead.server_id, error)
+            _log.warning(
+                "neighbors.server_removal_failed server=%s error=%s", dead.server_id, error
+            )
             return False
         _log.warning(
-            "neighbors.removed server=%s address=%s reason='nothing listens at this address'",
+            "neighbors.server_removed server=%s address=%s reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

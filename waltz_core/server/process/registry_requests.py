@@ -161,7 +161,9 @@ class RegistryRequests:
             case RegistryOperation.FORGET:
                 await writes.forget(write)
             case unknown:
-                raise errors.BadRequest(f"the registry has no operation {unknown}")
+                raise errors.BadRequest(
+                    f"the registry of exactly-once writes has no operation {unknown}"
+                )
         return RegistryResponse(request.req_id)
 
     async def _issue_client_id(self, access: ConnectionAccess | None) -> ClientId:
@@ -178,8 +180,8 @@ class RegistryRequests:
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
-                f"expected a mark for each of {len(request.partitions)} partitions, found "
-                f"{len(marks)}"
+                f"expected a high-water mark for each of {len(request.partitions)} "
+                f"partitions, found {len(marks)}"
             )
         for partition in request.partitions:
             if not 0 <= partition < self._partition_count:
@@ -189,7 +191,7 @@ class RegistryRequests:
                 )
         if min(marks, default=0) < BEFORE_FIRST:
             # NB: a node that cannot be decoded would neither expire nor count for its principal.
-            raise errors.BadRequest(f"expected marks of -1 or more, found {min(marks)}")
+            raise errors.BadRequest(f"expected high-water marks of -1 or more, found {min(marks)}")
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
@@ -197,7 +199,9 @@ class RegistryRequests:
         try:
             await self._writes.forget_expired()
         except errors.WaltzError as error:
-            _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
+            _log.info(
+                "registry.expired_writes_not_removed reason=%s", error
+            )  # with the next request
         finally:
             self._is_removing = False
 
@@ -212,16 +216,20 @@ class Arguments:
             return
         if len(data) > bytes_max:
             raise errors.TooLarge(
-                f"the arguments of a registry request: expected at most {bytes_max} bytes, "
-                f"found {len(data)}"
+                f"arguments of a registry request: expected at most {bytes_max} bytes, found "
+                f"{len(data)}"
             )
         try:
             self._values = strict_json.from_json(data)
             strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
         except ValueError as error:
-            raise errors.BadRequest(f"arguments: not valid JSON: {error!s:.200}") from error
+            raise errors.BadRequest(
+                f"arguments of a registry request: not valid JSON: {error!s:.200}"
+            ) from error
         if not isinstance(self._values, dict):
-            raise errors.BadRequest(f"arguments: expected an object, found {data!r:.200}")
+            raise errors.BadRequest(
+                f"arguments of a registry request: expected an object, found {data!r:.200}"
+            )
 
     def keep_ms(self) -> int:
         """Return for how long a write is kept."""
@@ -254,7 +262,8 @@ class Arguments:
 
     def _wrong(self, name: str, expected: str) -> errors.BadRequest:
         return errors.BadRequest(
-            f"argument {name}: expected {expected}, found {self._values.get(name)!r:.200}"
+            f"argument {name} of a registry request: expected {expected}, found "
+            f"{self._values.get(name)!r:.200}"
         )
 
 
@@ -302,5 +311,7 @@ def _has_levels(value: object, levels_max: int) -> bool:
 
 def _task(request: RegistryRequest) -> int:
     if not 0 <= request.task < TASKS_MAX:
-        raise errors.BadRequest(f"task: expected 0 to {TASKS_MAX - 1}, found {request.task}")
+        raise errors.BadRequest(
+            f"task number of a write: expected 0 to {TASKS_MAX - 1}, found {request.task}"
+        )
     return request.task

@@ -153,14 +153,20 @@ class Feed:
 
     def take(self, request: Received, mark: int, place: PartitionPosition) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
-        where = f"feed after {mark} of {place}"
+        where = f"feed request after transaction {mark} of {place}"
         if not self.is_mounted(request):
-            return NotMounted(f"{where}: there is no mount, or it is of an earlier generation")
+            return NotMounted(
+                f"{where}: the client has not mounted the partition, or only in an earlier "
+                "generation"
+            )
         if mark > place.high_water_mark:
-            return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
+            return ClientAhead(
+                f"{where}: the log ends before it, at transaction {place.high_water_mark}"
+            )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{where}: expected a mark of -1 or more, and no other open feed request"
+                f"{where}: expected a high-water mark of -1 or more, and no other open feed "
+                "request of the client"
             )
         return None
 

@@ -265,8 +265,8 @@ class Reads:
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
             fault = (
-                f"transaction {wanted} of partition {self._partition_id} is not in the log: "
-                f"its high-water mark is {self._high_water_mark}"
+                f"transaction {wanted} of partition {self._partition_id} is not in the log, "
+                f"which ends at transaction {self._high_water_mark}"
             )
             answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
@@ -458,8 +458,8 @@ class Reads:
             return self._fetch_separately(job)
         del self._jobs[job.key]
         error = BelowStart(
-            f"partition {self._partition_id}: expected IDs from {first_available} on, where the "
-            f"log begins, found {job.key.first}",
+            f"partition {self._partition_id}: the log begins at transaction "
+            f"{first_available}, so {job.key.first} is not available",
             first_available,
         )
         out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
@@ -577,12 +577,15 @@ _EMPTY: Final = np.empty(0, dtype=np.int64)
 def _range_fault(message: RangeRequest) -> str | None:
     """Return the fault of a range request, if any."""
     if not 0 <= message.first <= message.last:
-        return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
+        return (
+            "range request: expected IDs with 0 <= first <= last, found "
+            f"{message.first}..{message.last}"
+        )
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
-        return f"range: expected one of the forms {forms}, found {message.form}"
+        return f"range request: expected one of the forms {forms}, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
-        return f"range: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
+        return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
 
 
@@ -666,4 +669,6 @@ def _check_headers(message: RangeBytes) -> None:
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
     if (heads["transaction_id"] != expected).any():
-        raise BadFormat(f"range from a storage: IDs from {message.first} on are not consecutive")
+        raise BadFormat(
+            f"range from a storage: the transaction IDs from {message.first} on are not consecutive"
+        )

@@ -178,7 +178,10 @@ class ControlFile:
         """Make the first `number` writes durable, perhaps by another thread's sync (rule 3)."""
         with self._syncing:
             if self._failure is not None:
-                raise DiskFailed(f"a sync has failed before: {self._failure}")
+                raise DiskFailed(
+                    "the control file cannot be written, because a sync of it has failed "
+                    f"before: {self._failure}"
+                )
             if self._synced_count >= number:
                 return
             with self._writing:
@@ -195,7 +198,7 @@ def _open_locked(disk: Disk, path: Path) -> File:
     file = disk.open(path)
     if not file.lock_range(0, _LOCK_BYTES):
         file.close()
-        raise DiskFailed(f"{path}: failed to acquire the lock, another process holds it")
+        raise DiskFailed(f"cannot lock {path}: another process holds the lock")
     return file
 
 
@@ -204,9 +207,10 @@ def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -
     held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if held:
         raise BadFormat(
-            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, as there "
-            f"are directories of partitions {', '.join(held)}, found {found}; the promised "
-            "sessions are lost with the file, so the storage does not create another one"
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
+            f"because the directory has files of partitions {', '.join(held)}, found {found}. "
+            "The storage does not create a new control file, because the promised store "
+            "sessions in it would be lost"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 
@@ -224,11 +228,13 @@ def _check_header(
 ) -> None:
     if header.cluster_key != cluster_key:
         raise ClusterKeyMismatch(
-            f"{path}: expected cluster {cluster_key.hex()}, found {header.cluster_key.hex()}"
+            f"{path}: the directory belongs to another cluster: expected cluster key "
+            f"{cluster_key.hex()}, found {header.cluster_key.hex()}"
         )
     if header.partition_count != partition_count:
         raise BadFormat(
-            f"{path}: expected {partition_count} partitions, found {header.partition_count}"
+            f"{path}: expected a partition count of {partition_count}, found "
+            f"{header.partition_count}"
         )
 
 
@@ -244,9 +250,11 @@ def _newer(file: File, index: int, path: Path) -> int:
         except (BadFormat, ChecksumMismatch):
             continue
     if not sequences:
-        raise BadFormat(f"{path}: both structures of partition {index} are wrong")
+        raise BadFormat(f"{path}: both copies of the state of partition {index} are damaged")
     if len(sequences) == 2 and sequences[0][0] == sequences[1][0]:
-        raise BadFormat(f"{path}: both sequence numbers of partition {index} are equal")
+        raise BadFormat(
+            f"{path}: both copies of the state of partition {index} have the same sequence number"
+        )
     return max(sequences)[1]
 
 
@@ -324,7 +332,7 @@ class SlotFile:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in found)
             why = f"expected partition {partition_id}, found {owners}" if found else "none"
-            raise BadFormat(f"{path}: no control slot is valid: {why}")
+            raise BadFormat(f"{path}: neither control slot is valid: {why}")
         _, position, slot = max(valid, key=lambda candidate: candidate[0])
         older = next(
             (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None

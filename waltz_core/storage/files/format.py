@@ -356,7 +356,9 @@ def decode_entry(
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
     if not BEFORE_FIRST <= synced < entry.first:
-        raise BadFormat(f"lineage entry: expected a synced ID below {entry.first}, found {synced}")
+        raise BadFormat(
+            f"lineage entry: expected a synced transaction ID below {entry.first}, found {synced}"
+        )
     return entry, TransactionId(synced)
 
 
@@ -367,7 +369,9 @@ def _bound(segment_crc: int, position: int) -> int:
 def _entry(fields: Sequence[Any]) -> LineageEntry:
     first, last, session, stamp_ms, chain = fields
     if not 0 <= first <= last:
-        raise BadFormat(f"lineage entry: expected 0 <= first <= last, found {first}..{last}")
+        raise BadFormat(
+            f"lineage entry: expected IDs with 0 <= first <= last, found {first}..{last}"
+        )
     return LineageEntry(
         TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
     )
@@ -607,7 +611,7 @@ class Slot:
         check_version(version, "control slot")
         if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _SHORTENED:
             raise BadFormat(
-                f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
+                f"control slot: impossible values: damaged count {damaged_count}, flags {flags:x}"
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
@@ -615,7 +619,9 @@ class Slot:
         _check_zero(body[used : -_TAIL.size], "control slot")
         first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
         if first < 0:
-            raise BadFormat(f"control slot: expected a first ID of at least 0, found {first}")
+            raise BadFormat(
+                f"control slot: expected a first transaction ID of at least 0, found {first}"
+            )
         if back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "
@@ -644,7 +650,9 @@ def _provisional(flags: int, session: int, mark: int) -> ProvisionalMark | None:
     if not flags & _PROVISIONAL:
         return None
     if min(session, mark) < BEFORE_FIRST:
-        raise BadFormat(f"control slot: impossible provisional mark {mark} of session {session}")
+        raise BadFormat(
+            f"control slot: impossible provisional low-water mark {mark} of session {session}"
+        )
     return ProvisionalMark(SessionId(session), TransactionId(mark))
 
 
@@ -652,7 +660,9 @@ def _truncate(flags: int, last_to_keep: int, shortened: Sequence[Any]) -> Trunca
     if not flags & _TRUNCATE:
         return None
     if last_to_keep < BEFORE_FIRST:
-        raise BadFormat(f"control slot: expected to truncate to at least -1, found {last_to_keep}")
+        raise BadFormat(
+            f"control slot: expected a truncation that keeps -1 or more, found {last_to_keep}"
+        )
     entry = _entry(shortened) if flags & _SHORTENED else None
     return TruncateIntent(TransactionId(last_to_keep), entry)
 
@@ -662,7 +672,7 @@ def _damaged(data: bytes) -> tuple[IdRange, ...]:
     previous = -1
     for first, last in _RANGE.iter_unpack(data):
         if not previous < first <= last:
-            raise BadFormat(f"control slot: damaged range {first}..{last} is out of order")
+            raise BadFormat(f"control slot: the damaged range {first}..{last} is out of order")
         ranges.append(IdRange(TransactionId(first), TransactionId(last)))
         previous = last
     return tuple(ranges)

@@ -125,8 +125,9 @@ class Segment:
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(
-                    f"{path}: expected partition {partition_id} from ID {first} of cluster "
-                    f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                    f"{path}: expected a segment of partition {partition_id} from "
+                    f"transaction {first} on, of cluster {cluster_key.hex()}; found partition "
+                    f"{header.partition_id} from {header.first} on, of cluster "
                     f"{header.cluster_key.hex()}"
                 )
             segment = cls(disk, directory, header)
@@ -155,7 +156,7 @@ class Segment:
         lineage = LineageFile.open(self._disk, self._path(".chn"))
         if lineage.segment[1:] != self._header[1:]:
             lineage.close()
-            raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+            raise BadFormat(f"{self._path('.chn')} belongs to another segment")
         return lineage
 
     def _open_index(self) -> File:
@@ -407,7 +408,9 @@ class Segment:
             or offsets[-1] > self.size_bytes
             or not _is_rising(offsets)
         ):
-            raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
+            raise ChecksumMismatch(
+                f"{self._path('.idx')}: the index is wrong from record {first} on"
+            )
         return offsets
 
     def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
@@ -517,8 +520,9 @@ class Segment:
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:
             raise MissingSegment(
-                f"{self._path('.seg')}: found no records from ID {hole.first} to {hole.last}: "
-                f"expected at most {HOLE_IDS_MAX} missing records before the next segment"
+                f"{self._path('.seg')}: found no records with IDs {hole.first} to "
+                f"{hole.last}: expected at most {HOLE_IDS_MAX} missing records before the "
+                "next segment"
             )
         pieces = [
             (at, min(_PIECE_IDS, position + count - at))

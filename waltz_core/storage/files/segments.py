@@ -315,8 +315,8 @@ class Segments:
             # Only the next opening can find the end of the log: it trims the lineage file, and the
             # replica is then suspect.
             raise ChecksumMismatch(
-                f"the last {high - low} of {high} batches of the segment from ID "
-                f"{self.all[index].first} cannot be read"
+                f"the last {high - low} of {high} batch entries of the segment that begins "
+                f"with transaction {self.all[index].first} cannot be read"
             )
         after = lineage.entry(high)
         before = self._entry_before(index, low)
@@ -511,9 +511,8 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
-                f"expected the batch after {before.first}..{before.last} to begin at "
-                f"{before.last + 1}, "
-                f"found {after.first}..{after.last}"
+                f"expected a batch that begins at transaction {before.last + 1}, after batch "
+                f"{before.first}..{before.last}, found {after.first}..{after.last}"
             )
     return entries
 

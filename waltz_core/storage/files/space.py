@@ -85,8 +85,8 @@ class DiskSpace:
         if self.is_short:
             self._wanted_bytes = size
             raise NoSpace(
-                f"{self._directory}: the disk is full: expected {wanted} bytes for an append "
-                f"and the reserve, found {free} free"
+                f"{self._directory}: the disk is full: an append and the reserve need "
+                f"{wanted} bytes, and {free} are free"
             )
 
     def check_files_fit(self) -> None:
@@ -98,8 +98,8 @@ class DiskSpace:
         free = self.free_bytes()
         if free < FILES_BYTES:
             raise NoSpace(
-                f"{self._directory}: the disk is full: expected {FILES_BYTES} bytes for new files, "
-                f"found {free} free"
+                f"{self._directory}: the disk is full: new files need {FILES_BYTES} bytes, "
+                f"and {free} are free"
             )
 
     def note_shortage(self, size: int) -> None:

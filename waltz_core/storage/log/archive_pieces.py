@@ -99,17 +99,18 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     if last < piece.first:
         return ArchiveRead()
     read = log.read_range(piece.first, last, PIECE_BYTES_MAX, whole_batches=True)
-    where = f"partition {log.partition_id}: batches from {piece.first} on"
+    where = f"partition {log.partition_id}: batches from transaction {piece.first} on"
     expected = read.chain_before if piece.chain_before is None else piece.chain_before
     if read.chain_before != expected:
         raise BadRequest(
-            f"{where}: expected the chain {expected.hex()} before them, "
-            f"found {read.chain_before.hex()}"
+            f"{where}: expected chain hash {expected.hex()} before them, found "
+            f"{read.chain_before.hex()}"
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
         raise BadRequest(
-            f"{where}: expected batches with their original session and chain, found reconstructed "
-            "ones (their entries were damaged)"
+            f"{where}: cannot be archived from this replica, because their original session "
+            "and chain hash are lost: the entries of the batches were damaged and "
+            "reconstructed"
         )
     end, stamp_ms = read.entries[-1].last, read.entries[0].stamp_ms
     age_ms, unarchived = log.clock_ms() - stamp_ms, UNARCHIVED_UNKNOWN

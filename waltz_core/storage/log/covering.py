@@ -87,8 +87,8 @@ class Cover:
             files.use(*self._reopen())
         except WaltzError as error:
             raise DiskFailed(
-                f"partition {files.partition_id}: cannot write batches for records without one: "
-                f"{error}"
+                f"partition {files.partition_id}: cannot write batches for records of Waltz "
+                f"0.13: {error}"
             ) from error
 
     def cover(self, last: TransactionId) -> None:
@@ -152,8 +152,9 @@ class Cover:
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
         if end < min(low_water_mark, files.segments.last_id):
             raise DataLoss(
-                f"partition {files.partition_id}: the records after {end} differ from the decided "
-                f"ones, although they are below the low-water mark {low_water_mark}"
+                f"partition {files.partition_id}: the records after {end} differ from those "
+                "of the decided log, although they are below the low-water mark "
+                f"{low_water_mark}"
             )
         files.sync()
         files.covered_end = None

@@ -49,13 +49,15 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected IDs that start with a damaged range and end "
-            f"in it, found {first}..{last}; damaged are {ranges_text(slot.damaged) or 'none'}"
+            f"partition {slot.partition_id}: expected records for a damaged range, from its "
+            f"start on, found {first}..{last}; the damaged ranges are "
+            f"{ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_wrong(records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
-            f"partition {slot.partition_id}: record {first + bad} is damaged or has another ID"
+            f"partition {slot.partition_id}: the copy of record {first + bad} is damaged or "
+            "has another transaction ID"
         )
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
@@ -80,6 +82,6 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
             raise ChecksumMismatch(
-                f"records {filled.first}..{filled.last} do not match the chain after the "
-                f"unreadable batch entry in {lost.ids.first}..{lost.ids.last}"
+                f"records {filled.first}..{filled.last} do not match the chain hash after "
+                f"the unreadable batch entry in {lost.ids.first}..{lost.ids.last}"
             )

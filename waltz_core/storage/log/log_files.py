@@ -235,7 +235,9 @@ class LogFiles:
             self.is_half_truncated = isinstance(error, NoSpace) and not was_half_truncated
             if self.is_half_truncated:
                 raise
-            raise DiskFailed(f"partition {self.partition_id}: cannot truncate: {error}") from error
+            raise DiskFailed(
+                f"partition {self.partition_id}: cannot truncate the log: {error}"
+            ) from error
         self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last_id
@@ -257,7 +259,7 @@ class LogFiles:
             self.segments.begin_after(start, self._settings.now_ms())
         except (DiskFailed, NoSpace) as error:
             raise self.broken(
-                f"the log cannot begin after {start.transaction_id}: {error}"
+                f"cannot remove the log before transaction {start.transaction_id}: {error}"
             ) from error
         if self.synced_max < start.transaction_id:
             self.synced_max, self.chain = start
@@ -273,8 +275,8 @@ class LogFiles:
         """Raise DiskFailed after a failure, until a session continues in a new segment."""
         if self.has_failed:
             raise DiskFailed(
-                f"partition {self.partition_id}: a write failed in this session; the log "
-                "accepts no more until the next session"
+                f"partition {self.partition_id}: a write failed in this store session; the "
+                "log accepts no further writes until the next session"
             )
 
     def fail(self) -> None:
@@ -338,8 +340,8 @@ class LogFiles:
         if self.files_error is None and not self.slots.is_in_place():
             self.has_failed = self.is_broken = True
             self.files_error = MissingSegment(
-                f"{self.segments.directory}: expected the directory and the {SLOTS_NAME} that this "
-                "process has opened, found them deleted or replaced"
+                f"{self.segments.directory}: the directory or its {SLOTS_NAME} was deleted or "
+                "replaced while this process used it"
             )
         if self.files_error is not None:
             raise self.files_error

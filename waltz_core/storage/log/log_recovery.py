@@ -165,7 +165,9 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
     if disk.exists(directory / SLOTS_NAME):
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
-        raise BadFormat(f"{directory}: expected {SLOTS_NAME} with .chn files, found none")
+        raise BadFormat(
+            f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
+        )
     # A sequence below that in the control file means "adopt", also after a crash on the way.
     slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
@@ -274,8 +276,8 @@ class _Opening:
             self._remove(firsts.pop(0))
         if firsts and firsts[0] > start.transaction_id + 1:
             raise MissingSegment(
-                f"{self._directory}: expected the oldest segment to begin at ID "
-                f"{start.transaction_id + 1} or below, found ID {firsts[0]}"
+                f"{self._directory}: expected that the oldest segment begins at transaction "
+                f"{start.transaction_id + 1} or earlier, found {firsts[0]}"
             )
         # A batch that ends at or before the start may cross the beginning of the oldest segment:
         # then only that segment has the chain before it.

@@ -214,14 +214,14 @@ class LogReader:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
             raise BelowStart(
-                f"partition {self.partition_id}: expected IDs from {start + 1} on, "
-                f"found {first}..{last}",
+                f"partition {self.partition_id}: the requested transactions {first}..{last} "
+                f"are not available: the log of this storage begins at {start + 1}",
                 start + 1,
             )
         if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: expected IDs up to {self._segments.last_id}, "
-                f"found {first}..{last}"
+                f"partition {self.partition_id}: the requested transactions {first}..{last} "
+                f"are not available: the log of this storage ends at {self._segments.last_id}"
             )
 
     def byte_count(self, first: TransactionId, last: TransactionId) -> int:
@@ -238,8 +238,8 @@ class LogReader:
             entry = self._repaired(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
                 raise BadRequest(
-                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
-                    f"found {entry and (entry.first, entry.last)}"
+                    f"partition {self.partition_id}: expected a batch that begins at "
+                    f"transaction {first}, found {entry and (entry.first, entry.last)}"
                 )
             last = entry.last
         for damaged in self._slots.slot.damaged:

@@ -52,7 +52,8 @@ def truncation_of(
     crcs = segments.record_crcs(entry.first, last_to_keep)
     if crcs is None:
         raise ChecksumMismatch(
-            f"records {entry.first}..{last_to_keep}: expected to truncate a batch that can be read"
+            f"records {entry.first}..{last_to_keep}: cannot shorten their batch, because it "
+            "cannot be read"
         )
     shortened = entry._replace(
         last=last_to_keep,

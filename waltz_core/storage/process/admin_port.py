@@ -106,7 +106,7 @@ class AdminPort:
         listener = await listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
-        _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
+        _log.info("storage.admin_ready address=%s", f"{host}:{listener.port}")
         return listener
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class AdminPort:
         self._driver.stop()
         audited, self._audited = self._audited, {}
         for each in audited.values():
-            each.end("unknown", "the storage was shut down before the answer")
+            each.end("unknown", "the storage was shut down before it answered")
 
     # ---- connections
 
@@ -140,7 +140,7 @@ class AdminPort:
         """Carry out a request whose line is written, or reject it (rule 3)."""
         link, message = self._links.get(request.connection), request.message
         if link is None or link.is_closed or link.access is None:
-            error = errors.Unavailable("the connection was closed before the request began")
+            error = errors.Unavailable("the connection was closed before the request was started")
         elif link.access.may_begin(error):
             self._driver.post(request)
             return

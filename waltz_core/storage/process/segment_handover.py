@@ -69,7 +69,8 @@ class SegmentHandover:
                 self._check(ticket, partition_id)
             if partition_id not in serving.logs or first < 0:
                 raise UnknownPartition(
-                    f"this storage has no segment from {first} of partition {partition_id}"
+                    f"this storage has no segment of partition {partition_id} that begins at "
+                    f"transaction {first}"
                 )
             path = engine.segment_path(partition_id, first)
             return await loop.run_in_executor(pool, descriptor_for_reader, path)
@@ -92,7 +93,8 @@ class SegmentHandover:
             or not hmac.compare_digest(ticket, self._ticket_of(connection))
         ):
             raise PermissionDenied(
-                f"partition {partition_id}: expected the ticket of an open connection"
+                f"partition {partition_id}: expected the ticket of a connection that is "
+                "open, found another one"
             )
         read = RangeRaw(
             NO_SESSION, -1, partition_id, 0, 0, 0, LOCATIONS, whole_batches=False, reader=True

@@ -133,7 +133,7 @@ class Serving:
         """Take a new replica assignment from ZooKeeper."""
         own_partitions = assignments.partitions.get(self.address)
         if own_partitions is None:
-            _log.warning("storage.not_assigned address=%s", self.address)
+            _log.warning("storage.not_in_cluster address=%s", self.address)
         count_max = self._engine.partition_count
         self._assigned = tuple(
             sorted(each for each in own_partitions or () if 0 <= each < count_max)
@@ -249,7 +249,8 @@ class Serving:
             if isinstance(log, errors.WaltzError):
                 self._report(
                     Report(
-                        "storage.partition_rejected", (("partition", partition_id), ("error", log))
+                        "storage.partition_open_failed",
+                        (("partition", partition_id), ("error", log)),
                     )
                 )
                 if self._engine.has_failed:
@@ -271,7 +272,7 @@ class Serving:
         del self._dropping[partition_id]
         del self.logs[partition_id]
         self._on_dropped(partition_id)
-        _log.info("storage.partition_dropped partition=%s", partition_id)
+        _log.info("storage.partition_closed partition=%s", partition_id)
 
     def idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work."""

@@ -94,7 +94,7 @@ LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
     "storage.disk_full": logging.WARNING,
     "storage.files_replaced": logging.WARNING,
-    "storage.partition_rejected": logging.WARNING,
+    "storage.partition_open_failed": logging.WARNING,
     "storage.read_failed": logging.WARNING,
     "storage.reserve_released": logging.WARNING,
     "storage.damage_found": logging.WARNING,
@@ -102,7 +102,7 @@ LEVELS: Final = {
     "storage.archive_failed": logging.WARNING,
     "storage.archive_read_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
-    "storage.collection_failed": logging.WARNING,
+    "storage.garbage_collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
@@ -127,7 +127,10 @@ class StaticCluster:
 def run(config: StorageConfig) -> None:
     """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
     if not __debug__:
-        raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
+        raise errors.BadConfig(
+            "the storage does not run under `python -O`, because it relies on its assertions. "
+            "Hint: run it without -O"
+        )
     net.run(serve(config, on_ready=_print_ready))
 
 
@@ -321,7 +324,7 @@ class StorageDaemon:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
-                _log.info("storage.ended address=%s", self.address)
+                _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
         self, engine: Engine, machine: StorageService, serving: Serving
@@ -425,10 +428,11 @@ class StorageDaemon:
         )
         if registered != own_id:
             raise errors.StorageIdMismatch(
-                f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount the "
-                f"right disk, or run `waltz-core cluster replace-storage {self.address} "
-                f"{self.address}` to let an empty directory take its place."
+                f"ZooKeeper has storage ID {registered} for {self.address}, but the "
+                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount "
+                f"the right disk, or run `waltz-core cluster replace-storage {self.address} "
+                f"{self.address}` to let a storage with an empty directory replace the "
+                "registered one."
             )
 
     async def _follow_assignment(
@@ -770,7 +774,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.close_timed_out what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

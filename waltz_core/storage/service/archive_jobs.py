@@ -174,8 +174,8 @@ class ArchiveJobs:
             raise BadRequest("this storage has no archive configured")
         if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
-                f"partition {message.partition_id}: expected a range to archive, found "
-                f"{message.first}..{message.last}"
+                f"partition {message.partition_id}: expected a range of transactions to "
+                f"archive, found {message.first}..{message.last}"
             )
         job = _Job(connection, nonce, message)
         self.forget(job.partition_id)
@@ -307,7 +307,9 @@ class ArchiveJobs:
         error = ""
         if isinstance(outcome, WaltzError):
             error = str(outcome)[:ERROR_CHARACTERS_MAX]
-            effects.append(Report("storage.collection_failed", (partition, ("error", error))))
+            effects.append(
+                Report("storage.garbage_collection_failed", (partition, ("error", error)))
+            )
         has_more = isinstance(outcome, Collected) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
@@ -380,8 +382,8 @@ def _incomplete(job: _Job, message: ReplaceObject) -> str:
     if last == message.last:
         return ""
     return (
-        f"partition {message.partition_id}: expected whole batches with the IDs "
-        f"{message.first}..{message.last}, found them up to {last}"
+        f"partition {message.partition_id}: expected whole batches with transactions "
+        f"{message.first}..{message.last}, found batches up to {last}"
     )
 
 
@@ -439,7 +441,7 @@ def _range_ended(
     partition = ("partition", message.partition_id)
     failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
     if error and isinstance(message, ReplaceObject):
-        effects.append(Report("storage.replacement_failed", failure))
+        effects.append(Report("storage.object_replacement_failed", failure))
     elif error:
         effects.append(Report("storage.archive_failed", failure))
     if made is None:

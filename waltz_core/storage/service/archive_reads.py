@@ -113,12 +113,15 @@ class ArchiveReads:
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):
-            why = "and the owner has not sent the archived mark yet"
+            why = "but the server that owns the partition has not sent the archived mark yet"
             if not self._has_archive:
-                why = "and this storage has no `archive_url`"
-            return ArchiveUnavailable(f"{error}; earlier IDs are in the archive, {why}")
+                why = "but this storage has no setting `archive_url`"
+            return ArchiveUnavailable(f"{error}; earlier transactions are in the archive, {why}")
         if mark is None and self._has_archive and isinstance(message, RangeRaw):
-            why = "the owner has not sent yet whether the archive has these records"
+            why = (
+                "the server that owns the partition has not reported yet whether the archive "
+                "has these records"
+            )
             return ArchiveUnavailable(f"{error}; {why}")
         return error
 
@@ -127,7 +130,8 @@ class ArchiveReads:
             self._count += 1
             return query
         return ArchiveUnavailable(
-            f"{query.error}; {self._count} requests wait for the archive already"
+            f"{query.error}; {self._count} requests already wait for the archive, which is "
+            "the limit"
         )
 
     def answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:

@@ -269,10 +269,10 @@ class Engine:
         path = self.directory / CONTROL_NAME
         if self._disk.identity(path) != self._control_identity:
             raise MissingSegment(
-                f"{path}: expected the file that this process has opened, found it deleted or "
-                "replaced; what the storage writes to it would be lost at the next start. Hint: "
-                "unless you can restore the directory, replace the storage by an empty one "
-                "(`waltz-core cluster replace-storage`)."
+                f"{path}: the file was deleted or replaced while this process used it, so "
+                "that writes to it would be lost at the next start. Hint: restore the "
+                "directory, or replace the storage with an empty one (`waltz-core cluster "
+                "replace-storage`)."
             )
 
     @property
@@ -382,14 +382,16 @@ class Engine:
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
             raise BadRequest(  # An append would confirm a mark that may be wrong.
-                f"partition {copy.partition_id}: expected a replica without a provisional mark, "
-                f"found {provisional.low_water_mark} of session {provisional.session_id}"
+                f"partition {copy.partition_id}: cannot receive a copy, because the replica "
+                f"has the provisional low-water mark {provisional.low_water_mark} of session "
+                f"{provisional.session_id}"
             )
         lengths = raw_records.lengths_from_wire(copy.lengths, len(copy.records))
         found = crc32(copy.records)
         if found != copy.records_crc:
             raise ChecksumMismatch(
-                f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
+                f"copied records from {copy.first}: expected CRC {copy.records_crc:08x}, "
+                f"found {found:08x}"
             )
         size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
         self.space.check(size)
@@ -446,9 +448,9 @@ class Engine:
         try:
             if slots.fell_back:
                 raise ReplicaSuspect(
-                    f"partition {partition_id}: expected 2 valid control slots, found 1. Hint: "
-                    "take the partition online first (`storage availability`): it then rejects all "
-                    "sessions that the lost slot may have promised."
+                    f"partition {partition_id}: expected 2 valid control slots, found 1. "
+                    "Hint: take the partition online first (`storage availability`); it then "
+                    "rejects all store sessions that the lost slot may have promised."
                 )
             sequence = self._control.info(partition_id).sequence + 1
             slots.write(replace(slots.slot, old_sequence=sequence))

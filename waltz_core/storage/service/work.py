@@ -348,8 +348,8 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
     found = crc32(message.records)
     if found != message.records_crc:
         raise ChecksumMismatch(
-            f"{what} from {message.first}: expected CRC {message.records_crc:08x} over "
-            f"{len(message.records)} bytes, found {found:08x}"
+            f"{what} from transaction {message.first} on: expected CRC "
+            f"{message.records_crc:08x} over {len(message.records)} bytes, found {found:08x}"
         )
 
 
@@ -380,7 +380,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
             lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
             log.repair(TransactionId(message.first), lengths, message.records)
         case _:
-            raise BadRequest(f"a storage does not accept {type(message).__name__}")
+            raise BadRequest(f"a storage does not accept {type(message).__name__} here")
     state = log.state()
     return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
 
@@ -409,10 +409,10 @@ def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessRespons
     """Reject a mark at which the log has another chain (rule AR 10 of decision 047)."""
     found = log.chain_at(TransactionId(message.last))
     if found != message.chain:
-        shown = "no batch end" if found is None else found.hex()
+        shown = "no batch that ends there" if found is None else found.hex()
         raise BadRequest(
-            f"partition {message.partition_id}: expected the chain {message.chain.hex()} at "
-            f"{message.last}, which is archived, found {shown}"
+            f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
+            f"transaction {message.last}, up to which the log is archived; found {shown}"
         )
     return SuccessResponse(*_prefix(message))
 

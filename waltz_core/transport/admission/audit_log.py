@@ -96,7 +96,9 @@ class AuditFile:
         try:
             self._file = _File(path)
         except OSError as error:
-            raise BadConfig(f"audit_log: {path!r} cannot be opened: {error.strerror}") from error
+            raise BadConfig(
+                f"setting audit_log: {path!r} cannot be opened: {error.strerror}"
+            ) from error
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
@@ -191,7 +193,7 @@ class AuditFile:
     def _begin(self, fields: dict[str, object], begun: BegunCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                begun, Overloaded(f"{QUEUE_LINES_MAX} lines wait for the audit log")
+                begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
             )
             return
         self._put(_Line(self._encoded({**fields, "outcome": "begun"}), begun=begun))
@@ -243,8 +245,8 @@ class AuditFile:
         error = None
         if failure is not None:
             error = Unavailable(
-                f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's log has "
-                "the file (`audit.write_failed`)."
+                f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's "
+                "log names the file (`audit.write_failed`)."
             )
         outcomes: list[tuple[BegunCallback, WaltzError | None]] = [
             (each.begun, error if number >= written_count else None)

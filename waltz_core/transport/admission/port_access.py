@@ -92,11 +92,11 @@ class PortAccess:
         """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
         known = self.permissions
         if permissions is None:
-            _log.warning("access.missing revision=%d", known.revision if known else 0)
+            _log.warning("access.permissions_missing revision=%d", known.revision if known else 0)
             return
         if known is not None and permissions.revision < known.revision:
             _log.error(
-                "access.revision_ignored revision=%d known=%d",
+                "access.older_revision_ignored revision=%d known=%d",
                 permissions.revision,
                 known.revision,
             )
@@ -110,7 +110,7 @@ class PortAccess:
         for excess in self.quotas.excess():
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
-        _log.info("access.revision revision=%d", permissions.revision)
+        _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.revise(permissions)
 
@@ -142,7 +142,9 @@ class PortAccess:
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
-            raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
+            raise AuthenticationFailed(
+                "the token cannot be checked, because this process has no permissions yet"
+            )
         known = self.permissions.valid_token(token_hash, self._clock_ms())
         if known is None:
             raise AuthenticationFailed(self.reason_invalid(token_hash))
@@ -164,7 +166,7 @@ class PortAccess:
         """Return why a token is not valid; only a peer that has the token gets its name."""
         named = self.named_token(token_hash)
         if named is None:
-            return "the token is unknown or revoked"
+            return "the token is unknown, or was revoked"
         is_listed = self.permissions is not None and token_hash in self.permissions.tokens
         state = "has expired" if is_listed else "is revoked"
         return f"token {named.token_id} of {named.principal} {state}"

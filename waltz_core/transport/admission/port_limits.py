@@ -85,9 +85,12 @@ class HandshakeLimits:
         """Count a handshake, and return ""; or return why it must be rejected."""
         host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
-            return f"{self._in_progress[host]} of {self._count} handshakes are in progress"
+            return (
+                f"{self._in_progress[host]} handshakes of this host are in progress; the limit "
+                f"is {self._count}"
+            )
         if not self._take(host):
-            return f"more than {self._per_s} handshakes per second"
+            return f"this host begins more than {self._per_s} handshakes per second"
         self._count += 1
         self._in_progress[host] += 1
         return ""
@@ -181,13 +184,13 @@ class LinkLimits:
     def add(self, link: LimitedLink) -> str:
         """Take a new link, and return ""; or return why it must be rejected."""
         if len(self._links) >= self._links_max:
-            return "too many connections"
+            return "the limit of connections is reached"
         if link.is_stranger:
             host = network_of(link.host)
             if self._is_full(host):
                 self._recount()
                 if self._is_full(host):
-                    return "too many connections of principals without permissions"
+                    return "the limit of connections of principals without permissions is reached"
             self._strangers.setdefault(host, {})[link] = None
         self._links[link] = 0
         return ""
@@ -200,7 +203,7 @@ class LinkLimits:
         count_max = self._links_max // TENANT_SHARE
         if self._of_tenants[tenant] >= count_max:
             raise Overloaded(
-                f"{tenant} is over the limit of {count_max} connections at this port, which "
+                f"{tenant} exceeds the limit of {count_max} connections at this port, which "
                 "applies to principals without a limit of their own. Hint: set one with "
                 "`waltz-core access limit --connections`.",
                 COUNT_RETRY_MS,
@@ -248,8 +251,9 @@ class LinkLimits:
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
-                f"the incomplete frames of all connections exceed {self._incomplete_bytes_max} "
-                "bytes; this connection has the most of its principal"
+                "the incomplete messages of all connections exceed "
+                f"{self._incomplete_bytes_max} bytes, and this connection has the largest "
+                "part among those of its principal"
             )
 
     def _largest(self) -> LimitedLink:
