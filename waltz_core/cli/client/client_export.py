@@ -60,26 +60,7 @@ GROUP_BYTES = 64 * 1024 * 1024
     metavar="ID",
     help="the last transaction to export, by its ID [default: the high-water mark]",
 )
-<<<<<<< HEAD
-@click.option("--last", type=int, metavar="ID", help="last ID [default: the high-water mark]")
-@payload_columns.column_option(
-    "a column of the log, or with a type one of the payload", "the columns of the log"
-=======
-@click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="NAME[:TYPE]",
-    help="NAME is a column of the log, NAME:TYPE a column of the payload; repeat the option for "
-    "several [default: the columns of the log]",
-)
-@click.option(
-    "--data-format",
-    type=options.NamedChoice(list(DATA_FORMATS)),
-    default="msgpack",
-    help="format of the payloads, if --column names columns of the payload [default: msgpack]",
->>>>>>> checks
-)
+@payload_columns.column_option("the columns of the log")
 @payload_columns.data_format
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
@@ -94,13 +75,8 @@ def export(  # noqa: PLR0913 - one for each option
     connect: str,
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
-<<<<<<< HEAD
-        raise BadConfig("a Parquet file is not printed on a terminal. Hint: use --output FILE.")
-    schema = payload_columns.schema_of(columns)
-=======
         raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
-    schema = _schema(columns)
->>>>>>> checks
+    schema = payload_columns.schema_of(columns)
     with WaltzClient(connect) as client:
         reader = client.scan(
             partitions or None,
@@ -116,44 +92,13 @@ def export(  # noqa: PLR0913 - one for each option
 
 
 export.details = (
-<<<<<<< HEAD
-    f"Types of payload columns: {payload_columns.TYPES_TEXT}. A payload that does not fit ends "
-    "the command with an error that names the transaction, and FILE is not written. In CSV and "
-    "JSON, binary values are text, in which bytes that are no UTF-8 are escaped with a backslash."
-)
-
-
-=======
-    f"Types of payload columns: {', '.join(_TYPES)}. If a payload does not have such a value, "
-    "the command fails with an error that names the transaction, and does not write FILE. "
+    f"Types of payload columns: {payload_columns.TYPES_TEXT}. If a payload does not have such a "
+    "value, the command fails with an error that names the transaction, and does not write FILE. "
     "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
     "with a backslash."
 )
 
 
-def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
-    """Return the schema of --column; None without any."""
-    fields = []
-    for each in columns:
-        name, colon, kind = each.partition(":")
-        if not colon and name in READ_SCHEMA.names:
-            fields.append(READ_SCHEMA.field(name))
-        elif not colon:
-            raise BadConfig(
-                f"--column: the log has no column {name!r}. Hint: use NAME:TYPE for a column "
-                f"of the payload; the columns of the log are {', '.join(READ_SCHEMA.names)}."
-            )
-        elif kind in _TYPES:
-            fields.append(pa.field(name, _TYPES[kind]))
-        else:
-            raise BadConfig(
-                f"--column {name}: expected one of the types {', '.join(_TYPES)}, found {kind!r}"
-                f"{nearest(kind, list(_TYPES))}"
-            )
-    return pa.schema(fields) if fields else None
-
-
->>>>>>> checks
 @contextmanager
 def _sink(output: Path | None) -> Iterator[IO[bytes]]:
     """Open the output; a file gets its name when it is complete."""

@@ -52,11 +52,13 @@ class FollowOptions(NamedTuple):
 @options.gather_options(FollowOptions)
 @options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
 @click.option(
-    "--key", multiple=True, required=True, metavar="NAME", help="a key column, may be repeated"
+    "--key",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="a key column; repeat the option for several",
 )
-@payload_columns.column_option(
-    "a column of the table: one of the log, or with a type one of the payload"
-)
+@payload_columns.column_option()
 @payload_columns.data_format
 @click.option(
     "--header",
@@ -64,7 +66,7 @@ class FollowOptions(NamedTuple):
     type=int,
     multiple=True,
     metavar="H",
-    help="header of transactions of the table, may be repeated [default: all]",
+    help="header of transactions of the table; repeat the option for several [default: all]",
 )
 @click.option(
     "--delete-header",
@@ -72,7 +74,7 @@ class FollowOptions(NamedTuple):
     type=int,
     multiple=True,
     metavar="H",
-    help="header of transactions that delete the row with their key, may be repeated",
+    help="header of transactions that delete the row with their key; repeat the option for several",
 )
 @click.option(
     "--delete-where",
