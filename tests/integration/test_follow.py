@@ -145,6 +145,20 @@ def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):
     assert content(table)
 
 
+def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    words = written.command(table, "--until", "now")
+    while "--column" in words:
+        at = words.index("--column")
+        del words[at : at + 2]
+    for _ in range(2):
+        done = run_command(*words)
+        assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+    names = DeltaTable(table).schema().to_arrow().names
+    assert sorted(names) == ["_partition", "_transaction_id", "id", "op", "value"]
+
+
 def test_a_repeated_command_writes_no_commit(written: Written, tmp_path: Path):
     table = tmp_path / "table"
     follow(written, table)

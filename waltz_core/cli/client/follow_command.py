@@ -58,7 +58,7 @@ class FollowOptions(NamedTuple):
     metavar="NAME",
     help="a key column; repeat the option for several",
 )
-@payload_columns.column_option()
+@payload_columns.column_option("the columns are found in the payloads")
 @payload_columns.data_format
 @click.option(
     "--header",
@@ -126,7 +126,6 @@ def follow(chosen: FollowOptions) -> int:
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
     schema = payload_columns.schema_of(chosen.columns)
-    assert schema is not None, "--column is required"
     rules = ChangeRules(
         chosen.key,
         chosen.delete_headers,
@@ -140,7 +139,7 @@ def follow(chosen: FollowOptions) -> int:
         log = ClientLog(
             client,
             position,
-            schema=schema,
+            schema=table.columns if schema is None else schema,
             rules=rules,
             data_format=chosen.data_format,
             headers=chosen.headers,

@@ -38,16 +38,15 @@ data_format = click.option(
 )
 
 
-def column_option(default: str = "") -> Callable[[FC], FC]:
-    """Declare `--column`; required without a default."""
+def column_option(default: str) -> Callable[[FC], FC]:
+    """Declare `--column`."""
     return click.option(
         "--column",
         "columns",
         multiple=True,
-        required=not default,
         metavar="NAME[:TYPE]",
         help="NAME is a column of the log, NAME:TYPE a column of the payload; repeat the option "
-        "for several" + (f" [default: {default}]" if default else ""),
+        f"for several [default: {default}]",
     )
 
 
