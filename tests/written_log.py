@@ -53,7 +53,7 @@ class Written(NamedTuple):
                     rows[row["id"]] = (row["value"], partition, place)
         return rows
 
-    def command(self, table: Path, *more: str) -> list[str]:
+    def command(self, table: Path | str, *more: str) -> list[str]:
         return [
             *["follow", str(table), "--connect", self.connect, "--key", "id"],
             *["--column", "id:int64", "--column", "op:string", "--column", "value:int64"],
@@ -67,18 +67,18 @@ def ends(written: Written) -> dict[int, int]:
     return {each: len(log) - 1 for each, log in enumerate(written.log)}
 
 
-def content(table: Path, version: int | None = None) -> Rows:
+def content(table: Path | str, version: int | None = None) -> Rows:
     rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: (row["value"], row["_partition"], row["_transaction_id"]) for row in rows}
 
 
-def marks_by_version(table: Path) -> dict[int, dict[int, int]]:
+def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     commits = DeltaTable(table).history()
     return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
 
 
-def check_versions(written: Written, table: Path) -> None:
+def check_versions(written: Written, table: Path | str) -> None:
     """Each version has the rows of its marks, and marks never decrease."""
     before = dict.fromkeys(range(PARTITIONS), -1)
     for version, marks in sorted(marks_by_version(table).items()):
