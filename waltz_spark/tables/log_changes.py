@@ -26,7 +26,7 @@ from waltz_spark.failures import without_stack_each
 from waltz_spark.spark_version import arrow_schema
 
 # The start of the message of an error that Spark raises, and of what follows it.
-TWO_PARTITIONS = "the changes of a key in two partitions: "
+TWO_PARTITIONS = "a key in two partitions: "
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
 
 
@@ -167,9 +167,10 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
         .agg(latest.alias("last"), F.min(partition).alias("low"), F.max(partition).alias("high"))
     )
     shown = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
-    places = (F.lit(" in partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
+    places = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
+    middle = F.lit(") has changes in two partitions, ")
     error = F.raise_error(
-        F.concat(F.lit(f"{TWO_PARTITIONS}("), *shown, F.lit(")"), *places, F.lit("."))
+        F.concat(F.lit(f"{TWO_PARTITIONS}("), *shown, middle, *places, F.lit("."))
     )
 
     def column(name: str) -> Column:

@@ -60,7 +60,7 @@ _NO_LIBRARY = re.compile(
     r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
 )
 _FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) in partition .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
+    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
 
@@ -183,7 +183,7 @@ class MergedDeltaTable:
         )
         return (
             "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
-            f"'{TWO_PARTITIONS}(', {key}, ') in ', {places}, '.')) AS BOOLEAN) "
+            f"'{TWO_PARTITIONS}(', {key}, ') has changes in two partitions, ', {places}, '.')) AS BOOLEAN) "
             f"ELSE {is_deleted} END"
         )
 
@@ -275,9 +275,8 @@ class MergedDeltaTable:
     def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
         if twice := _FOUND_TWICE.search(text):
             return BadRequest(
-                f"table {self._name}: expected the changes of a key in one partition, found key "
-                f"{twice[1]}: partitions have no order. Hint: use a key that includes what "
-                "chooses the partition."
+                f"table {self._name}: the key {twice[1]}, and partitions have no common order. "
+                "Hint: use a key that includes the column that chooses the partition."
             )
         if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
             return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")

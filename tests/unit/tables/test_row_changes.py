@@ -172,7 +172,7 @@ def test_a_key_in_two_partitions_names_both_transactions():
     rows = pa.concat_tables(
         [log((0, 1, "", 0.0), (0, 7, "", 0.0)), log((0, 7, "", 0.0), partition=2)]
     )
-    found = r"found id = 7 in partition 0, transaction 1 and partition 2, transaction 0: "
+    found = "in two partitions, partition 0, transaction 1 and partition 2, transaction 0, and"
     with pytest.raises(BadRequest, match=found):
         last_changes(changes_of(rows, ChangeRules(["id"])), ["id"])
 
