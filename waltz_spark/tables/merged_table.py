@@ -183,8 +183,8 @@ class MergedDeltaTable:
         )
         return (
             "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
-            f"'{TWO_PARTITIONS}(', {key}, ') has changes in two partitions, ', {places}, '.')) AS BOOLEAN) "
-            f"ELSE {is_deleted} END"
+            f"'{TWO_PARTITIONS}(', {key}, ') has changes in two partitions, ', {places}, '.')) "
+            f"AS BOOLEAN) ELSE {is_deleted} END"
         )
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[Row], TableState | None]:
