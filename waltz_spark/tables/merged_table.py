@@ -102,7 +102,7 @@ class MergedDeltaTable:
         with self.reported():
             self._set_identifier(start)
             empty = self._session.createDataFrame([], StructType([*self._schema, *_PLACE_FIELDS]))
-            writer = empty.write.format("delta").mode("errorifexists")
+            writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
             else:
