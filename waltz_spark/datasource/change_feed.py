@@ -1,6 +1,6 @@
-"""The rows of a change feed: the changes of rows that transactions make, with their content before.
+"""The rows of a change feed: the changes of rows that transactions make, and what was before them.
 
-    transactions of a partition, in order, and the feed state before them -> rows, and the next state
+    transactions of a partition, in order, and the feed state before them -> rows, the next state
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     1. An upsert of an absent key is `insert`. An upsert of a present one is `update_preimage` and
@@ -11,7 +11,7 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     3. A transaction is a change if its payload fits the schema and its key has no null. A delete
        needs only the key. With `mode=FAILFAST` any other transaction is an error, with
        `DROPMALFORMED` it is no change. So the rows depend on the log, not on where a read starts.
-    4. A step of the state has at most 8 MiB of previous payloads, and at most one batch of new ones.
+    4. A step of the state has about 8 MiB of previous payloads, and at most one batch of new ones.
 """
 
 from collections.abc import Iterator, Sequence

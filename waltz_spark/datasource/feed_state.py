@@ -19,7 +19,6 @@ import sqlite3
 import stat
 import struct
 import tempfile
-import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -165,7 +164,8 @@ def private_state() -> FeedState:
 def cached_state(file: Path) -> FeedState | None:
     """Return the state in a file, empty if there is none or if it is damaged.
 
-    None if another task uses the file, or if it cannot be opened or created.
+    None if another task uses the file, or if it cannot be opened or created. It also deletes other
+    files in the directory that no task has used for 7 days.
     """
     for _ in range(2):
         try:
@@ -193,17 +193,23 @@ def _opened(file: Path) -> FeedState:
         database.execute(_PAGE_CACHE)
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
         database.execute("BEGIN EXCLUSIVE")
-        os.utime(file)
         ((version,),) = database.execute("PRAGMA user_version")
         ((count,),) = database.execute("SELECT count(*) FROM sqlite_master")
         if version == count == 0:
             _create(database)
-        elif version != _FORMAT:
-            raise sqlite3.DatabaseError(f"expected version {_FORMAT:#x}, found {version:#x}")
+        _check_version(database)
+        os.utime(file)
+        _delete_unused(file)
         return FeedState(database, is_private=False)
     except BaseException:
         database.close()
         raise
+
+
+def _check_version(database: sqlite3.Connection) -> None:
+    ((version,),) = database.execute("PRAGMA user_version")
+    if version != _FORMAT:
+        raise sqlite3.DatabaseError(f"expected version {_FORMAT:#x}, found {version:#x}")
 
 
 def _create(database: sqlite3.Connection) -> None:
@@ -219,10 +225,7 @@ def _create(database: sqlite3.Connection) -> None:
 
 
 def state_file(name: str) -> Path | None:
-    """Return the file of a state; None if there is no directory that only this user can read.
-
-    It also deletes states that no task has used for 7 days.
-    """
+    """Return the file of a state; None if there is no directory that only this user can read."""
     directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -230,17 +233,18 @@ def state_file(name: str) -> Path | None:
         is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
         if not is_ours or found.st_mode & 0o077:
             raise PermissionError("expected a directory that only its owner can read")
-        _delete_unused(directory)
     except OSError as error:
         _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)
         return None
     return directory / (name + _SUFFIX)
 
 
-def _delete_unused(directory: Path) -> None:
-    for file in directory.glob(f"*{_SUFFIX}"):
+def _delete_unused(used: Path) -> None:
+    """Delete states that no task has used for 7 days before this one was."""
+    oldest = used.stat().st_mtime - UNUSED_S_MAX
+    for file in used.parent.glob(f"*{_SUFFIX}"):
         with suppress(OSError):  # another task may delete it at the same time
-            if file.stat().st_mtime < time.time() - UNUSED_S_MAX:
+            if file.stat().st_mtime < oldest:
                 _delete(file)
 
 
