@@ -36,10 +36,10 @@ PAYLOADS = st.fixed_dictionaries(
 )
 TRANSACTIONS = st.builds(
     Transaction,
-    st.sampled_from((0, 0, DELETE_HEADER)),
-    st.one_of(PAYLOADS.map(msgpack.packb), st.sampled_from((b"\xc1", b"\x01"))),
+    st.sampled_from((0, 0, 0, 0, DELETE_HEADER)),
+    st.one_of(*[PAYLOADS.map(msgpack.packb)] * 5, st.sampled_from((b"\xc1", b"\x01"))),
 )
-LOGS = st.lists(TRANSACTIONS, min_size=1, max_size=40)
+LOGS = st.lists(TRANSACTIONS, min_size=10, max_size=40)
 
 
 class Turn(NamedTuple):
@@ -55,13 +55,14 @@ class Turn(NamedTuple):
 TURNS = st.lists(
     st.builds(
         Turn,
-        st.integers(0, 1),
+        st.sampled_from((0, 0, 1)),
         st.integers(1, 15),
-        st.one_of(st.none(), st.none(), st.integers(0, 3)),
+        st.sampled_from((None, None, None, 0, 1, 3)),
         st.booleans(),
-        st.sampled_from(("", "", "", "deleted", "cut", "zeroed")),
+        st.sampled_from(("", "", "", "", "deleted", "cut", "zeroed")),
     ),
-    max_size=10,
+    min_size=5,
+    max_size=12,
 )
 
 
@@ -79,7 +80,7 @@ def spoil(file: Path, fault: str) -> None:
 
 @given(
     LOGS,
-    st.integers(-1, 39),
+    st.integers(-1, 9),
     TURNS,
     st.integers(1, 12),
     st.integers(1, 9),
