@@ -190,7 +190,9 @@ def _chunks(
     form = RangeForm.HEADERS if headers_only else RangeForm.WHOLE
     first = span.first
     if source.archived is not None:
-        for chunk in chunks_of(source.archived, span, form, options.headers):
+        # The span of a change feed may end after what is archived, or begin there.
+        part = span._replace(last=min(span.last, source.archived.manifest.last))
+        for chunk in chunks_of(source.archived, part, form, options.headers):
             first = chunk.next
             yield chunk
     if first <= span.last:
