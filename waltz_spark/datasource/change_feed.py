@@ -30,15 +30,13 @@ from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.payload_types import plain_type
 from waltz_core.records.unpacking import Unpacker, columns_named
 from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
-from waltz_spark.datasource.feed_state import FeedState, StoredRow
+from waltz_spark.datasource.feed_state import KEY_BYTES, FeedState, StoredRow
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, OnCorrupt, ReadOptions
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.spark_version import arrow_schema
 
 PREVIOUS_BYTES_MAX = 8 * 1024 * 1024
-# Without collisions: with 10^9 keys, two of them have the same digest with a chance of 10^-21.
-DIGEST_BYTES = 16
 _NEEDED = ("partition", "transaction_id", "header", "data")
 _KINDS = pa.array(["insert", "update_preimage", "update_postimage", "delete"])
 _INSERT, _BEFORE, _AFTER, _DELETE = range(len(_KINDS))
@@ -199,7 +197,7 @@ class ChangeFeed:
         ]
         pack = msgpack.Packer().pack
         packed = map(pack, zip(*columns, strict=True))
-        return [blake2b(each, digest_size=DIGEST_BYTES).digest() for each in packed]
+        return [blake2b(each, digest_size=KEY_BYTES).digest() for each in packed]
 
     def _fail(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
         """Raise the reason why a transaction is no change."""

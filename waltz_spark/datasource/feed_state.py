@@ -27,12 +27,15 @@ from typing import NamedTuple
 
 from waltz_core.records.record import BEFORE_FIRST
 
+# The size of a key: a digest. With 10^9 keys, two have the same one with a chance of 10^-21.
+KEY_BYTES = 16
 _PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
 UNUSED_S_MAX = 7 * 24 * 3600
 # The first two letters are the project's; the number counts versions of the tables below.
 _FORMAT = 0x575A_0001
 _SUFFIX = ".sqlite"
-_PLACE = struct.Struct(">iq")
+# A key, a header and an ID.
+_HEAD = struct.Struct(f">{KEY_BYTES}siq")
 _TABLES = """
     CREATE TABLE latest (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
         WITHOUT ROWID;
@@ -145,8 +148,7 @@ class FeedState:
 
 
 def _checksum(key: bytes, row: StoredRow) -> int:
-    place = _PLACE.pack(row.header, row.transaction_id)
-    return zlib.crc32(row.data, zlib.crc32(place, zlib.crc32(key)))
+    return zlib.crc32(row.data, zlib.crc32(_HEAD.pack(key, row.header, row.transaction_id)))
 
 
 def private_state() -> FeedState:
