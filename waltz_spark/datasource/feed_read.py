@@ -79,10 +79,10 @@ class FeedReader:
             except sqlite3.Error as error:
                 state.close()
                 discard(self._file, error)  # rule 3
-            else:
-                return
             finally:
                 state.close()
+            if self._done == self._span.end:
+                return
         state = private_state()
         try:
             yield from self._rows(state)
@@ -101,7 +101,8 @@ class FeedReader:
             for last, rows in self._feed.rows(batch, state):
                 self._done = last
                 yield rows
-        state.commit(self._span.end, previous=begin)
+        self._done = self._span.end
+        state.commit(self._done, previous=begin)
 
     def _move(self, state: FeedState, mark: int) -> None:
         """Move a state to a mark, without rows (rules 2 and 4)."""

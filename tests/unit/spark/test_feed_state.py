@@ -1,6 +1,7 @@
 """Feed states: each state of the file that a task may find, and kills; the directory."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,13 @@ from tests.unit.spark.feeds import (
 from waltz_core.errors import Unavailable
 from waltz_spark.datasource import feed_read, feed_state
 from waltz_spark.datasource.feed_read import feed_state_file
-from waltz_spark.datasource.feed_state import StoredRow, cached_state, private_state, state_file
+from waltz_spark.datasource.feed_state import (
+    FeedState,
+    StoredRow,
+    cached_state,
+    private_state,
+    state_file,
+)
 
 COUNT = 40
 PAGE_BYTES = 4096
@@ -137,6 +144,18 @@ def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(fil
     assert found + rows_of(rows) == between(ROWS, 19, 30)
     done = log.reads[1][1]
     assert log.reads == [(20, 30), (0, done), (done + 1, 30)]
+
+
+def test_a_state_that_cannot_be_committed_costs_no_rows(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_state: FeedState, _mark: int, *, previous: int) -> None:
+        raise sqlite3.OperationalError(f"database or disk is full, {previous}")
+
+    micro_batch(file, -1, 19)
+    monkeypatch.setattr(FeedState, "commit", fail)
+    assert micro_batch(file, 19, 30) == [(20, 30)]
+    assert not file.exists()
 
 
 def test_a_file_in_use_is_left_alone(file: Path) -> None:
