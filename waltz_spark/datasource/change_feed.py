@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple, NoReturn
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -27,13 +26,12 @@ from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
-from waltz_core.records.payload_types import plain_type
 from waltz_core.records.unpacking import Unpacker, columns_named
 from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
 from waltz_spark.datasource.feed_state import KEY_BYTES, FeedState, StoredRow
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, OnCorrupt, ReadOptions
-from waltz_spark.rows import is_case_sensitive
+from waltz_spark.rows import is_case_sensitive, pack
 from waltz_spark.spark_version import arrow_schema
 
 PREVIOUS_BYTES_MAX = 8 * 1024 * 1024
@@ -173,7 +171,7 @@ class ChangeFeed:
                 row = int(np.argmin(is_change))
                 self._fail(found, row, is_delete=bool(deleted[row]))
             found, deleted = found.at(pa.array(is_change)), deleted[is_change]
-        return _Changes(found, deleted, self._digests(self._table(found)))
+        return _Changes(found, deleted, self._digests(found))
 
     def _transactions(self, batch: pa.RecordBatch) -> _Transactions:
         if self._encryption is None:
@@ -189,15 +187,12 @@ class ChangeFeed:
         names = [part.name for part in self._fields]
         return pa.table(found.log | dict(zip(names, found.payload, strict=True)))
 
-    def _digests(self, table: pa.Table) -> list[bytes]:
+    def _digests(self, found: _Transactions) -> list[bytes]:
         """Return a digest of each key: it has one size, and a file with it has no keys."""
-        columns = [
-            table[name].cast(plain_type(table[name].type, "msgpack")).to_pylist()
-            for name in self._rules.key
-        ]
-        pack = msgpack.Packer().pack
-        packed = map(pack, zip(*columns, strict=True))
-        return [blake2b(each, digest_size=KEY_BYTES).digest() for each in packed]
+        names = [part.name for part in self._fields]
+        columns = [found.payload[names.index(name)] for name in self._rules.key]
+        keys = pack(columns, self._rules.key, "msgpack").to_pylist()
+        return [blake2b(each, digest_size=KEY_BYTES).digest() for each in keys]
 
     def _fail(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
         """Raise the reason why a transaction is no change."""
