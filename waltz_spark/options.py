@@ -399,9 +399,13 @@ class _OptionParser:
                 f"option 'deleteHeaders': expected some of option headers, found {absent[0]}, "
                 "which the read does not fetch"
             )
-        where = self.text("deleteWhere")
+        key, where = tuple(_split(self.text("key") or "")), self.text("deleteWhere")
+        if not key or len(set(key)) != len(key):
+            raise BadConfig(
+                f"option 'key': expected columns, each once, found {self.text('key')!r}"
+            )
         return ChangeRules(
-            key=tuple(_split(self.text("key") or "")),
+            key=key,
             delete_headers=deletes,
             delete_where=None if where is None else parse_condition(where),
         )
