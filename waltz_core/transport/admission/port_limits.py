@@ -13,8 +13,8 @@ Rules:
        the principal with the most such bytes, and closes its link with the most. So a peer with
        many links cannot cause the links of others with large frames to be closed. Reading a link
        more slowly would not help, because the peer would keep the memory.
-    5. A port begins one handshake, then none for `HANDSHAKE_PAUSE_S`, and hosts take turns. So
-       open connections have most of the event loop.
+    5. One handshake begins at a time, and after it none for `HANDSHAKE_PAUSE_S`, so that open
+       connections have most of the event loop. Hosts take turns.
 """
 
 import ipaddress
