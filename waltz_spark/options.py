@@ -382,6 +382,20 @@ class _OptionParser:
                 if self.text(name) is not None:
                     raise BadConfig(f"option {name!r} needs changeFeed=true")
             return None
+        self._check_feed()
+        key, where = tuple(_split(self.text("key") or "")), self.text("deleteWhere")
+        if not key or len(set(key)) != len(key):
+            raise BadConfig(
+                f"option 'key': expected columns, each once, found {self.text('key')!r}"
+            )
+        return ChangeRules(
+            key=key,
+            delete_headers=self.ints("deleteHeaders") or (),
+            delete_where=None if where is None else parse_condition(where),
+        )
+
+    def _check_feed(self) -> None:
+        """Reject options that a change feed cannot have, or lacks."""
         for name, reason in _NEEDED_IN_A_FEED.items():
             if self.text(name) is None:
                 raise BadConfig(f"option 'changeFeed' needs option {name}: {reason}")
@@ -399,16 +413,6 @@ class _OptionParser:
                 f"option 'deleteHeaders': expected some of option headers, found {absent[0]}, "
                 "which the read does not fetch"
             )
-        key, where = tuple(_split(self.text("key") or "")), self.text("deleteWhere")
-        if not key or len(set(key)) != len(key):
-            raise BadConfig(
-                f"option 'key': expected columns, each once, found {self.text('key')!r}"
-            )
-        return ChangeRules(
-            key=key,
-            delete_headers=deletes,
-            delete_where=None if where is None else parse_condition(where),
-        )
 
     def _has_feed(self) -> bool:
         return self.choice("changeFeed", ("true", "false")) == "true"
