@@ -173,7 +173,8 @@ def cached_state(file: Path) -> FeedState | None:
         try:
             return _opened(file)
         except (sqlite3.Error, OSError) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            # The lower byte of an extended code is the code.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 _log.info("spark.feed_state_in_use file=%s", file)
                 return None
             discard(file, error)
