@@ -718,7 +718,7 @@ def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_el
     spoil_offset(world, 6)
     world.log.prepare(2, NONCE)
     base = world.log.chain_at(5)
-    with pytest.raises(DiskFailed, match=r"cannot truncate: .* wrong from record 6 on"):
+    with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
     # The intent is durable: a session that kept all ten would lose them at the next opening.
     with pytest.raises(DiskFailed, match="until it is opened again"):
