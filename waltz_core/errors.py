@@ -5,12 +5,12 @@ module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
-        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart, PermissionDenied (ClientIdDenied)
+        BadConfig (ClusterNotFound), BadRequest, ClientAheadOfLog, TooLarge, UnknownPartition,
+        ClientNotOpen, BeforeLogStart, PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
-        ArchiveUnavailable, PermissionsUnread
+        ArchiveUnavailable, PermissionsNotLoaded
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
@@ -58,7 +58,7 @@ class BadConfig(UsageError):
     code = 11
 
 
-class NoCluster(BadConfig):
+class ClusterNotFound(BadConfig):
     """ZooKeeper answers, but has no cluster at the given root.
 
     Action: Check the root in the connect string; `waltz-core cluster list` shows the clusters.
@@ -76,7 +76,7 @@ class BadRequest(UsageError):
     code = 12
 
 
-class ClientAhead(UsageError):
+class ClientAheadOfLog(UsageError):
     """A client's high-water mark is above the last transaction of the log.
 
     The client is connected to another cluster, or the log has lost data.
@@ -105,7 +105,7 @@ class UnknownPartition(UsageError):
     code = 15
 
 
-class NotOpen(UsageError, AttributeError):
+class ClientNotOpen(UsageError, AttributeError):
     """A client was used before it was opened. Until then, `hasattr` is false for its attributes.
 
     Action: Use the client inside its `with` or `async with` block.
@@ -114,7 +114,7 @@ class NotOpen(UsageError, AttributeError):
     code = 17
 
 
-class BelowStart(UsageError):
+class BeforeLogStart(UsageError):
     """The log begins after the requested transaction.
 
     `first_available`, if known, is the ID of the first transaction in the log.
@@ -288,7 +288,7 @@ class ArchiveUnavailable(Unavailable):
     code = 32
 
 
-class PermissionsUnread(Unavailable):
+class PermissionsNotLoaded(Unavailable):
     """The process has not read the permissions of the cluster yet.
 
     Action: Wait. If it lasts, check the process's connection to ZooKeeper, and `access list`.
@@ -518,10 +518,10 @@ def from_code(
 ) -> WaltzError:
     """Rebuild an error from the wire; an unknown code gives the base class.
 
-    `first_available` is the attribute of `BelowStart`, `retry_after_ms` that of `Overloaded`.
+    `first_available` is the attribute of `BeforeLogStart`, `retry_after_ms` that of `Overloaded`.
     """
-    if code == BelowStart.code:
-        return BelowStart(message, first_available)
+    if code == BeforeLogStart.code:
+        return BeforeLogStart(message, first_available)
     if code == Overloaded.code:
         return Overloaded(message, retry_after_ms)
     return BY_CODE.get(code, WaltzError)(message)

@@ -114,7 +114,7 @@ def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
     async def main() -> None:
-        async with cluster(4, feed_grant_count_min=100) as (_, server), dialing(server) as dial:
+        async with cluster(4, feed_request_count_min=100) as (_, server), dialing(server) as dial:
             wire = await dial()
             assert wire.version == 4
 

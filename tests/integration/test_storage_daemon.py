@@ -829,7 +829,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         owner = Owner(5, 0)
         read = owner.make(RangeRaw, 7, 8, 1 << 20, RangeForm.WHOLE, False, True)
         mark = owner.make(SetArchived, 9, bytes(16), 0, 1, "manifest")
-        query = ArchiveQuery(LaneRequest(1, read), mark, errors.BelowStart("", 9))
+        query = ArchiveQuery(LaneRequest(1, read), mark, errors.BeforeLogStart("", 9))
 
         def was_read(found):
             storage._was_read(query, found)

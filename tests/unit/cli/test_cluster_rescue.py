@@ -170,7 +170,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             partitions=1,
             from_directory=None,
             replicas=1,
-            only_nodes=False,
+            only_znodes=False,
             archive=None,
             access_file=access_file,
         )

@@ -292,7 +292,7 @@ async def test_a_full_window_waits_and_drops_nothing():
 
 @on_virtual_loop
 async def test_batches_stay_within_the_servers_row_limit():
-    limits = PartitionLimits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
+    limits = PartitionLimits(lock_slot_count=10_007, lock_load_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
         cluster.client().opened() as client,
@@ -571,14 +571,14 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
         await until(lambda: callbacks.errors)
         ((transaction_id, error),) = callbacks.errors
         assert transaction_id == 71
-        assert isinstance(error, errors.ClientAhead)
+        assert isinstance(error, errors.ClientAheadOfLog)
         assert "partition 0" in str(error)
         assert "the client's high-water mark 70 is above 0" in str(error)
 
 
 @on_virtual_loop
 async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
-    config = replace(IN_MEMORY_CONFIG, feed_ahead_count_max=1_000)
+    config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         go_on = asyncio.Event()
 
@@ -605,7 +605,10 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 
 # The limit is the reader's: on a busy machine appends may take as long, so another client writes.
 SHORT_TIMEOUTS = replace(
-    IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
+    IN_MEMORY_CONFIG,
+    request_timeout_ms=250,
+    feed_prefetch_count_max=1_000,
+    range_bytes_max=64 * 1024,
 )
 
 

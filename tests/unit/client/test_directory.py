@@ -470,7 +470,7 @@ class Rebuilt(WithViews):
 
     def _check(self):
         if self.is_missing:
-            raise errors.NoCluster("no cluster at root /shop")
+            raise errors.ClusterNotFound("no cluster at root /shop")
 
 
 def missing(zookeeper):
@@ -537,5 +537,5 @@ def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
         pass
 
     zookeeper.close = close
-    with pytest.raises(errors.NoCluster):
+    with pytest.raises(errors.ClusterNotFound):
         in_virtual_time(directory.open(lambda _owners: None))

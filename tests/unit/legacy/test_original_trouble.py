@@ -150,7 +150,7 @@ async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster)
     async with client_of(cluster) as client:
         await client.mount([0])
         future = await client.append(b"", partition=0, client_high_water_mark=5)
-        with pytest.raises(errors.ClientAhead):
+        with pytest.raises(errors.ClientAheadOfLog):
             await future
     assert 2 not in cluster.servers[0].answered
 

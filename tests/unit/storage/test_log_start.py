@@ -6,7 +6,7 @@ from tests.unit.storage.test_partition_log import NONCE, PowerLost, World
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     DataLoss,
     DiskFailed,
@@ -110,7 +110,7 @@ def test_reads_below_the_start_name_the_first_id(world, first):
         lambda: log.reader.locations(first, log.max_id, 1000),
         lambda: log.lineage(first, start),
     ):
-        with pytest.raises(BelowStart, match=f"this storage begins at {start + 1}") as caught:
+        with pytest.raises(BeforeLogStart, match=f"this storage begins at {start + 1}") as caught:
             read()
         assert caught.value.first_available == start + 1
     assert log.chain_at(first) is None

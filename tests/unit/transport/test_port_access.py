@@ -25,7 +25,7 @@ from waltz_core.errors import (
     ClientIdDenied,
     Overloaded,
     PermissionDenied,
-    PermissionsUnread,
+    PermissionsNotLoaded,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -693,7 +693,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
     made = AccessOfConnection(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
-    assert type(error) is PermissionsUnread
+    assert type(error) is PermissionsNotLoaded
     assert error.retriable
     assert (
         AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None

@@ -6,7 +6,7 @@ request arrived, that it knows no later session; or at once while such a confirm
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that began before a request arrived answers that request only if freshness within
-       `mark_staleness_ms_max` is sufficient for it.
+       `high_water_mark_staleness_ms_max` is sufficient for it.
     2. One proof is under way at a time; requests that arrive meanwhile share the next one.
     3. A client with a mark above this server's may have it from a later owner. The error that it is
        ahead is final for the client. So it is reported only after a proof that began later than the
@@ -44,8 +44,8 @@ class Proofs(Generic[RequestT]):
         "proved_ms",
     )
 
-    def __init__(self, mark_staleness_ms_max: int) -> None:
-        self._mark_staleness_ms_max = mark_staleness_ms_max
+    def __init__(self, high_water_mark_staleness_ms_max: int) -> None:
+        self._mark_staleness_ms_max = high_water_mark_staleness_ms_max
         self._waiting: list[RequestT] = []
         self._requests: list[RequestT] = []
         self._requested_ms = 0

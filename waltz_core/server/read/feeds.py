@@ -7,7 +7,7 @@ its connection's buffer.
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. A context sends IDs `next..until` and nothing above the high-water mark, each once.
     2. A mount grants up to the mark at its time; a feed request grants at least
-       `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.
+       `feed_request_count_min` transactions from the client's mark. The end of a grant is answered.
     3. A congested connection gets nothing. One turn sends each context one frame at most.
     4. Headers that are not cached are fetched once for all contexts at the same ID.
     5. A filter removes headers from a frame, but never the frame: the client's mark advances.
@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
+from waltz_core.errors import BadRequest, ClientAheadOfLog, NotMounted, WaltzError
 from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE, Buffer
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -157,7 +157,7 @@ class Feed:
                 "generation"
             )
         if mark > place.high_water_mark:
-            return ClientAhead(
+            return ClientAheadOfLog(
                 f"{where}: the log ends before it, at transaction {place.high_water_mark}"
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
@@ -180,7 +180,7 @@ class Feed:
         context.request = request
         context.next = TransactionId(mark + 1)
         context.until = max(
-            self._high_water_mark, TransactionId(mark + self._limits.feed_grant_count_min)
+            self._high_water_mark, TransactionId(mark + self._limits.feed_request_count_min)
         )
         context.is_granted = True
         self._has_more = True
