@@ -445,7 +445,7 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
     run(main())
 
 
-def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_other() -> None:
+def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, deaf = await connect(server), await connect(server, BOB)

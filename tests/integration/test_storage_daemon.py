@@ -735,7 +735,7 @@ def test_a_partition_that_cannot_be_opened_harms_no_other_and_is_served_once_it_
     on_loop(main())
 
 
-def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_path):
+def test_a_scrub_that_is_requested_finds_corruption_and_continues_after_a_restart(tmp_path):
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()

@@ -480,14 +480,14 @@ def rot(world):
     world.storage.disk.flip(path, 128 + 30)
 
 
-def test_fixed_detects_rot_at_the_end():
+def test_fixed_detects_corruption_at_the_end():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
         world.checks.at_end()
 
 
-def test_fixed_detects_rot_at_intervals(world):
+def test_fixed_detects_corruption_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.check_log_state(world.storage, log)

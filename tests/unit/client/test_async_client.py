@@ -577,7 +577,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
 
 
 @on_virtual_loop
-async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
+async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
     config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         go_on = asyncio.Event()

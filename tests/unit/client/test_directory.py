@@ -132,7 +132,7 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_an_owner_in_an_unsettled_view_does_not_count():
+def test_an_owner_in_an_unsettled_view_is_ignored():
     zookeeper = WithViews(view(is_settled=False), view())
     directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):

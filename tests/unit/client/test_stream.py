@@ -287,7 +287,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
         scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
-def test_a_link_with_an_abandoned_append_is_not_mounted_again_either():
+def test_a_link_with_an_abandoned_append_is_not_mounted_again():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1)))
     assert isinstance(refused(scenario.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)

@@ -456,7 +456,7 @@ def test_no_command_deletes_records_that_others_may_lack(case, doubt):
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
-def test_a_replica_that_the_session_does_not_count_is_reported(case):
+def test_a_replica_that_is_not_in_sync_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last=50)
     found = case.the_only("replica-not-engaged")

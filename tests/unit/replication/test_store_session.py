@@ -192,7 +192,7 @@ def test_a_storage_without_its_assignment_is_queried_again_soon(monkeypatch, err
     assert [dial.replica for dial in bench.dials] == [C]
 
 
-def test_bad_copies_are_noticed_and_another_source_is_queried(bench):
+def test_bad_copies_are_detected_and_another_source_is_queried(bench):
     for _ in range(4):
         bench.submit(2)
         bench.deliver(A)
@@ -337,7 +337,7 @@ def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_costs_bounded_memory_and_no_time(bench):
+def test_a_slow_replica_uses_bounded_memory_and_delays_nothing(bench):
     bench.silent = {C}
     for _ in range(200):
         bench.append(2)

@@ -294,7 +294,7 @@ def test_files_without_their_segment_are_removed():
 
 
 @pytest.mark.parametrize("last", [3, 4, 6])
-def test_a_batch_of_an_abandoned_file_does_not_count_when_it_returns(last):
+def test_a_batch_of_an_abandoned_file_is_ignored_when_it_returns(last):
     """Its cut was not synced, and the next segment begins where it does."""
     disk = new_disk()
     _, records, entries = written(disk, [3], [2])
@@ -352,7 +352,7 @@ def adopted(spoil=lambda _disk: None):
     ],
     ids=["record", "index"],
 )
-def test_rot_before_a_log_was_adopted_changes_no_chain(spoil, damaged):
+def test_corruption_before_a_log_was_adopted_changes_no_chain(spoil, damaged):
     """Otherwise no replica could be made equal to this one, nor it to them."""
     entries, slot = adopted(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], damaged, False)

@@ -310,7 +310,7 @@ async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_c
 
 
 @on_loop
-async def test_a_token_that_is_not_valid_does_not_count_as_a_permission(files):
+async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.learn(ONLY_READ)
         link = await dialed_to(port, files)

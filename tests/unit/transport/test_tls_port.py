@@ -113,7 +113,7 @@ async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, 
 
 
 @on_loop
-async def test_an_abort_is_noticed_at_once(files):
+async def test_an_abort_is_detected_at_once(files):
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         await until(lambda: peer.links)
