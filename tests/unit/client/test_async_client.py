@@ -169,7 +169,7 @@ async def test_a_fork_of_a_client_is_reported():
             os._exit(0)
         os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
         os.close(writer)
-        assert b"is used in its fork" in os.read(reader, 1_000)
+        assert b"cannot be used in the forked process" in os.read(reader, 1_000)
         os.close(reader)
 
 
@@ -887,7 +887,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
             await context.begun.wait()
             await client.close()
             context.is_running.set()
-        with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
+        with pytest.raises(errors.Unreachable, match="closed before it sent the append"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
 

@@ -195,7 +195,7 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
         (
             {"start": {1: 0}},
             (
-                r"argument start: expected an ID for each partition of \[0\], found IDs for IDs "
+                r"argument start: expected an ID for each partition of \[0\], found IDs "
                 r"for \[1\]"
             ),
         ),

@@ -160,14 +160,14 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run_for(LIMITS.grace_ms)
-    why = "was in sync in store session 9, but in ZooKeeper the last opened session is"
+    why = "the replica was in sync in store session 9, but in ZooKeeper the last opened session is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.rejected")[0]["replica"] == C
         assert why in bench.reports("replica.rejected")[0]["reason"]
     else:
         assert bench.store.open_session is None
-        assert f"replica {C} {why}" in bench.reports("partition.open_failed")[-1]["reason"]
+        assert f"replica {C}: {why}" in bench.reports("partition.open_failed")[-1]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
     end = reader.latestOffset(reader.initialOffset(), LIMIT)
     cluster.become(2, 50, 50)
     with pytest.raises(
-        DataLoss, match=r"expected cluster key 0101.*, found 0202.*start with another"
+        DataLoss, match=r"expected cluster key 0101.*, found 0202.*use another checkpoint"
     ):
         reader_of().latestOffset(end, LIMIT)
     allowed = reader_of(failOnDataLoss="false")

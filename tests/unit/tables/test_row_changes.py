@@ -209,7 +209,7 @@ def _with(rows: pa.Table, name: str, values: pa.Array) -> pa.Table:
     [
         (lambda rows: rows.to_pylist(), "expected a pyarrow.Table, found list"),
         (lambda rows: rows.drop_columns(["partition"]), "expected one column 'partition'"),
-        (lambda rows: rows.drop_columns(["id"]), "expected one column 'id'"),
+        (lambda rows: rows.drop_columns(["id"]), "expected exactly one column 'id'"),
         (lambda rows: _with(rows, "id", pa.array([0.5])), "key column 'id': .* found double"),
         (
             lambda rows: _with(rows, "transaction_id", pa.array([1], pa.int64())),
