@@ -129,7 +129,7 @@ def test_permissions_are_created_once(world):
     assert world.permissions.client_key == key
     assert key.hex() not in created.stdout + created.stderr
     assert world.run("accept-0-13", "off").stdout.startswith(
-        "the daemons handle client IDs without a proof of their principal as follows: not"
+        "client IDs without a proof of their principal are not"
     )
     assert not world.permissions.accepts_0_13
 

@@ -304,14 +304,14 @@ def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> N
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
         shaper(options).shape(frame([b"1"], ["../a"]))
     shaped = shaper(options).shape(frame([b"1"], ["c"]))
-    with pytest.raises(BadConfig, match="encryption key 'c': expected a key in"):
+    with pytest.raises(BadConfig, match="encryption key 'c': .* has no such key"):
         list(Appender(Log(0, loss=0.0), options).send([shaped]))
 
 
 @pytest.mark.parametrize(
     ("ddl", "text"),
     [
-        ("data binary", "input has no column 'customer'"),
+        ("data binary", "the input has no column 'customer'"),
         ("data binary, customer int", "column 'customer': expected a string, found int"),
     ],
 )

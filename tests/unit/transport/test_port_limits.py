@@ -155,7 +155,9 @@ def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
     strangers[3].is_stranger = False  # its token was accepted
     assert limits.add(strangers[5]) == ""
     others = [OneLink() for _ in range(30)]
-    assert [limits.add(each) for each in others] == [""] * 29 + ["too many connections"]
+    assert [limits.add(each) for each in others] == [""] * 29 + [
+        "the limit of connections is reached"
+    ]
     for each in (*strangers, *elsewhere, *others):
         limits.remove(each)
     assert limits._strangers == {}
