@@ -1,36 +1,39 @@
 """Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
-An engaged replica writes a range to the archive and reports the new manifest. This file decides
-which replica does it, and whether the result may be recorded in ZooKeeper. The session writes it
-there, together with the replica states. Replicas also delete files that no manifest lists.
+An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
+of the partition's files in the archive). This file decides which replica does so, and whether its
+result may be recorded in ZooKeeper. The session then writes the result there, together with the
+replica states. Replicas also delete files that no manifest lists.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
     2. Before anything is appended in a session, an engaged replica's log must have the recorded
        chain at the archived mark (AR 8).
-    3. A result counts when another engaged replica has the same chain at its end. With one engaged
-       replica there is none to compare with.
+    3. A result counts only when another engaged replica has the same chain at its end. If there is
+       only one engaged replica, the result counts without this check.
     4. A failure ends the attempt, never the session; the next attempt waits, and uses another
        replica.
-    5. A replica learns the mark when ZooKeeper has it and its own synced log has reached it (AR 9).
-    6. An attempt whose replica reports nothing for `PROGRESS_MS_MAX` has failed: its object store
-       may hang, or it may be stopped. Its result, if one arrives later, is not used.
-    7. An engaged replica is requested to collect garbage when this session has recorded a mark, and
-       then at intervals (AR 16). No attempt of this session is then under way, and no write of a
-       mark has an unknown outcome. The collection has a number as an attempt has: attempts with a
-       lower one have ended, recorded or not. All replicas must be connected, and none may have a
-       log that begins above the recorded mark: then ZooKeeper was rolled back.
-    8. A checkpoint is due when the archived records above the session's mark exceed a limit
-       (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
-       session's bytes is estimated from IDs: replicas do not report it.
+    5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
+       log has reached it (AR 9).
+    6. If a replica reports no progress for `PROGRESS_MS_MAX`, its attempt has failed: its object
+       store may hang, or the storage may be stopped. A later result of this attempt is not used.
+    7. When this session has recorded a mark, and then at intervals, an engaged replica collects
+       garbage (AR 16). At that time no attempt of this session may be under way, and no write of a
+       mark may have an unknown outcome. The collection has a number, like an attempt; attempts with
+       lower numbers have ended. All replicas must be connected. If a replica's log begins above the
+       recorded mark, ZooKeeper was rolled back, and nothing is collected.
+    8. A checkpoint is due when the archived records above the session's mark exceed a limit in
+       bytes (AR 11), because these records cannot be removed from disks yet. The bytes are
+       estimated from the IDs: replicas do not report them.
     9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
-       engaged replica writes the manifest, as in an attempt. The first available ID never decreases
-       (AR 7) and is at most the one after the recorded mark, where logs may begin.
-    10. An object is replaced when a client requests it (AR 5). Each engaged replica is requested
-        once, until one has its records; the recorded mark stays. One replacement is under way; its
-        outcome is kept until another one is requested.
-    11. The end of an attempt reports what was not archived before it. The lag is that, and what was
-        appended since at the average size; a part of it that is archived counts by its IDs.
+       engaged replica writes the new manifest, as in an attempt. The first available ID never
+       decreases (AR 7). It is at most the archived mark + 1, where logs may begin.
+    10. An object is replaced when a client requests it (AR 5). The engaged replicas are tried one
+        after the other until one has the object's records. The recorded mark does not change. There
+        is one replacement at a time. Its outcome is kept until the next request.
+    11. At its end, an attempt reports the size of the records that were not archived before it. The
+        reported lag is this size plus what was appended since, at the average size of a record,
+        minus the part that the attempt has archived, by its IDs.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,19 +1,21 @@
-"""Session after session of one partition: claim, open, lose, claim again.
+"""Opens the store sessions of one partition, one after the other: claim, open, lose, claim again.
 
-It has the state that outlives a session: committed mark, batches in doubt, misbehaving replicas.
-It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
+This file has the state that outlives a session: committed mark, batches in doubt, misbehaving
+replicas. It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in
+one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
-    1. Every write depends on the versions that were read, and has its own attempt number; outcomes
-       of other attempts are dropped.
-    2. After a write with unknown outcome the nodes are read again. A claim has succeeded only if
-       session and nonce are its own; states are written again, unchanged, until a read shows the
-       outcome.
-    3. A session ID is claimed once. A failed claim is followed by one with another ID.
-    4. Nothing is claimed for an older generation, nor if ZooKeeper has lost data: an open partition
-       has no states, or storages have promised a later session.
+    1. Every write is conditional on the versions that were read, and has its own attempt number.
+       Outcomes of other attempts are dropped.
+    2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
+       the node has its own session and nonce. A write of replica states is repeated, unchanged,
+       until a read shows the outcome.
+    3. A session ID is claimed once. After a failed claim, the next one has another ID.
+    4. There is no claim for a generation older than that in ZooKeeper, and none if ZooKeeper has
+       lost data. Signs of such a loss are an opened partition without replica states, and storages
+       that have promised a later session than that in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
-    6. There is a pause after each failure, and it grows.
+    6. After each failure there is a pause, and each pause is longer than the previous one.
 """
 
 from collections.abc import Mapping

@@ -1,23 +1,24 @@
 """Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
 
-Only this file destroys records. It knows one replica and the goal; its owner chooses the sources
-and has the connections.
+Only this file removes records. It knows one replica and the goal (the decided log). Its owner
+(`repairs.py`) chooses the sources and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below it, the log is truncated only if the chains differ: back to the last batch end where
-       its chain is the goal's, and never below the replica's own confirmed low-water mark.
+    3. Below the mark, the log is truncated only if its chain differs from the goal's: back to the
+       last batch end where both have the same chain, and never below the replica's own confirmed
+       low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. Before the log is truncated, its newest batch must be known: the owner first checks that its
-       session is known to ZooKeeper.
-    7. A log that is empty and ends below the archived mark, or has no common batch end with a
-       source at or above the lowest start of the sources, begins again after the archived mark
-       (AR 12 in decision 047): no source has the records in between.
-    8. A source that could not read its batches has reconstructed others, which are marked as such.
-       They serve only its own records: they are never copied, and no other log is truncated to
-       match them.
+    6. Before the log is truncated, its newest batch must be known: the owner first checks that
+       ZooKeeper knows the session of this batch.
+    7. Some logs cannot be completed, because no source has the records in between: a log that is
+       empty and ends below the archived mark, or a log without a common batch end with a source at
+       or above the lowest start of the sources. Such a log begins again after the archived mark (AR
+       12 in decision 047).
+    8. A source that could not read its batches has reconstructed other ones, and marks them.
+       Reconstructed batches are never copied, and no other log is truncated to match them.
 
 The steps, each derived from the known state and never twice in flight:
 

@@ -1,17 +1,19 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
-A new session does this before any append. It queries the lineage of one engaged replica, whose log
-up to the mark is the decided one. If that replica has lost the batches, it queries the next one.
+A new session does this before any append. It queries the lineage (the list of batches with their
+sessions) of one engaged replica, whose log up to the mark is the decided one. If that replica has
+lost the batches, it queries the next one.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
-    1. Batches of an earlier session are recognized by the session in the lineage, never by IDs.
+    1. Batches of an earlier session are recognized by their session in the lineage, never by IDs.
     2. If another owner may have written the log, commit stamps continue from the last one in the
-       log, whatever this server's clock shows.
-    3. A batch that a replica has reconstructed has neither session nor stamp: it does not prove
-       that a session's batches are missing from the log.
-    4. Batches that the archive has expired can neither be found nor excluded: their outcome is
-       unknown (AR 15 of decision 047). So is that of batches which only the archive has, and which
-       no engaged replica can read there now: the partition does not wait for an object store.
+       log, even if this server's clock is behind it.
+    3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
+       that a batch of a session is missing from the log.
+    4. Batches that have expired in the archive can neither be found nor excluded, so their outcome
+       is unknown (AR 15 of decision 047). The outcome is also unknown for batches that only the
+       archive has, if no engaged replica can read them there now: the partition does not wait for
+       an object store.
 """
 
 from collections.abc import Sequence

@@ -6,13 +6,13 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
-    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
+    4. Only while ZooKeeper records a replica as engaged, it counts and gets uncommitted batches
        (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
-    6. The loss of an engaged replica, or of one that may be recorded as engaged, ends the session
-       (K). The loss of any other one does not.
-    7. A slow replica is supplied from memory, then from another replica's log. It blocks nothing,
-       and has no time limit for joining. Until earlier sessions are settled, every replica must
+    6. The session ends when it loses an engaged replica, or one that may be recorded as engaged
+       (K). The loss of any other replica does not end it.
+    7. A slow replica gets batches from memory, then from another replica's log. It blocks nothing,
+       and has no time limit for joining. But until earlier sessions are settled, every replica must
        answer within `answer_ms_max`.
 """
 

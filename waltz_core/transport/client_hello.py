@@ -1,9 +1,10 @@
-"""Whether the first bytes of a peer are a ClientHello that a port may answer without much work.
+"""Checks whether a peer's first bytes are a ClientHello that a port can answer with little work.
 
 Rules:
-    1. A ClientHello is complete before OpenSSL gets it, and is in one record: otherwise its answer,
-       which takes most of the CPU time of a handshake, would have no turn (`tls_port.py`).
-    2. Its key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
+    1. OpenSSL gets a ClientHello only when it is complete and in one record. Its answer takes most
+       of the CPU time of a handshake; otherwise OpenSSL would compute it at a later time, without a
+       turn (`tls_port.py`).
+    2. The key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
        cannot restrict a context to several groups.
 """
 

@@ -1,4 +1,4 @@
-"""Parts of a dial: the own token, a TCP connection to a host, and log lines."""
+"""Parts of opening a connection: the client's token, the TCP connection, and log lines."""
 
 import asyncio
 import logging

@@ -3,14 +3,15 @@
 The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket has an abstract name: it ends with its process, leaves no file behind, and is not
-       reachable from other machines or network namespaces.
+    1. The socket has an abstract name. It ends with its process, leaves no file behind, and cannot
+       be reached from other machines or network namespaces.
     2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
     3. The file is open for reading only.
-    4. Without abstract names (they exist on Linux only), nothing is offered or received.
+    4. Abstract names exist on Linux only. On other systems, nothing is offered or received.
     5. Only processes of the same user and of root get files: a file contains more than what was
-       requested, and these processes could open it by its path as well. Files are accepted from
-       these users only: any other process may bind the name first, and pass a forged file.
+       requested, and these processes could open it by its path as well. Also, a receiver accepts
+       files from these users only, because any other process may take the name first and pass a
+       forged file.
 """
 
 import asyncio

@@ -4,27 +4,28 @@ All connections with Waltz's protocols are opened here, and accepted in `listeni
 a `wire.connection.Connection`.
 
 A link is passed to its user after both hellos. The user either sets callbacks (`start`: the fastest
-way to get messages) or awaits `receive`.
+way to receive messages) or awaits `receive`.
 
 Rules:
     1. Callbacks run on the loop, in the order of arrival; `on_closed` is called once, as the last.
-    2. Messages that arrive before `start` wait in an inbox; over `_INBOX_BYTES_MAX` reading pauses.
-    3. Over `WRITE_BACKLOG_BYTES_HIGH` a link is congested. A listener's link then stops reading: a
-       client that does not read answers may not send requests. A dialer's link keeps reading,
-       because answers make room.
-    4. Over its hard limit of unsent bytes a link is closed, with a reason.
+    2. Messages that arrive before `start` wait in an inbox. Above `_INBOX_BYTES_MAX`, reading
+       pauses.
+    3. Above `WRITE_BACKLOG_BYTES_HIGH` unsent bytes a link is congested. A listener then stops
+       reading the link: a client that does not read answers may not send requests. A dialer
+       continues to read, because answers make space.
+    4. Above its hard limit of unsent bytes a link is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. A dialer that has a token states it first, and passes the link to its user when the peer has
-       accepted it. A listener's link has the principal of its peer; a token that is not accepted
-       closes it.
-    8. The user of a listener's link processes a request only after `denial` or `permitted`. Those
-       of a principal with limits wait before that, in `throttle.py`.
+    7. A dialer with a token sends it first, and passes the link to its user when the peer has
+       accepted it. On the listener's side, the link has the principal of its peer; if the token is
+       not accepted, the link is closed.
+    8. The user of a listener's link processes a request only after `denial` or `permitted`. Before
+       that, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
-       after `STRANGER_S_MAX`. Until then its requests are answered with their denials, so that 0.13
-       clients, which connect again at once, pause.
-    10. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
-       up to the limits of rules 3 and 4 may wait there in addition.
+       after `STRANGER_S_MAX`. Until then its requests are answered with denials, because 0.13
+       clients would connect again at once after a disconnect.
+    10. With TLS the same rules hold. Bytes that TLS has passed to the socket do not count as
+        unsent, so as many bytes as the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio

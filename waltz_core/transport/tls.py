@@ -1,29 +1,32 @@
 """TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands share it. It uses the standard library's `ssl` only;
+Daemons, clients and commands use this file. It uses the standard library's `ssl` only;
 docs/operations.md, "TLS", describes the certificate files.
 
 Rules:
-    1. `tls = "off"` overrides everything, the connect string's ?tls= overrides a default, and each
-       explicit setting overrides that of ?tls=. Explicit authorities are used for verification also
-       with a cluster-wide ?tls=unverified.
+    1. `tls = "off"` overrides everything. Otherwise `?tls=` of the connect string overrides
+       defaults, and an explicit setting overrides the same setting of `?tls=`. If authorities are
+       set explicitly, peers are verified with them even if the connect string has
+       `?tls=unverified`.
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
        relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
-    4. A daemon that listens on a non-loopback address starts only if its ports require TLS and
-       check permissions, or with `insecure_network = true`, which it then logs.
+    4. On a non-loopback address, a daemon starts only if its ports require TLS and check
+       permissions, or with `insecure_network = true`, which it then logs.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
        removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
-       keeps dialing does not fill the disk.
-    7. A token is sent only over TLS, to a peer whose certificate was verified. Its place is checked
-       when the context is made.
-    8. A port that identifies its peers verifies the certificate of each peer that presents one;
-       without explicit authorities it requests none, since those of the system sign for any host.
-    9. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
-       mismatch is logged as an error when the files are read.
-    10. With `tls_transition` a port accepts plain TCP as well. Which of both a daemon dials is a
-       setting: no failure makes a dialer with TLS use plain TCP.
+       connects again and again does not fill the disk.
+    7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
+       read once when the context is created, so that a missing file or variable is an error at
+       once.
+    8. A port that identifies its peers verifies the certificate of each peer that presents one.
+       Without explicit authorities it requests none, since the system's authorities sign
+       certificates for any host.
+    9. A daemon checks its own certificate as its peers would: the advertised host, and the dates.
+       When the files are read, it logs a mismatch as an error.
+    10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
+        daemon connects with TLS or plain TCP; after a failure, TLS is never replaced by plain TCP.
 """
 
 import contextlib

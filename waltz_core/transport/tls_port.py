@@ -1,17 +1,17 @@
 """A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
-The event loop's own listening port drops connections with a failed handshake silently, so that an
-operator who has configured TLS on one side only would see nothing on the other.
+The listening port of the event loop closes a connection silently if the handshake fails. If an
+operator has configured TLS on one side only, the other side would then log nothing.
 
 Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
-    2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
-       rate. It begins when the whole ClientHello has arrived, in its turn, because the answer takes
-       most of the CPU time of a handshake.
+    2. A handshake may take `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits the number and
+       rate of handshakes. A handshake begins when the whole ClientHello has arrived and it has its
+       turn, because the answer takes most of the CPU time.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
-       handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
+       handshake gets a connection without TLS. If daemons already connect with TLS, this is logged.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class TlsPort:
             burst=context.handshake_burst_max,
             per_s=context.handshakes_per_s_max,
         )
-        self._turns = HandshakeTurns(self._loop.call_soon)
+        self._turns = HandshakeTurns(self._loop.call_later)
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -175,7 +175,7 @@ class TlsPort:
             if not turn.done():  # it is not late
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
-                self._turns.add(host, turn)
+                self._turns.add(host, turn, lambda: tcp.has_closed(accepted))
 
         self._loop.add_reader(accepted, is_readable)
         try:

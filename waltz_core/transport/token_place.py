@@ -1,6 +1,6 @@
-"""The place of a dialer's token, as a connect string names it: a file or an environment variable.
+"""The place of a client's token, as a connect string names it: a file or an environment variable.
 
-It is read for each connection, so that a token can be replaced while the process runs.
+The token is read for each connection, so that it can be replaced while the process runs.
 """
 
 import os

@@ -57,10 +57,20 @@ def test_findings_are_numbered_with_their_commands(gathered, capsys):
 
 
 def test_a_finding_that_disappears_is_not_reported(gathered, capsys):
-    gathered[:] = [without(healthy(), A), without(healthy(), B)]
+    gathered[:] = [without(healthy(), A), without(healthy(), B), healthy()]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["is_healthy"], value["findings"]) == (True, [])
+
+
+def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(gathered, capsys):
+    gathered[:] = [without(healthy(), A), without(healthy(), B)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    assert f"storage {B} does not answer" in capsys.readouterr().out
+    gathered[:] = [without(healthy(), each) for each in (A, B, A, B, A)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    (sentence, _) = capsys.readouterr().out.splitlines()
+    assert sentence.startswith(f"1. storage {A} does not answer")
 
 
 def test_scripts_get_one_value(gathered, capsys):

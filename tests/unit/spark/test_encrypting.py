@@ -304,7 +304,7 @@ def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> N
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
         shaper(options).shape(frame([b"1"], ["../a"]))
     shaped = shaper(options).shape(frame([b"1"], ["c"]))
-    with pytest.raises(BadConfig, match="encryption key 'c': .* has no such key"):
+    with pytest.raises(BadConfig, match=r"encryption key 'c': .* has no such key"):
         list(Appender(Log(0, loss=0.0), options).send([shaped]))
 
 

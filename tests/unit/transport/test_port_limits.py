@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,9 @@ from waltz_core.transport.admission.port_limits import HandshakeLimits, Handshak
 from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HELLO = codec.encode_hello(Hello(WireProtocol.STORAGE.versions_offered, "x"))
 STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
@@ -77,26 +81,42 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
 
 
 @on_loop
-async def test_hosts_take_turns_and_each_iteration_of_the_loop_begins_one_handshake():
-    iterations, begun = [], []
-    turns = HandshakeTurns(iterations.append)
+async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
+    scheduled: list[tuple[float, Callable[[], None]]] = []
+    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
     added = {}
+    closed = {"b1", "c1"}
     for name in ("a1", "a2", "a3", "b1", "2001:db8::1", "2001:db8::2", "c1"):
         added[name] = asyncio.get_running_loop().create_future()
-        turns.add(name if ":" in name else name[0], added[name])
+        host = name if ":" in name else name[0]
+        turns.add(host, added[name], lambda name=name: name in closed)
     added["a2"].cancel()
-    while iterations:
-        (begin_one,) = iterations
-        iterations.clear()
+    begun, pauses_s = ["a2"], []
+    while scheduled:
+        ((pause_s, begin_one),) = scheduled
+        pauses_s.append(pause_s)
+        scheduled.clear()
         begin_one()
-        begun.append([each for each, turn in added.items() if turn.done()])
-    before, order = ["a2"], []
-    for each in begun:
-        (new,) = set(each) - set(before)
-        order.append(new)
-        before = each
-    assert order == ["a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    assert turns._waiting == {}
+        begun += [name for name, turn in added.items() if turn.done() and name not in begun]
+    assert begun == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
+    # No pause before the first one and after those that have closed; one after the last one.
+    pause = port_limits.HANDSHAKE_PAUSE_S
+    assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
+
+
+@on_loop
+async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
+    scheduled: list[tuple[float, Callable[[], None]]] = []
+    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
+    first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
+    turns.add("a", first, lambda: False)
+    scheduled.pop()[1]()
+    turns.add("a", second, lambda: False)
+    ((_, begin_one),) = scheduled
+    assert first.done()
+    assert not second.done()
+    begin_one()
+    assert second.done()
 
 
 @on_loop

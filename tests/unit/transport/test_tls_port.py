@@ -542,7 +542,7 @@ async def test_a_slow_client_hello_takes_three_turns(files):
     async with open_port(listening(files)) as (_, listener, address):
         turns = listener._tls_port._turns
         add, hosts = turns.add, []
-        turns.add = lambda host, turn: (hosts.append(host), add(host, turn))
+        turns.add = lambda host, *each: (hosts.append(host), add(host, *each))
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         others_count = 0
         for each in range(0, 60, 4):
@@ -624,16 +624,16 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
     timeouts, timeout_at = [], asyncio.timeout_at
     async with open_port(listening(files)) as (_, listener, address):
         turns = listener._tls_port._turns
-        iterations, call_soon = [], turns._call_soon
-        turns._call_soon = iterations.append
+        delayed, call_later = [], turns._call_later
+        turns._call_later = lambda *each: delayed.append(each)
         monkeypatch.setattr(
             asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
         )
         with socket.create_connection((ANY, listener.port)) as gone:
             gone.sendall(hello_of_client(files))
-            await until(lambda: iterations)
+            await until(lambda: delayed)
             assert [each.when() for each in timeouts] == [None]
-        turns._call_soon = call_soon
+        turns._call_later = call_later
         turns._begin_one()
         await until(lambda: "closed the connection while its handshake waited" in logged())
         async with linked(address, trusting(files)):
@@ -658,17 +658,17 @@ async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(
     timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
         port, loop = listener._tls_port, asyncio.get_running_loop()
-        iterations, call_soon = [], port._turns._call_soon
-        port._turns._call_soon = iterations.append
+        delayed, call_later = [], port._turns._call_later
+        port._turns._call_later = lambda *each: delayed.append(each)
         monkeypatch.setattr(
             asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
         )
         begun_s = loop.time()
         _, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(hello[:4])
-        await until(lambda: iterations)
+        await until(lambda: delayed)
         monkeypatch.setattr(port, "_loop", LaterLoop(loop))
-        port._turns._call_soon = call_soon
+        port._turns._call_later = call_later
         port._turns._begin_one()
         await until(lambda: timeouts[0].when() is not None)
         assert timeouts[0].when() > begun_s + 3_500

@@ -4,8 +4,10 @@
 
 Rules:
     1. It changes nothing, and it ends: each query has a timeout.
-    2. It checks twice. A problem that no longer exists at the second check (a partition that moves,
-       a replica that catches up) is not reported.
+    2. It reports no problem if a check finds none, and otherwise the problems of two successive
+       checks: it omits those that pass (a partition that moves, a replica that catches up). If the
+       problems differ at each of `CHECKS_MAX` checks, it reports those of the last one: a partition
+       whose owner changes all the time is not healthy.
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
@@ -31,6 +33,7 @@ from waltz_core.records.record import PartitionId
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move on a healthy cluster.
 RECHECK_AFTER_S: Final = 1.5
+CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
     "the clocks of ZooKeeper servers, which ZooKeeper does not report",
     "the clocks of servers, except that commit times in the future are found",
@@ -70,12 +73,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     connect, local = _cluster_of(connect, directory)
     own_transport.use_scheme_of(connect)
     own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
-    facts = await gather(connect, timeout_s=timeout_s, local=local)
-    found = diagnose(facts)
-    if found:
-        await asyncio.sleep(RECHECK_AFTER_S)
-        facts = await gather(connect, timeout_s=timeout_s, local=local)
-        found = lasting(found, diagnose(facts))
+    facts, found = await _lasting(connect, local, timeout_s=timeout_s)
     if as_json:
         print_json(value_of(facts, found))
     else:
@@ -105,10 +103,23 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     return connect, local if local and local.connect == connect else None
 
 
-def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
-    """Return the findings of both times (rule 2), as of the second."""
-    known = {each.key for each in before}
-    return [each for each in after if each.key in known]
+async def _lasting(
+    connect: str, local: LocalCluster | None, *, timeout_s: float
+) -> tuple[Facts, list[Finding]]:
+    """Return the facts and findings of the last check (rule 2)."""
+    facts = await gather(connect, timeout_s=timeout_s, local=local)
+    found = diagnose(facts)
+    for _ in range(CHECKS_MAX - 1):
+        if not found:
+            break
+        known = {each.key for each in found}
+        await asyncio.sleep(RECHECK_AFTER_S)
+        facts = await gather(connect, timeout_s=timeout_s, local=local)
+        found = diagnose(facts)
+        lasting = [each for each in found if each.key in known]
+        if lasting:
+            return facts, lasting
+    return facts, found
 
 
 def as_text(facts: Facts, found: list[Finding]) -> list[str]:

@@ -5,7 +5,8 @@ It combines the lower modules: `partition_stream.py` tracks outcomes, `contexts.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
-    2. A full window makes `append` and `submit` wait; nothing is dropped.
+    2. When the limit of appends in flight (the window) is reached, `append` and `submit` wait;
+       nothing is dropped.
     3. `close` waits for outcomes up to the request timeout, then fails them with OutcomeUnknown.
     4. All tasks run in one TaskGroup, inside one task that lives as long as the client.
 """

@@ -1,22 +1,25 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
-An attempt that a lock has rejected was computed from an old state. It is discarded, the client
-applies the transactions that it had not seen, and the context computes a new attempt.
+If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
+client applies the transactions that it had not seen, and the context computes a new attempt.
 
 Rules:
-    1. The mark is taken before `execute`, so that what the application reads is at least as new.
-    2. A retry begins after the conflicting transaction was consumed: applied, if the client has a
-       feed of the partition, else known to be in the log.
+    1. The client's mark is read before `execute`, so the state that the application reads is at
+       least as new as the mark.
+    2. A retry begins when the client has applied the conflicting transaction. If the client has no
+       feed of the partition, the retry begins when the transaction is known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. A context has a deadline and a retry limit; the first to be reached expires it. The deadline
-       also ends an `execute` that waits; one on a thread keeps running, but its result is ignored.
-       Only an attempt that was appended is awaited beyond the deadline, until its outcome is known.
-    5. With a feed, `execute` reads what was applied. While the application has paused the
-       partition, no attempt begins: nothing is applied, and the log's mark would claim that
+    4. A context has a deadline and a limit of retries; the first one to be reached expires it. The
+       deadline also ends an `execute` that waits; an `execute` on a thread continues, but its
+       result is ignored. If an attempt was appended, the context waits for its outcome beyond the
+       deadline.
+    5. With a feed, `execute` reads the state that was applied. While the application has paused the
+       partition, no attempt begins: nothing is applied then, and the log's mark would claim that
        everything was.
-    6. A dependent attempt that is rejected because of appends in flight is repeated at once, on the
-       assumption that they commit. The assumption holds for that attempt only; nothing is applied.
-    7. A context that expires while its view is behind reports the positions of view and log.
+    6. If a dependent attempt is rejected because of appends in flight, it is repeated at once, on
+       the assumption that these appends commit. The assumption holds for that attempt only; nothing
+       is applied.
+    7. If a context expires while its view is behind the log, the error has the positions of both.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
-A coroutine is not a context manager and a context manager cannot be awaited; users expect both of
-`AsyncWaltzClient.connect`. Any other way of opening raises an error that explains these two.
+A coroutine is not a context manager, and a context manager cannot be awaited, but users expect both
+of `AsyncWaltzClient.connect`. Any other use raises an error that explains these two.
 """
 
 from collections.abc import Generator

@@ -1,13 +1,13 @@
 """Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
 
 Rules:
-    1. The marks are resolved in the call, so the stream is a snapshot. It has exactly the
-       transactions from `start` to `stop` of each partition, one partition after the other.
-    2. Nothing is read before the consumer requests it. Besides the chunks that `read_range` has in
-       memory, there is one batch of at most 8,192 rows or about 8 MiB.
+    1. The marks are determined when `scan` is called, so the stream is a snapshot. It has exactly
+       the transactions from `start` to `stop` of each partition, one partition after the other.
+    2. Nothing is read before the consumer requests it. The memory holds the chunks of `read_range`,
+       and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
     4. Without payload columns and `data`, only headers are read.
-    5. With encryption keys, a payload that cannot be decrypted is null, and so are its columns;
+    5. With encryption keys, if a payload cannot be decrypted, it and its columns are null, and the
        column `data_error` has the reason.
 """
 

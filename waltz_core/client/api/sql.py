@@ -1,27 +1,29 @@
-"""Applies the log to an SQL database: the mark moves in the same transaction as the changes.
+"""Applies the log to an SQL database, with the mark in the same database transaction.
 
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
     1. A batch of the log's transactions is applied in one database transaction. It first moves the
        partition's mark from the value that this instance knows to the batch's end. If several
-       instances share a database, one of them moves the mark; the others find it moved and skip
-       what it covers. So each transaction is applied once.
-    2. A statement that would end that database transaction early is rejected: changes and mark
-       would come apart.
-    3. A context that computes from the database reads the mark first (`reading`): everything it
-       reads is at least as new.
-    4. A conflict between database transactions is retried here, and a database that is unreachable
-       is awaited; neither counts as poison.
-    5. A batch that fails is rolled back and applied in halves, so that an error always belongs to
-       one transaction and the previous ones stay applied. This holds after an outage, too: a
-       database may reject a batch for its size or its duration.
-    6. Applying a batch takes about `BATCH_S`, because it holds locks: the batch size doubles or
-       halves by the duration of the last one. The commit is not counted; larger batches make it
-       cheaper. While the feed is live, a batch is what has arrived.
-    7. A view belongs to one log: the cluster's key is stored with each mark. In a cluster that was
-       restored from a backup of that one, with all that the view has applied, the view gets the key
-       of the restored cluster; from then on no instance moves its mark for the old one.
+       instances share a database, only one of them can move the mark. The others find that it has
+       moved, and skip the transactions up to it. So each transaction is applied once.
+    2. A statement that would end the database transaction early is rejected: otherwise changes and
+       mark would be committed separately.
+    3. A context that computes from the database reads the mark first (`reading`), so everything
+       that it reads is at least as new as the mark.
+    4. If database transactions conflict, the batch is retried. If the database is unavailable, the
+       view waits. Neither counts as an error of a transaction of the log.
+    5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
+       transaction, and the previous ones stay applied. The same is done after an outage: a database
+       may reject a batch for its size or its duration.
+    6. Applying a batch should take about `BATCH_S`, because the batch holds locks. So the batch
+       size doubles or halves, depending on the duration of the last batch. The commit does not
+       count: larger batches make it cheaper. When the view is at the end of the log, a batch has
+       the transactions that have arrived.
+    7. A view belongs to one log: the cluster's key is stored with each mark. If a cluster was
+       restored from a backup of the view's cluster, and has all transactions that the view has
+       applied, the view gets the key of the restored cluster. From then on, no instance moves its
+       mark for the old one.
 """
 
 import logging

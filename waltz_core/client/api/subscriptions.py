@@ -1,10 +1,10 @@
-"""Starts, stops and restarts the feeds of partitions, each to its callbacks.
+"""Starts, stops and restarts the feeds of partitions, each with its callbacks.
 
-Application instances that share the partitions of a log start and stop feeds while they run; right
-after a feed stops here, another instance may apply that partition.
+Several instances of an application may share the partitions of a log, and start and stop feeds
+while they run. Right after a feed stops here, another instance may apply that partition.
 
 Rules:
-    1. A partition is fed to one consumer at a time.
+    1. A partition has one consumer (the callbacks) at a time.
     2. Stopping a feed waits for running callbacks; afterwards nothing of that feed is applied.
     3. A restarted feed requests its mark again and keeps its consumer and filter; a new feed gets
        the consumer that subscribed last.

@@ -1,15 +1,15 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
-For applications, notebooks and Spark workers without an event loop. Every method delegates to
+It is for applications, notebooks and Spark workers without an event loop. Every method calls
 `async_client.py` and adds no behavior.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
        hooks and callbacks run on worker threads and may block.
-    2. A method may be called from any thread but the loop's own.
+    2. A method may be called from any thread except that of the loop.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
-    4. No call is scheduled on a loop that is ending or has ended: another thread may close the
-       client at any moment, and later callers get a UsageError.
+    4. Another thread may close the client at any moment. So no call is scheduled on a loop that is
+       ending or has ended, and later callers get a UsageError.
 """
 
 import asyncio

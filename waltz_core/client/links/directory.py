@@ -1,23 +1,26 @@
 """The directory of partitions: the server that owns each, its address and the generation.
 
-A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver and reads
-ZooKeeper only when they may be outdated. The rest of the client sees no difference.
+A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver (a
+*fixed* directory), and reads ZooKeeper only when they may be outdated. For the rest of the client,
+both are the same.
 
 Rules:
-    1. Owners come from a settled view only: assignment and live servers agree.
+    1. Owners are used only when assignment and live servers agree.
     2. `changed` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
-    4. Callers with the same query share one answer. Cancelling one caller does not cancel another:
-       when the querying caller is cancelled, one of the waiting callers queries again. The session
-       that a fixed directory opens belongs to no caller: it stays until `close`.
-    5. Groups are read once, and again when a storage appears that is in none of them.
-    6. A fixed directory accepts newer owners only, from any source, and none of another cluster.
-       Each change creates a new mapping: another thread may be iterating over the old one.
+    4. Callers with the same query share one answer. If the caller that has sent the query is
+       cancelled, one of the waiting callers sends it again. The ZooKeeper session that a fixed
+       directory opens belongs to no caller: it stays until `close`.
+    5. Groups of storages are read once, and again when there is a storage without a group.
+    6. A fixed directory accepts only newer owners, from any source, and none of another cluster.
+       Each change creates a new mapping, since another thread may iterate over the old one.
     7. A query after `close` fails and opens no session.
-    8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being
-       unavailable. The owners are used again only after the key proves that it is the same cluster.
-    9. So does a node that cannot be decoded after `open`: streams and feeds outlive its repair.
+    8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this
+       counts as an outage of ZooKeeper. The owners are used again only when the key proves that it
+       is the same cluster.
+    9. If a node cannot be decoded after `open`, this counts as an outage, too, so that streams and
+       feeds continue when it is repaired.
 """
 
 import asyncio

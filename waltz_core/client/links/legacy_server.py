@@ -1,6 +1,6 @@
-"""Runs the machine that translates the streams of one connection to a 0.13 server.
+"""Runs the state machine that translates the streams of one connection to a 0.13 server.
 
-The machine is in `legacy/legacy_server_link.py`.
+The state machine is in `legacy/legacy_server_link.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,11 +1,12 @@
 """A connection to the administration port of one storage.
 
-Commands, the doctor and tests administer storages through it. A 0.13 storage knows fewer messages
-and is recognized here.
+Commands, the doctor and tests administer storages through this connection. A 0.13 storage knows
+fewer messages; this code detects it.
 
 Rules:
-    1. One request at a time; an answer of another kind than expected is a protocol error.
-    2. A request that a storage of version 0 does not know fails here, with a clear error.
+    1. There is one request at a time. An answer of an unexpected kind is a protocol error.
+    2. If a storage of version A 0 does not know a request, the request fails here with a clear
+       error.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
 """The registry of exactly-once writes as a client uses it: through a server, or in ZooKeeper.
 
 Rules:
-    1. Any server carries out an operation, the one that has answered last first. If one does not
-       answer, another one is requested, until the request timeout: operations may be repeated
-       (`cluster/writes.py`).
-    2. A client uses ZooKeeper itself only if a server answers and none that answers knows these
-       requests (before L 8). The session stays open until `close`.
+    1. Any server can carry out an operation. The client tries the server that has answered last
+       first. If a server does not answer, the client tries another one, until the request timeout:
+       operations may be repeated (`cluster/writes.py`).
+    2. A client uses ZooKeeper itself only if at least one server answers, and none that answers
+       supports these requests (before L 8). The ZooKeeper session then stays open until `close`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The callbacks of a feed: the application returns its mark and applies committed transactions.
+"""The callbacks of a feed: they return the application's mark and apply committed transactions.
 
 This is the contract between the feed and its consumer (an application, the SQL callbacks, a cache),
 independent of how the feed is delivered.
@@ -11,7 +11,7 @@ Rules:
     3. A transaction that cannot be applied is never skipped silently: `uncaught_exception` decides
        with its return value.
     4. An outage ends no feed unless the application decides so: failures that may be temporary are
-       retried without limit, with an occasional warning in the log.
+       retried forever, with an occasional warning in the log.
 """
 
 import inspect

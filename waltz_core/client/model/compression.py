@@ -14,9 +14,9 @@ use this class. The codec is Arrow's, which every installation has.
 
 Rules:
     1. The first two bytes state the encoding of the rest; nothing is guessed. No msgpack, JSON or
-       UTF-8 starts with 0xC1, so a payload written without this class is recognized as such.
-    2. Decompressed data never exceeds the maximum size of a transaction, also if a payload claims
-       a larger size; this is checked before memory is allocated.
+       UTF-8 begins with 0xC1, so a payload without these two bytes was written without this class.
+    2. Decompressed data never exceeds the maximum size of a transaction. If a payload claims a
+       larger size, it is rejected before memory is allocated.
     3. A payload is compressed only if that makes it smaller.
 """
 

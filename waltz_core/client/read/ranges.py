@@ -1,27 +1,31 @@
 """Reads committed ranges of a partition as bytes, from a replica or from the server.
 
-Bulk readers use it (Spark above all), on executors that do not know ZooKeeper or assignments. It
-detects every gap and every flipped bit itself.
+Bulk readers use this code, above all Spark, on executors that do not know ZooKeeper or assignments.
+It detects every missing transaction and every changed bit itself.
 
 Rules:
-    1. Without a filter the IDs are dense from the first requested to the last: anything else
-       raises.
+    1. Without a filter, an answer has every ID from the first requested to the last; otherwise the
+       reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers have no
-       CRC of their own: a replica's answer has one that is checked; a server checks them itself.
-    3. A replica gets requests in the session that the server named, and only for what that session
-       has committed. On any answer but the records, the reader turns to the next replica, at last
-       to the server. It raises at once if the log begins after the first ID: it begins there for
-       all of them. A replica that names a pause gets the request again, until the timeout.
-    4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
+       CRC of their own. So the answer of a replica has a CRC over them, which is checked; a server
+       checks them itself.
+    3. The requests to a replica have the session that the server named, and ask only for records
+       that this session has committed. If a replica does not return them, the reader tries the next
+       replica, and at last the server. If the log begins after the first ID, the reader raises at
+       once, because this holds for all replicas. If a replica asks for a pause, it gets the request
+       again after it, until the timeout.
+    4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the
+       following one.
     5. IDs beyond the last requested one are rejected: they may not be committed.
-    6. Nearby replicas are read first, and only replicas that the server named: a storage that
-       is near but not engaged is not read.
+    6. Nearby replicas are read first, but only those that the server named: a storage that is near
+       and not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
-       files (`local_reader.py`); if that fails, the replica sends the records like any other.
-    8. A greeting needs no disk: a storage that has not sent one within `HANDSHAKE_TIMEOUT_S` may be
-       frozen, and the next one is tried. The last one, and records, have the whole timeout.
-    9. Reads from different IDs begin at different replicas. A repeated read begins at the same one,
-       whose page cache has what the previous read fetched from the disk.
+       files (`local_reader.py`). If that fails, the replica sends the records like any other.
+    8. A storage needs no disk to send its hello. If it sends none within `HANDSHAKE_TIMEOUT_S`, it
+       may be frozen, and the reader tries the next one. The last one, and answers with records,
+       have the whole timeout.
+    9. Reads from different IDs begin at different replicas. A repeated read from the same ID begins
+       at the same replica, because its page cache has what the previous read fetched from the disk.
 """
 
 import asyncio

@@ -1,20 +1,21 @@
 """Queries to the owner of a partition, repeated until it answers or the request times out.
 
-Marks, flushes, ranges and data go to the partition's current owner, and all of them survive a
-server that has died, moved or is busy.
+Marks, flushes, ranges and data are requested from the partition's current owner. A request
+continues if the server has died, no longer owns the partition, or is busy.
 
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
-    2. Retriable errors are retried after a delay that doubles, or after the one that the server
-       names, with the owner read from ZooKeeper again. When the request timeout has passed, the
-       last error is raised, or the one before it if the last attempt had hardly any time left.
+    2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
+       delay doubles each time, unless the server states one. When the request timeout has passed,
+       the client raises the last error; if the last attempt had hardly any time left, it raises the
+       one before.
     3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
        nearby.
-    4. A 0.13 server gets the queries that it knows (`legacy_server_reads.py`). ZooKeeper proves
-       that its mark is not stale: a server that owned the partition when it answered, and still
-       does afterwards, has committed everything up to then.
-    5. When a partition moves, a query that waits for the former owner is sent to the new one: the
-       former one may be frozen or on a dead host, and would use up the timeout.
+    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). ZooKeeper proves
+       that its mark is not stale: if the server owned the partition when it answered, and still
+       does afterwards, no other server has committed anything up to then.
+    5. If a partition moves while a query waits for the former owner, the query is sent to the new
+       one. The former owner may be frozen or on a dead host, and would use up the timeout.
 """
 
 import asyncio

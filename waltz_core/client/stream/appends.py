@@ -1,20 +1,20 @@
-"""The outgoing appends of one partition: bounded, and gathered into submissions.
+"""The outgoing appends of one partition: limited in number, and sent in groups.
 
-Rows that are appended in one turn of the event loop leave in one frame, so that a thousand small
-appends cost about as much as one batch.
+Rows that are appended in the same iteration of the event loop are sent in one frame (a submission),
+so that a thousand small appends cost about as much as one batch.
 
 Rules:
-    1. The window holds every row from `append` until its outcome is reported. When it is full,
-       callers wait, first in, first out. No row is dropped.
-    2. Rows leave in the order in which they were appended.
-    3. A row of `append` that is known not to be in the log for a transient reason is sent again
+    1. The window (the limit of appends in flight) counts every row from `append` until its outcome
+       is reported. When the limit is reached, callers wait in order. No row is dropped.
+    2. Rows are sent in the order in which they were appended.
+    3. If a row of `append` is known not to be in the log, for a temporary reason, it is sent again
        until its deadline: it is still valid. A row that a lock has rejected is never sent again,
        nor is a pipelined dependent append.
-    4. Rule 2 holds for rows that are sent again: they wait until every submission that was in
+    4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
        flight with them has its outcome, and all rows and batches that were appended since wait for
        them. Submissions that the stream had not sent by then return as lost
        (`monitor.Submission.keeps_order`).
-    5. A wait for earlier appends does not include later appends: those may never end.
+    5. A wait for earlier appends (a flush) does not include later appends, which may never stop.
 """
 
 import asyncio

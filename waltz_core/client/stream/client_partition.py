@@ -1,15 +1,15 @@
 """One partition of a client: its stream, its appends, its feed.
 
-The stream is a machine without futures, sockets or ZooKeeper. This driver performs its effects;
-each partition has one.
+The stream is a state machine without futures, sockets or ZooKeeper. This driver performs its
+effects. There is one for each partition.
 
 Rules:
-    1. Effects are performed in order and never wait; what takes time becomes a task that posts its
-       outcome as an event.
-    2. A stream that ends passes its error to every caller that waits for it.
-    3. The mark that the application has applied is kept for as long as the client lives, also while
-       the partition is paused or unsubscribed: the application's view does not move then, and the
-       log's mark would claim that it did.
+    1. Effects are performed in order and never wait. An effect that takes time becomes a task,
+       which posts its outcome as an event.
+    2. When a stream ends, every caller that waits for it gets its error.
+    3. The mark that the application has applied is kept as long as the client exists, also while
+       the partition is paused or unsubscribed. The application's state does not change then, and
+       the log's mark would claim that it did.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
-"""The position of the feed of one partition: what was fed, what was applied, what comes next.
+"""The position of the feed of one partition: what was received, what was applied, what is next.
 
-A feed survives any number of mounts and stays dense over all of them.
+A feed continues over any number of mounts, without a missing transaction.
 
 Invariants:
-    1. What is passed on is dense: each range starts after the previous one, overlaps are cut off.
-       A range of a filtered feed also covers the transactions that do not pass the filter.
-    2. No more is requested while the application is too far behind what was fed.
+    1. No transaction is missing: each range that is passed on starts after the previous one;
+       overlaps are cut off. A range of a filtered feed also covers the transactions that do not
+       pass the filter.
+    2. While the application is too far behind the received transactions, no more are requested.
 """
 
 from bisect import bisect_left

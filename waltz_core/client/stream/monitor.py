@@ -1,19 +1,19 @@
 """The transaction monitor: the appends in flight on one partition, and their outcomes.
 
-An application that gets a wrong outcome loses a transaction or writes it twice. All evidence meets
-here: answers of the server, the feed, and the headers that are read back after a connection has
-broken.
+An application that gets a wrong outcome loses a transaction or writes it twice. So this file
+combines all evidence: answers of the server, the feed, and the headers that are read back after a
+connection has broken.
 
 Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
     3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
-    4. A row is LOST if an answer states it, or if a mount has proven everything older final and the
-       log, read back to the mark of that mount, does not contain it.
-    5. A row got its ID, if any, above every mark that was known when it was sent: reading back
-       starts there.
-    6. The log decides: an answer that contradicts it is ignored.
+    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that everything
+       older is final, and the log, read back to the mark of that mount, does not contain the row.
+    5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
+       reading back starts there.
+    6. The log is decisive: an answer that contradicts it is ignored.
 """
 
 import struct

@@ -1,12 +1,13 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A submission in the outbox was never sent, so a timeout means "not in the log". For a submission in
-the monitor it means "unknown".
+A submission in the outbox was never sent, so if it times out, it is not in the log. If a submission
+in the monitor times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A submission that exceeds the server's limits is rejected before it is sent.
-    3. So is one that depends on appends in flight in another mount (`predecessors.py`, rule 2).
+    3. A submission that depends on appends in flight in another mount is also rejected
+       (`predecessors.py`, rule 2).
 """
 
 from collections import deque

@@ -1,28 +1,31 @@
-"""The client's machine for one partition: it mounts, appends, receives the feed, mounts again.
+"""The client's state machine for one partition: mounts, appends, receives the feed, mounts again.
 
-It implements the client's half of the recovery protocol after a broken connection; the server's
-half is `server/partition/served_partition.py`. The client's driver and the simulator run it.
+It implements the client's part of the recovery after a broken connection; the server's part is
+`server/partition/served_partition.py`. The client's driver and the simulator run it.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Appends are sent in READY only: after a mount whose answer has proven everything older final,
-       and after the rows in doubt have been settled by reading the log back.
-    2. Generations of mounts never decrease: a server that has lost the partition, perhaps without
-       knowing it, proves nothing about a later owner.
+    1. Appends are sent only in the state READY. The client is then mounted, the answer to the mount
+       has proven that everything older is final, and the rows in doubt were settled by reading the
+       log.
+    2. The generations of mounts never decrease: a server that has lost the partition, perhaps
+       without knowing it, proves nothing about a later owner.
     3. A mount whose mark is below a known one is not trusted.
-    4. Connection sequences of links increase, so that the newest one fences all others. A link on
-       which an append was never answered is not mounted again: the server fences between
-       connections, and requests still queued on this one would pass the fence.
-    5. Sequence numbers of appended rows are never used twice, whatever the rows' outcome.
-    6. The feed is dense: the next accepted transaction is the one after the last.
-    7. A feed that is far behind is not requested from the server, which would send all of it at
-       once: on `FeedLagging` the driver fetches it, at the application's pace.
-    8. No submission that keeps its order is sent after an earlier one was reported lost, unless it
-       was appended after that: submissions that still wait are reported LOST with it.
-    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than that.
+    4. The connection sequences of links increase, so that the newest link fences all others. If an
+       append on a link was never answered, the link is not mounted again: the server fences between
+       connections, so requests that are still queued on this link would not be fenced.
+    5. The sequence number of an appended row is never used again, whatever the row's outcome is.
+    6. No transaction of the feed is missing: the next accepted transaction is the one after the
+       last.
+    7. If a feed is far behind, it is not requested from the server, which would send all of it at
+       once. On `FeedLagging` the driver reads the transactions at the application's pace.
+    8. After a submission is reported lost, no other one that keeps its order is sent, unless it was
+       appended after that report. Submissions that still wait are reported LOST together with it.
+    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than after this
+       time.
 """
 
 from typing import TYPE_CHECKING, assert_never

@@ -1,12 +1,13 @@
-"""What an error means for the rows of an append: in the log, not in the log, or unknown.
+"""Maps each error of an append to its meaning for the rows: in the log, not in the log, or unknown.
 
-If the table wrongly lists an error as a rejection, the client sends rows again that are in the log,
-or reports them as failed.
+If this table wrongly listed an error as a rejection, the client would send rows again that are in
+the log, or report them as failed.
 
 Rules:
-    1. A rejection is final only for errors that the server returns before anything was stored, or
-       after the next session has settled what was stored.
-    2. An error that is not in the table leaves the rows in doubt: reading the log settles them.
+    1. Only two kinds of errors are rejections: those that the server returns before anything was
+       stored, and those that it returns after the next session has settled what was stored.
+    2. After an error that is not in the table, the rows are in doubt until the client has read the
+       log.
 """
 
 from waltz_core import errors

@@ -1,6 +1,7 @@
 """The answers to clients, except the outcomes of appends.
 
-`served_partition.py` decides which request gets which answer and when; these functions build them.
+`served_partition.py` decides which request gets which answer, and when. These functions build the
+answers.
 """
 
 from collections.abc import Sequence

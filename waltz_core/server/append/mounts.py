@@ -1,27 +1,28 @@
 """The mounts of a partition: which connection of each client may append, and which are fenced.
 
-A client whose connection broke learns the outcome of its appends by mounting again, and only then
-may send them again. This is safe only if nothing sent on an older connection can still enter the
-log: the fence kept here.
+If the connection of a client breaks, the client mounts again to learn the outcome of its appends,
+and may then send them again. This is safe only if nothing that was sent on an older connection can
+still enter the log. This code keeps the fence that ensures it.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
-    1. For each client the highest connection sequence wins, for the whole generation. This holds
-       also after its connection has closed, and when the server releases the partition and owns it
-       again in the same generation. An equal one is accepted on the same connection only.
-    2. Appends of a connection are accepted from the answer to its mount on, not from the request.
-    3. At most `limit` clients without a connection are remembered; beyond that the one that
-       disconnected first is forgotten. So a fence can only fail after `limit` other clients have
-       disconnected.
-    4. A client that lost a row has to mount again, on the same connection or on another: what it
-       sent after that row must not enter the log before the row is sent again. The same holds for
-       appends that arrive after one for which the queue had no room, or after one over a limit of
-       its principal.
-    5. Each mount has a number of its own, also a repeated one on the same connection: an append
-       sent under an earlier mount does not enter under a later one.
-    6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
-       most `FILTER_HEADERS_MAX` headers: a peer must not exhaust memory.
+    1. For each client, only the connection with the highest sequence may append, for the whole
+       generation. This is so even if that connection has closed, or the server has released the
+       partition and owns it again in the same generation. A mount with an equal sequence is
+       accepted only on the same connection.
+    2. Appends are accepted once the mount was answered, not from its request on.
+    3. The fences of at most `limit` clients without a connection are remembered. Above that, the
+       client that disconnected first is forgotten. So a fence can only fail after `limit` other
+       clients have disconnected.
+    4. A client that has lost a row must mount again, on the same connection or on another one: what
+       it sent after that row must not enter the log before the row is sent again. The same holds
+       for appends that arrive after one that was rejected because the queue was full, or because
+       its principal was over a limit.
+    5. Each mount has its own number, even a repeated one on the same connection: an append that was
+       sent under an earlier mount does not enter the log under a later one.
+    6. A peer must not exhaust memory. So at most `CLIENTS_MAX` clients are mounted on one
+       connection, and the filter of a feed has at most `FILTER_HEADERS_MAX` headers.
     7. With access control, a client ID without a proof belongs to the principal that has mounted it
-       first in the generation, for as long as its fence is remembered (rule 3).
+       first in the generation, as long as its fence is remembered (rule 3).
 """
 
 from collections import OrderedDict

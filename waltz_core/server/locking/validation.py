@@ -1,11 +1,11 @@
-"""From requests to records: decode them, validate their rows by their locks, encode accepted rows.
+"""Turns requests into records: decodes them, validates their rows by locks, encodes accepted rows.
 
-These steps cost time for each row, and decide nothing about turns, sessions or answers, which is
-the job of `pipeline.py`. A batch, or a piece of one, is validated with whole arrays; single
-transactions in plain Python.
+These steps cost time for each row. They decide nothing about turns, sessions or answers, which
+`pipeline.py` does. A batch, or a piece of one, is validated with whole arrays; single transactions
+are validated in plain Python.
 
 Rules:
-    1. Only this file gives the tickets of validated rows their IDs, reasons and conflicts.
+    1. Only this file sets the IDs, reasons and conflicts of validated rows in their tickets.
     2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
 """
 

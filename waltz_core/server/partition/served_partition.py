@@ -1,19 +1,20 @@
-"""The machine of a served partition: appends, mounts, feeds and reads over the store's sessions.
+"""The state machine of a served partition: appends, mounts, feeds and reads over store sessions.
 
-It connects clients and replication. The parts below have their own files and are independent of
-each other; only this file routes between them and tracks the store session.
+This file connects clients and replication. Its parts have their own files and are independent of
+each other. Only this file routes between them and tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
-    1. No request is answered from a session before `SessionOpened` and `SessionSettled`; requests
-       wait.
-    2. If no other owner can have written between two sessions (`unbroken`, same generation), locks
-       are clamped and caches kept up to the mark; otherwise both are reset.
-    3. A mount is answered when (a) there is a settled session, (b) everything of older connections
-       of the client is final, (c) the feed, if there is one, has reached the mark of that moment.
-    4. A mark is reported only while a quorum has confirmed the session within
+    1. A request is answered from a session only after `SessionOpened` and `SessionSettled`; until
+       then it waits.
+    2. If no other owner can have written between two sessions (`unbroken`, same generation), caches
+       and locks are kept up to the mark. Otherwise both are reset.
+    3. A mount is answered when (a) there is a settled session, (b) all appends of the client's
+       older connections are final, and (c) the feed, if there is one, has reached the mark of that
+       moment.
+    4. A mark is reported only if a quorum has confirmed the session within the last
        `high_water_mark_staleness_ms_max`.
-    5. A high-water mark never decreases; if the store reports a lower one it has lost data, and the
-       partition is released.
+    5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
+       the server releases the partition.
     6. ClientAheadOfLog is reported only if the session is proven after the request arrived; if the
        proof fails, the error is retriable (`proofs.py`, rule 3).
 """

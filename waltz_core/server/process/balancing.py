@@ -1,15 +1,15 @@
 """Balance by load: a server measures and publishes its loads; the lead also moves partitions.
 
-It runs the planner periodically with the loads from ZooKeeper; `cluster/membership/balance.py`
-decides which moves are worth it.
+Periodically this code runs the planner with the loads from ZooKeeper;
+`cluster/membership/balance.py` decides which moves are useful.
 
 Rules:
     1. Only the lead moves partitions, and only with a compare-and-set on the version of the
-       assignment that it read: after a concurrent change it tries again in the next interval.
-    2. Nothing else depends on this. Failures are retried in the next interval.
+       assignment that it has read. After a concurrent change it tries again in the next interval.
+    2. No other code depends on this one. Failures are retried in the next interval.
     3. After the set of servers has changed, nothing moves until the loads of a window are known.
-    4. A server that could not open its partitions looks idle. While it is not fit it publishes no
-       load, so that no partition moves to it or from it.
+    4. A server that cannot open its partitions seems idle. So an unfit server publishes no load,
+       and no partition moves to it or from it.
 """
 
 import asyncio

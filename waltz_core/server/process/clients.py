@@ -1,21 +1,23 @@
 """The clients of one server: their links, admission and routing of requests, and answers.
 
-For every request it checks whether there is room, and finds the partition; without one it answers
-with an error. Partitions are independent of links, and links of partitions.
+For every request this code checks whether there is room, and finds the partition. If this server
+does not own the partition, it answers with an error. Partitions do not depend on links, and links
+do not depend on partitions.
 
 Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
     2. A link is read only while `flow` has room for its requests.
     3. A partition that has received a request of a connection is notified when the connection is
-       congested, drained or closed. While the principal's limit pauses its feeds, it is congested
-       for partitions, but not for `flow`.
+       congested, drained or closed. If the feeds of a principal pause because of its limit, its
+       connections are congested for partitions, but not for `flow`.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
-    5. A denied request is rejected here; nothing else receives it (decision 048, AC 7). So is a
-       request over a limit of its principal, except for an append: its partition rejects it, since
-       no later append may overtake it (AC 10).
-    6. With an audit log, an administrative request begins when its line is written. Its outcome is
-       written, too; it is "unknown" if the connection is closed before the answer (AC 11).
+    5. A denied request is rejected here, and no other code receives it (decision 048, AC 7). A
+       request over a limit of its principal is also rejected here. An append over a limit is an
+       exception: its partition rejects it, since no later append may overtake it (AC 10).
+    6. With an audit log, an administrative request begins only when its line is written. Its
+       outcome is written, too; it is "unknown" if the connection is closed before the answer (AC
+       11).
 """
 
 import asyncio

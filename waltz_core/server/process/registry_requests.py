@@ -1,22 +1,24 @@
-"""Operations on the registry of exactly-once writes for clients, with the server's own session.
+"""Changes the registry of exactly-once writes for clients, with the server's own session.
 
-`cluster/writes.py` has the rules of the registry. So a client needs no write access to ZooKeeper.
+So a client needs no write access to ZooKeeper. `cluster/writes.py` has the rules of the registry.
 
 Rules (decision 048, AC 14):
-    1. A write belongs to a principal; its name is not known to others. Without access control there
-       are no principals, and every client may change every write.
-    2. With `access = "report"` an operation on the write of another principal is logged, and
-       carried out. The number of writes is not limited: without tokens, all are of `anonymous`.
-    3. Requests are bounded: a name, a run and the arguments have a size limit, a write has at most
-       `TASKS_MAX` tasks and is kept for at most a year, and one principal has at most `TURNS_MAX`
-       operations under way in this server. ZooKeeper keeps everything in memory.
+    1. A write belongs to a principal, and no other principal learns its name. Without access
+       control there are no principals, and every client may change every write.
+    2. With `access = "report"`, an operation on the write of another principal is logged and
+       carried out. The number of writes is not limited, because without tokens all belong to
+       `anonymous`.
+    3. ZooKeeper keeps the registry in memory, so everything is limited: the size of a name, a run
+       and the arguments; the tasks of a write (`TASKS_MAX`); the time for which a write is kept (a
+       year); and the operations of one principal in progress in this server (`TURNS_MAX`).
     4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
-    5. Finished and removed writes are followed by the removal of some expired ones, by one removal
+    5. After a write was finished or removed, the server removes some expired ones, with one removal
        at a time.
-    6. An operation whose connection was closed before its turn is dropped: its principal may have
-       lost its permissions.
-    7. TASKS reads a node for each task. So one principal has one at a time, with `READS_MAX` reads
-       under way, and it ends with its connection. It keeps only what the answer needs.
+    6. If a connection is closed before the turn of its operation, the operation is dropped: its
+       principal may have lost its permissions.
+    7. The operation TASKS reads a node for each task. So one principal has one such operation at a
+       time, with `READS_MAX` concurrent reads, and it ends with its connection. It keeps only what
+       the answer needs.
 """
 
 import asyncio

@@ -1,15 +1,16 @@
 """The server process: registration, assignment, clients, health, graceful shutdown.
 
-It turns settings into limits, ZooKeeper's assignment into ownership, and signals into a graceful
-shutdown. `served_partition.py` decides what a partition does.
+This code turns settings into limits, ZooKeeper's assignment into ownership, and signals into a
+graceful shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
-    1. A partition is served exactly while the assignment in force names this server. While
-       ZooKeeper is away nothing changes: storages fence replaced owners. The same holds while a
-       node cannot be decoded: one node must not end all servers at once.
-    2. The server registers after it can answer clients, and unregisters while it still can.
-    3. Shutdown: stop reading, wait for a limited time until appends in flight are final, leave the
-       assignment, answer the waiting requests, close.
+    1. A partition is served exactly while the current assignment names this server. While ZooKeeper
+       is unavailable, nothing changes: storages fence replaced owners. The same holds while a node
+       cannot be decoded, so that one bad node does not end all servers at once.
+    2. The server registers only when it can answer clients, and unregisters before it stops
+       answering.
+    3. Shutdown has these steps: stop reading, wait for a limited time until appends in flight are
+       final, leave the assignment, answer the waiting requests, close.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
 """Links to storages: one for each store session and replica, and others for reading.
 
-Only this file turns the effects of the replication machines into TCP connections. It holds no
+Only this file turns the effects of the replication machines into TCP connections. It has no
 protocol state: the machines interpret answers and lost links.
 
 Rules:
-    1. Each session has its own links, which are never reused. Messages in flight on an older link
-       may still reach its storage, and are fenced by their session ID.
-    2. `OpenReplica` has one outcome, and a lost link is reported once; a link that was closed on
+    1. Each session has its own links, which are never used again. Messages in flight on an older
+       link may still arrive at its storage; their session ID fences them.
+    2. `OpenReplica` has one outcome, and a lost link is reported once. A link that was closed on
        request causes no further event (replication/session_events.py, rule 2).
     3. Readers have links of their own, so that a large read cannot delay an append.
 """

@@ -4,10 +4,11 @@ An append, a repair and an opening check bytes from three sources. All of them u
 that they agree on what a valid batch is.
 
 Rules:
-    1. A batch is valid if each of its records is, none is missing, and the chain in its entry
-       follows from the previous chain and the records' CRCs.
-    2. Nothing is changed here, and nothing is decided: the caller decides about an invalid batch.
-    3. A chain of the session `RECONSTRUCTED` proves nothing of the records, nor does the next one.
+    1. A batch is valid if all its records are there and valid, and the chain in its entry follows
+       from the previous chain and the records' CRCs.
+    2. This code changes nothing. The caller decides what to do with an invalid batch.
+    3. The chain of a batch with the session `RECONSTRUCTED` proves nothing about its records, and
+       neither does the chain after it.
 """
 
 from collections.abc import Sequence

@@ -1,24 +1,26 @@
 """The state of a storage outside its logs: the 0.13 control file, and the slots of partitions.
 
-Both are pairs of structures of which the newer valid one counts. Both are written so that a crash
-in the middle of a write leaves the other one.
+Both consist of two copies, of which the newer valid one counts. A crash in the middle of a write
+leaves the other copy.
 
 Rules:
-    1. Never write over the structure that counts; write the other one, sync, then let it count.
+    1. A write never overwrites the copy that counts: write the other copy, sync, and then that one
+       counts.
     2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs;
        Waltz 0.13 takes the same lock (docs/design/disk-format.md 2).
-    3. Partitions do not share state here: each may be written by a thread of its own. They share
-       the syncs of the control file: one serves all threads that had written when it began. If it
-       fails, all of these and all later ones get the error: the data is lost, the system reports
-       that only once, and the pages hold the promises of many partitions.
-    4. The caller is notified of a fallback to the older slot, as a promise may be lost with it.
-       Even sequences belong in block 1 and odd ones in block 0: a slot in the wrong block, or one
-       of another partition, is invalid.
-    5. The control file is created only where there is no partition: for each partition it states
-       that this storage holds it, and what was promised.
-    6. Data that an earlier process has written can be read but may not be durable; after a failed
-       sync of that process, another sync alone would do nothing. So everything is written again as
-       it is, synced, and then trusted.
+    3. Partitions have no state in common here, and each may be written by its own thread. They
+       share the syncs of the control file: one sync serves all threads that had written when it
+       began. If it fails, all of these threads and all later ones get the error: data is lost, the
+       system reports that only once, and the file has the promises of many partitions.
+    4. If only the older slot of a partition is valid, the caller is notified, because a promise may
+       be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.
+       A slot in the wrong block, or of another partition, is invalid.
+    5. The control file is created only in a directory without partitions. It states which
+       partitions the storage holds and what it has promised for them, so a new one must not replace
+       a lost one.
+    6. Data that an earlier process has written can be read but may not be durable. If that process
+       had a failed sync, another sync would do nothing. So the same bytes are written again,
+       synced, and then trusted.
 """
 
 import threading

@@ -14,7 +14,8 @@ each layout is declared once, is checked when it is read, and has golden bytes i
 
 Rules:
     1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
-    2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
+    2. Decoding any bytes gives a value, or `BadFormat` (impossible bytes), or `ChecksumMismatch`
+       (changed bytes).
     3. Reserved bytes are written as zero, and a reader rejects any other value.
     4. CRC-32 as in zlib, over all preceding bytes of the structure.
 """
@@ -419,7 +420,7 @@ SLOT: Final = ByteLayout(
     Field("partition", "i"),
     Field("damaged count", "i"),
     Field("sequence", "q"),
-    Field("control file sequence", "q", "of the structure in `waltz-storage.ctl` written last"),
+    Field("control file sequence", "q", "of the newest structure in `waltz-storage.ctl`"),
     Field("promised session ID", "q"),
     Field("nonce of the promise", "16s", "all bits set: unknown"),
     Field("last session ID", "q"),
@@ -427,7 +428,7 @@ SLOT: Final = ByteLayout(
     Field("provisional session ID", "q"),
     Field("provisional low-water mark", "q"),
     Field("acked ID", "q", "the acked marker"),
-    Field("acked chain", "16s", "the chain there; all bits set: some records have no batches"),
+    Field("acked chain", "16s", "chain at that ID; all bits set: some records have no batches"),
     Field("last ID to keep", "q", "of a truncation that has begun"),
     *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
@@ -435,9 +436,9 @@ SLOT: Final = ByteLayout(
 SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last ID"),
     Field("reserved", "8s", "0"),
-    Field("first ID", "q", "of the log: that of its oldest segment"),
+    Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
-    Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
+    Field("engaged", "I", "0: never engaged; n: last engaged n - 1 sessions before the last one"),
     has_crc=True,
 )
 _SLOT = SLOT.struct

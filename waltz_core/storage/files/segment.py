@@ -1,17 +1,19 @@
 """One segment: records back to back in a `.seg` file, with its `.idx` and `.chn`.
 
-It knows the layout of records in one file, and how to distinguish a torn tail from damage. It knows
-nothing of sessions, marks and other segments.
+This file knows the layout of records in one segment, and distinguishes a torn tail from damage. It
+knows nothing about sessions, marks and other segments.
 
 Rules:
-    1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
+    1. A segment exists when its `.seg` file has its final name; `.idx` and `.chn` get theirs
+       before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are no record are a torn tail only if nothing at or above them was known to be
-       synced. The acked marker, a later segment and a later batch's entry show what was synced.
-       Other bytes that are no record are damage, and stay (docs/design/correctness.md 2.5). A crash
-       may leave any sectors of unsynced data, so a valid record after torn ones proves nothing.
-    4. Damaged IDs keep their place in the index, so that the bytes can be filled in again. The
-       index is used first to find where they end (record_search.py).
+    3. Bytes that are not a record are a torn tail only if nothing at or after them was known to be
+       synced. The acked marker, a later segment and the entry of a later batch show what was
+       synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5). A crash
+       may leave any sectors of unsynced data, so a valid record after torn ones does not show that
+       they were synced.
+    4. Damaged records keep their place in the index, so that a repair can write them there. To find
+       where they end, the index is used first (`record_search.py`).
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""Work of the archive on a log: reads of ranges that are archived, and removal of old segments.
+"""Work on a log for the archive: reads of ranges to archive, and removal of old segments.
 
 Each piece is short, so that other work of the partition runs between them.
 
 Rules (docs/decisions/047):
-    1. Only whole batches are returned, from the first ID on, with the expected chain before them.
-    2. A range with reconstructed batches or damage is an error: another replica may have it (AR 1).
-    3. A piece removes one segment at most, and `PartitionLog.remove_oldest` checks whether it may.
+    1. A read returns only whole batches, from the first ID on, with the expected chain before them.
+    2. A range with reconstructed batches or damage is an error; another replica may have it (AR 1).
+    3. A piece removes one segment at most. `PartitionLog.remove_oldest` checks whether it may.
 """
 
 from typing import Final, NamedTuple

@@ -3,14 +3,16 @@
 Only this code changes bytes below the low-water mark.
 
 Rules:
-    1. A hole is filled from its beginning, so that the rest of it is still one range.
+    1. A damaged range is repaired from its beginning, so that the rest of it is still one range.
     2. Only records that are valid by themselves are written, and only into known damage.
-    3. The damage is removed from the slot last, after the chain of each batch that is whole again
-       was verified: a record with the right ID may belong to another history. If this reveals that
-       a neighboring record is wrong, that record is noted as damaged, and the repair is kept.
-    4. Where the entry of one batch cannot be read either, the repair must send the records of this
-       batch, then those of the next: together they prove, by the next batch's chain, what the entry
-       was. Nothing proves several lost entries, or the last of a segment: the repair is rejected.
+    3. The damage is removed from the slot last. Before that, the chain of each batch that is whole
+       again is verified, because a record with the right ID may belong to another history. If this
+       shows that a neighboring record is wrong, that record is noted as damaged, and the repair is
+       kept.
+    4. If the entry of a batch cannot be read either, the repair must send the records of this batch
+       and then those of the next one. The chain of the next batch then proves what the lost entry
+       was. If several entries in a row are lost, or the last one of a segment, nothing proves them,
+       and the repair is rejected.
 """
 
 from collections.abc import Sequence

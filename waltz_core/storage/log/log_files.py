@@ -5,18 +5,19 @@ of the log, which is before the end of the records while records are covered (`c
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
-    2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
-       batches and index are synced: at each roll, or a second after the last sync that it lacks;
-       the service moves it when the log is idle. A log that ends below its marker is suspect [2].
-    3. A failed write or sync is final for its file: unsynced records are truncated, and the log
-       continues in a new segment when a session prepares it again. When the truncation or a slot
-       fails too, the log rejects all calls until it is opened again [7].
-    4. A truncation writes its intent first. If it finds no room, the same call or the next opening
-       finishes it [9, 12].
-    5. Files that were deleted or replaced under this process are not used again: what they
-       acknowledge would be lost, and the new ones may lack a promise.
-    6. A new start is durable in both slots before older segments are removed: with one that is
-       older than the segments, the log could not be opened.
+    2. The acked marker is the ID at the end of a batch, with the chain there. It moves when
+       records, batches and index up to it are synced: when a segment is full, or a second after a
+       sync; when the log is idle, the service moves it. A log that ends below its marker is suspect
+       [2].
+    3. A failed write or sync is final for its file: unsynced records are truncated, and when a
+       session prepares the log again, it continues in a new segment. If the truncation or a slot
+       fails, too, the log rejects all calls until it is opened again [7].
+    4. A truncation writes its intent first. If it finds no space, a repeated call or the next
+       opening finishes it [9, 12].
+    5. If files were deleted or replaced while this process had them open, they are not used any
+       more: appends to the deleted files would be lost, and the new files may lack a promise.
+    6. A new start of the log is durable in both slots before older segments are removed. If a slot
+       had a start older than the remaining segments, the log could not be opened.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,20 +1,22 @@
 """The log of one partition on one replica: its promise, its marks, its records, its damage.
 
-Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs; the
-engine has many of these logs, and the service carries messages to them.
+Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs. The
+engine has many of these logs, and the service carries out requests on them.
 
 Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
-    1. Nothing is answered before it is durable: a promise, a mark, a truncation, a sync.
-    2. A later session fences an earlier one permanently; so does another nonce of the same one
-       [15].
-    3. A low-water mark is stored only where the log ends exactly there; it is provisional until
+    1. A promise, a mark, a truncation or a sync is durable before it is answered.
+    2. A later session fences an earlier one permanently. So does the same session with another
+       nonce [15].
+    3. A low-water mark is stored only where the log ends exactly at it. It is provisional until
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever truncated [15].
-    4. Each batch above the acked marker has a lineage entry; records without one are no part of
+    4. Each batch above the acked marker has a lineage entry. Records without one are not part of
        the log.
-    5. Damaged IDs stay in the log and are known in the slot; reading them is an error [5].
-    6. The log begins after its start, a batch end up to which the archive has every record. The
-       start only rises, never above the confirmed mark, and never within a batch (decision 047).
+    5. Damaged records keep their IDs in the log, and the slot lists them; reading them is an error
+       [5].
+    6. The log begins after its start: the end of a batch up to which the archive has every record.
+       The start only rises. It is never above the confirmed mark, and never within a batch
+       (decision 047).
 """
 
 from collections.abc import Sequence

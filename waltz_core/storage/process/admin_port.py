@@ -1,14 +1,14 @@
 """The administration port: accepts connections and carries out tasks.
 
-It carries out the effects of `admin.py`, separate from the path of transactions: it delays no
-append and no read, except where a partition is taken out of service on purpose.
+This code carries out the effects of `admin.py`, separately from the path of transactions. It delays
+no append and no read, except when a partition is taken out of service on purpose.
 
 Rules:
-    1. Every task has one outcome; only bugs raise, and end the process.
-    2. A served partition is read through the service, in turn with its other work; any other task
-       takes it out of service first (`serving.py`, rule 3).
-    3. With an audit log, a request begins when its line is written, and has a line with its
-       outcome, also if its connection is closed before its answer.
+    1. Every task has one outcome. Only a bug raises an exception, which ends the process.
+    2. A task that reads a served partition goes through the service, in turn with the partition's
+       other work. Any other task takes the partition out of service first (`serving.py`, rule 3).
+    3. With an audit log, a request begins only when its line is written. It also has a line with
+       its outcome, even if its connection is closed before the answer.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
 """Passes the segment files of a storage to readers on its machine (decision 016).
 
 Rules:
-    1. With access control a request must have a ticket that an open connection has received, and
-       this connection must be permitted to read the partition now (decision 048, AC 12). A
-       connection receives its ticket with record locations.
-    2. A ticket has the number of its connection, and a code that only this process can compute. So
-       there is no list of tickets, and no ticket outlives its connection or this process.
+    1. With access control, a request must have a ticket. The ticket belongs to an open connection,
+       which has received it with record locations. That connection must be permitted to read the
+       partition now (decision 048, AC 12).
+    2. A ticket consists of the number of its connection and a code that only this process can
+       compute. So there is no list of tickets, and no ticket is valid after its connection or this
+       process has ended.
 """
 
 import asyncio

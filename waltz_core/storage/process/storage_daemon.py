@@ -1,21 +1,24 @@
-"""The storage process: its directory, its ports, its partitions, its shutdown.
+"""The storage process: its directory, its ports, its partitions, and its shutdown.
 
-Only here the service meets sockets, threads and ZooKeeper; `service.py` decides on all answers.
+Only this file connects the service with sockets, threads and ZooKeeper; `service.py` decides on all
+answers.
 
 Rules:
-    1. The directory is open, and this storage registered for its address, before any partition is
-       served.
+    1. Before any partition is served, the directory is open, and this storage is registered for its
+       address.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
-    3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive and collections have one thread of their own, and reads from it have
-       others. They are not waited for at the end: a call of the object store may hang.
+    3. Calls of the engine run in a small pool of threads, one at a time for a partition. Uploads to
+       the archive and collections have one thread of their own, and reads from the archive have
+       others. The process does not wait for them at its end, because a call of the object store may
+       hang.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
-    5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
-       failure of the disk the directory is left as it is. The same holds if running work does not
-       end in time, or a file is changed by a call whose caller was cancelled: then files and locks
-       are released with the process, so that the next one cannot start while it still runs. A disk
-       that hangs does not keep the process from ending.
+    5. At the end the process stops reading requests, finishes running work, syncs, and marks the
+       directory as clean. In three cases it leaves the directory as it is: after a failure of the
+       disk, if running work does not end in time, and if a cancelled caller's call still changes a
+       file. Then files and locks are released when the process ends, so that the next process
+       cannot start while this one still runs. A disk that hangs does not keep the process from
+       ending.
 """
 
 import asyncio

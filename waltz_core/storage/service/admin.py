@@ -1,27 +1,28 @@
-"""The administration of a storage as a machine: requests of A in, answers and tasks out.
+"""The administration of a storage as a state machine: requests in, answers and tasks out.
 
-It decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper, so
-that tests can cover every case. `admin_port.py` carries the decisions out, on disk through
+This code decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper,
+so that tests can cover every case. `admin_port.py` carries the decisions out on the disk, through
 `engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
 generator that yields tasks and returns its answer.
 
 Rules:
-    1. Changes are made one at a time, in the order of arrival, over all connections. Queries do not
+    1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
        wait for them.
-    2. A replica that the last session counts on (ZooKeeper records it as engaged) is removed or
-       emptied only with `is_forced`. One that ZooKeeper assigns to this storage is never removed:
-       it would be created again at once, empty. ZooKeeper is queried each time.
-    3. Nothing is copied to a partition that is online, and nothing above the confirmed low-water
-       mark is returned for copying: only settled records may make a log longer.
-    4. A request for several partitions ends at the first that is rejected; the error states which
-       are done.
-    5. Nothing is answered as done before it is durable. A change that was begun is carried out even
-       if the client has disconnected (but see rule 6).
+    2. If the last session counts on a replica (ZooKeeper records it as engaged), the replica is
+       removed or emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, it
+       is never removed: the storage would create it again at once, empty. ZooKeeper is queried each
+       time.
+    3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
+       of the source: only settled records may make a log longer.
+    4. A request for several partitions ends at the first one that is rejected. The error lists
+       those that are done.
+    5. A change is durable before it is answered. Once begun, a change is carried out even if the
+       client has disconnected (but see rule 6).
     6. With access control, the end of a connection ends its requests, because a revocation may have
-       closed it: those that wait are dropped, and one that has begun ends after its current task.
-    7. A peer of version 0 gets errors in the form of Waltz 0.13: as a text.
+       closed it. Waiting requests are dropped, and a running one ends after its current task.
+    7. A peer with version A 0 gets errors in the form of Waltz 0.13: as a text.
 """
 
 import json

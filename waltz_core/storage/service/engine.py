@@ -1,26 +1,28 @@
 """One storage directory: its identity, its locks, its reserve, and its partitions.
 
-A directory belongs to one process, one cluster and one storage; that is checked before any
-partition is opened.
+A directory belongs to one process, one cluster and one storage. The engine checks this before it
+opens any partition.
 
 Rules:
     1. Locks are taken first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
        file.
-    2. The storage ID is made with the directory and never changes.
-    3. A partition that cannot be opened does not prevent the others from being served; it is in
-       `failed` with its error.
-    4. There is room for truncation, repair and slots when the disk is full (`space.py`).
+    2. The storage ID is created with the directory and never changes.
+    3. If a partition cannot be opened, the others are still served; `failed` has the partition with
+       its error.
+    4. When the disk is full, there is still space for truncation, repair and slots (`space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
        it again. A removal that was begun is finished before anything is opened.
-    6. A greater sequence in the control file than the slot has means that Waltz 0.13 has written to
-       the directory (`format.Slot`). So each write here puts its sequence into the slot first.
-    7. Names are durable before anything in the files is trusted: the process that made them may
-       have been killed before it synced them. One sync covers the directories of all partitions.
-    8. A partition whose files were deleted or replaced while it was open is not opened again by
-       this process, until administration has emptied or removed it: the new files may lack a
+    6. If the control file has a greater sequence than the slot, Waltz 0.13 has written to the
+       directory (`format.Slot`). So each write of this version first puts its sequence into the
+       slot.
+    7. File names are made durable before anything in the files is trusted: the process that created
+       the files may have been killed before it synced them. One sync covers the directories of all
+       partitions.
+    8. If the files of a partition were deleted or replaced while it was open, this process does not
+       open it again until administration has emptied or removed it. The new files may lack a
        promise, which the log that was open still has.
-    9. If the control file itself was deleted or replaced, nothing that is written to it survives
-       a restart: no partition is emptied, and the process ends.
+    9. If the control file itself was deleted or replaced, nothing that is written to it survives a
+       restart. So no partition is emptied, and the process ends.
 """
 
 from collections.abc import Callable, Sequence

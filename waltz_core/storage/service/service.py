@@ -1,38 +1,41 @@
-"""A storage as a machine: requests of S 1 in, answers out. No sockets, no threads.
+"""A storage as a state machine: requests of servers in, answers out. No sockets, no threads.
 
-The session rules of a storage, and the moment when an answer may leave, decide over acknowledged
-data. As a machine they run in the daemon with threads, and in the simulator without.
+Acknowledged data depends on the session rules of a storage, and on the moment when an answer is
+sent. As a state machine, the same code runs with threads in the daemon, and without them in the
+simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
-piece; its receiver calls `work.run()`, on any thread, and returns the result as `WorkDone`.
-Requests that arrive meanwhile wait; then all waiting appends are written together and synced once
-(group commit). Reads wait in a queue of their own and take turns with them.
+piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Requests
+that arrive meanwhile wait. Then all waiting appends are written together and synced once (group
+commit). Reads wait in a queue of their own, and take turns with appends.
 
 Rules:
-    1. Only PREPARE raises a partition's session. A request that names another session is rejected
-       with the promised one.
-    2. Requests that change a partition, or read it for the owner, must come on the connection that
-       has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as well.
-    3. A later session ends earlier ones at once: their queued requests are rejected, their
-       connections are closed. It counts from its arrival, not from its answer.
+    1. Only PREPARE raises a partition's session. If a request names another session, the storage
+       rejects it, and the error has the promised session.
+    2. A request that changes a partition, or reads it for the owner, must arrive on the connection
+       that has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as
+       well.
+    3. A later session ends earlier ones at once: their queued requests are rejected, and their
+       connections are closed. It counts from the arrival of PREPARE, not from the answer.
     4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while the partition is engaged in the session that
        it names, and only up to the last synced ID.
-    6. After a write or a sync has failed the partition leaves its session. A second failure in the
-       life of the process ends it.
-    7. The queues are bounded: connections that bring more are not read until there is room
+    6. After a failed write or sync the partition leaves its session. After a second failure the
+       process ends.
+    7. The queues are bounded: a connection that sends more is not read until there is space
        (`queue_limits.py`).
-    8. The owner is notified of damage at once, however it was found, so that it can be repaired
-       while other replicas still have the records. The scrub looks for damage between other work.
-    9. While appends are rejected because there is no room, the disk is queried repeatedly.
+    8. The owner is notified of each damage at once, so that it can repair the records while other
+       replicas still have them. The scrub looks for damage between other work.
+    9. While appends are rejected because there is no space, the disk is queried repeatedly.
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
-       has abandoned change nothing; and it is never reported as its own rival.
-   11. A partition whose files were deleted or replaced under this process is not served any more,
-       and not opened again: the new files may lack a promise. The other partitions continue, and it
-       is not a failure of the disk (rule 6).
-   12. The archive is changed for the owner of the session only, by uploads, expiry and collection,
-       and the end is reported to that connection (`archive_jobs.py`). The archived mark of a
-       session ends with it (`retention.py`, `archive_reads.py`).
+       has abandoned change nothing, and an owner's earlier connection is never taken for another
+       owner.
+   11. If the files of a partition were deleted or replaced while it was open, it is not served any
+       more, and not opened again: the new files may lack a promise. The other partitions continue.
+       This is not a failure of the disk (rule 6).
+   12. The storage changes the archive only for the owner of the session (by uploads, expiry and
+       collection), and reports the result on the same connection (`archive_jobs.py`). The archived
+       mark of a session ends with the session (`retention.py`, `archive_reads.py`).
 """
 
 from collections import deque

@@ -1,18 +1,21 @@
 """Pieces of work on one partition: calls of its log, made in sequence, possibly on another thread.
 
 Everything here blocks on the disk, and nothing here decides. `service.py` decides which requests
-are allowed; these functions turn a message into calls of the log, and the results into answers.
+are allowed. These functions carry out a message as calls of the log, and return the results as
+answers.
 
 Rules:
-    1. One outcome for each request, in their order: an answer, or the error.
+    1. Each request has one outcome, in the order of the requests: an answer, or an error.
     2. An append counts as done after the sync that covers it, and never before.
-    3. The bytes of an append are checked against the CRC that they were sent with, in one pass that
-       also serves for the records' own CRCs; records are never processed one by one.
-    4. After a failed append of a group the later ones are rejected with it, as they follow it.
-    5. Appends for which there is no room are rejected before the first is written. Other work that
-       finds no room is repeated with the reserve (`space.py`). A log that could not write the files
-       of a new start would fail until it is opened again, so there must be room before it begins.
-    6. New damage is in the result, whatever the work was.
+    3. One pass over the bytes of an append checks the CRC with which they were sent, and the CRCs
+       of the records. Records are never processed one by one.
+    4. If an append of a group fails, the later ones are rejected with it, because they follow it in
+       the log.
+    5. Appends for which there is no space are rejected before the first byte is written. Other work
+       that finds no space is repeated with the reserve (`space.py`). If a log could not write the
+       files of a new start, it would fail until it is opened again; so the space is checked before
+       it begins.
+    6. If any work finds damage, its result contains it.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
 

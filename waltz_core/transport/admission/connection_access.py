@@ -1,4 +1,4 @@
-"""What one connection is permitted to do; `port_access.py` has the rules, and the permissions."""
+"""Permissions of one connection; `port_access.py` has the rules, and the permissions of all."""
 
 import logging
 from collections.abc import Callable, Collection

@@ -1,27 +1,28 @@
-"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8, 10).
+"""Permissions of a connection's principal at a listening port (decision 048, AC 2 to AC 8, 10).
 
 Rules:
-    1. A valid token decides alone; without one, the verified certificate decides. Without either
-       the principal is `anonymous`.
-    2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
-    3. A revision that takes something from a principal, or its token, or that gives the token to
-       another principal, ends its connections: their unsent bytes are dropped. So does the end of
-       the token's or the certificate's validity.
-    4. Before the port has read the permissions, it rejects every request with an error that can be
-       retried. The first revision ends connections whose principal has no permission: they were not
-       limited (`port_limits.py`, rule 2).
-    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
-       connection that sends an answer instead of a request is ended.
-    6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted. An administrative request that cannot be written to the
+    1. If there is a valid token, it alone determines the principal. Otherwise the verified
+       certificate does. Without either, the principal is `anonymous`.
+    2. If the node in ZooKeeper is missing or has an older revision, the known permissions stay.
+    3. A revision ends the connections of a principal, and drops their unsent bytes, if it takes a
+       permission or the token from the principal, or gives the token to another principal.
+       Connections also end when their token or certificate expires.
+    4. Before the port has read the permissions, it rejects every request with a retriable error.
+       The first revision ends connections whose principal has no permission, because they were not
+       limited until then (`port_limits.py`, rule 2).
+    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`. If a peer
+       sends an answer instead of a request, its connection ends.
+    6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
+       request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
-    7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
-       permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
-       that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
-       accept 0.13 any more ends the connections with such IDs.
-    8. A connection counts for its principal from its first message on (`enter`), or when it was
-       silent for a while. A revision with lower limits ends the connections that are then over
-       them; so does one that begins to count feeds, because the present ones were not counted.
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). Exception:
+       while the permissions accept 0.13, an ID below `FIRST_ISSUED` needs no proof. It belongs to
+       the principal that mounts it first in a generation (`server/append/mounts.py`). When a
+       revision no longer accepts 0.13, connections with such IDs end.
+    8. A connection counts for its principal from its first message on (`enter`), or after it was
+       silent for a while. If a revision lowers limits, the connections above them end. If it
+       introduces a limit of feeds, all connections end, because their present feeds were not
+       counted.
 """
 
 import asyncio
