@@ -11,6 +11,7 @@ import msgpack
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_core.local
 import waltz_spark
@@ -28,7 +29,10 @@ from tests.written_log import (
     marks_by_version,
 )
 from waltz_core.client import WaltzClient
-from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
@@ -329,3 +333,36 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
     for table in ("accounts", "balances"):
         rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
+
+
+@with_delta
+def test_a_commit_of_a_second_follower_is_rejected_or_reported(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = StructType([StructField("id", LongType())])
+    name = TableMarks("follow", "0" * 32, {0: -1})
+
+    def table() -> MergedDeltaTable:
+        return MergedDeltaTable(spark.newSession(), str(tmp_path / "table"), schema, ["id"])
+
+    def changes(key: int) -> DataFrame:
+        return spark.createDataFrame([(key, 0, key, False)], changes_schema(schema))
+
+    def up_to(mark: int) -> TableMarks:
+        return name._replace(marks={0: mark})
+
+    first, second = table(), table()
+    assert first.marks(name) is None
+    first.create(name)
+    with pytest.raises(Superseded):
+        second.create(name._replace(follower="other"))
+    assert decode(first.marks(name).metadata) == decode(second.marks(name).metadata) == name
+    assert second.apply(changes(1), up_to(1))
+    with pytest.raises(Superseded, match="has version 1 of follower 'follow' or a later one"):
+        first.apply(changes(0), up_to(0))
+    assert first.apply(changes(2), up_to(2))
+    assert "follow.concurrent_follower" not in caplog.text
+    first.marks(name)
+    assert "follow.concurrent_follower" in caplog.text
+    assert first.apply(None, up_to(5))
+    assert decode(second.marks(name).metadata) == up_to(5)
