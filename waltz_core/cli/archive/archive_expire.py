@@ -116,9 +116,7 @@ async def expire(
             f"transactions {row['first_available']}..{row['archived']} are available in the archive"
         )
         if yes:
-            change = (
-                f"before the command the first available one was {row['first_available_before']}"
-            )
+            change = f"before, the first available one was {row['first_available_before']}"
         elif bounds[0]:
             change = f"those before {bounds[0]} would expire"
         else:
