@@ -179,7 +179,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
             with pytest.raises(errors.UsageError, match="is an async function, which WaltzClient"):
                 client.subscribe(wrong)
         for wrong in (None, Late):
-            with pytest.raises(errors.UsageError, match="expected callbacks, an object of Callbac"):
+            with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
     with pytest.raises(errors.UsageError, match="Plain has plain functions: use WaltzClien"):
         asyncio.run(subscribe_plain())
