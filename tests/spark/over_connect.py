@@ -395,6 +395,18 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     other = {"table": str(tmp_path / "other"), "key": "id"}
     assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
     assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
-    tables = [spark.read.format("delta").load(each["table"]) for each in (place, other)]
-    assert_df_equality(*tables, ignore_row_order=True)
+    streamed = {"table": str(tmp_path / "streamed"), "key": "id"}
+    stream = spark.readStream.format("waltz").option("startingHighWaterMarks", as_json(start))
+    rows = stream.schema(df.schema).option("dataFormat", "msgpack").load(connect)
+    in_batches = rows.writeStream.foreachBatch(
+        lambda batch, _number: waltz_spark.upsert(batch, connect, **streamed)
+    )
+    checkpoint = str(tmp_path / "checkpoint")
+    query = in_batches.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query.awaitTermination()
+    expected, *tables = [
+        spark.read.format("delta").load(each["table"]) for each in (place, other, streamed)
+    ]
+    for table in tables:
+        assert_df_equality(table, expected, ignore_row_order=True)
     assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
