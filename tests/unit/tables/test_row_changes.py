@@ -70,7 +70,7 @@ def test_a_condition_compares_a_column_with_a_literal(text, found):
     "text", ["", "op =", "'D' = op", "a = b", "a = 1 AND b = 2", "NOT a", "a == 1", "a = 1e3", "1"]
 )
 def test_any_other_condition_is_rejected(text):
-    with pytest.raises(BadConfig, match=r"delete_where: expected .* Hint: use a changes function"):
+    with pytest.raises(BadConfig, match=r"condition for deletes: expected .* Hint: "):
         parse_condition(text)
 
 
@@ -108,7 +108,7 @@ def test_a_literal_has_the_type_of_its_column(kind, value, text):
 )
 def test_a_literal_of_another_type_is_rejected(kind, text):
     schema = log().schema.append(pa.field("c", kind))
-    with pytest.raises(BadConfig, match=r"delete_where: expected a literal of type .* column 'c'"):
+    with pytest.raises(BadConfig, match=r"for deletes: expected a literal of type .* column 'c'"):
         check_rules(ChangeRules(["id"], delete_where=parse_condition(text)), schema)
 
 
