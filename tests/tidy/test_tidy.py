@@ -60,6 +60,7 @@ LIBRARY_FILES = {
     # A second CRC-32: the verifier of a disk shares no code with its writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
+    "deltalake": ("waltz_core/tables/delta_table.py",),
     "kazoo": (
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",

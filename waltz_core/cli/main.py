@@ -295,6 +295,14 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
+    "follow": NounEntry(
+        "keep a Delta table equal to the log, exactly once",
+        "client.follow_command",
+        (
+            "follow /lake/accounts --key id --column id:int64 --column owner:string",
+            "follow s3://lake/orders --key id --column id:int64 --delete-where closed --until now",
+        ),
+    ),
     "config": NounEntry(
         "show every setting and its source",
         {

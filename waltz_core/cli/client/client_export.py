@@ -14,30 +14,16 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.client import payload_columns
 from waltz_core.cli.output import one_line, print_error
 from waltz_core.cli.verbs import verb
 from waltz_core.client import WaltzClient
-from waltz_core.client.api.scanning import DATA_FORMATS, ArrowReader, ArrowSchema
-from waltz_core.config.settings import nearest
+from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.strict_json import to_json
 
 # A row group of a Parquet file: its batches are in memory together.
 GROUP_BYTES = 64 * 1024 * 1024
-_TYPES = {
-    "bool": pa.bool_(),
-    "int8": pa.int8(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    "timestamp": pa.timestamp("us", "UTC"),
-}
 
 
 @verb
@@ -63,20 +49,10 @@ _TYPES = {
     "--first", type=int, metavar="ID", help="first ID [default: the first that is available]"
 )
 @click.option("--last", type=int, metavar="ID", help="last ID [default: the high-water mark]")
-@click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="NAME[:TYPE]",
-    help="a column of the log, or with a type one of the payload, may be repeated [default: the "
-    "columns of the log]",
+@payload_columns.column_option(
+    "a column of the log, or with a type one of the payload", "the columns of the log"
 )
-@click.option(
-    "--data-format",
-    type=options.NamedChoice(list(DATA_FORMATS)),
-    default="msgpack",
-    help="format of the payloads, for columns with a type [default: msgpack]",
-)
+@payload_columns.data_format
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
     *,
@@ -91,7 +67,7 @@ def export(  # noqa: PLR0913 - one for each option
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
         raise BadConfig("a Parquet file is not printed on a terminal. Hint: use --output FILE.")
-    schema = _schema(columns)
+    schema = payload_columns.schema_of(columns)
     with WaltzClient(connect) as client:
         reader = client.scan(
             partitions or None,
@@ -107,32 +83,10 @@ def export(  # noqa: PLR0913 - one for each option
 
 
 export.details = (
-    f"Types of payload columns: {', '.join(_TYPES)}. A payload that does not fit ends the command "
-    "with an error that names the transaction, and FILE is not written. In CSV and JSON, binary "
-    "values are text, in which bytes that are no UTF-8 are escaped with a backslash."
+    f"Types of payload columns: {payload_columns.TYPES_TEXT}. A payload that does not fit ends "
+    "the command with an error that names the transaction, and FILE is not written. In CSV and "
+    "JSON, binary values are text, in which bytes that are no UTF-8 are escaped with a backslash."
 )
-
-
-def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
-    """Return the schema of --column; None without any."""
-    fields = []
-    for each in columns:
-        name, colon, kind = each.partition(":")
-        if not colon and name in READ_SCHEMA.names:
-            fields.append(READ_SCHEMA.field(name))
-        elif not colon:
-            raise BadConfig(
-                f"--column: the log has no column {name!r}. Hint: NAME:TYPE is a column of the "
-                f"payload; the log's are {', '.join(READ_SCHEMA.names)}."
-            )
-        elif kind in _TYPES:
-            fields.append(pa.field(name, _TYPES[kind]))
-        else:
-            raise BadConfig(
-                f"--column {name}: expected one of the types {', '.join(_TYPES)}, found {kind!r}"
-                f"{nearest(kind, list(_TYPES))}"
-            )
-    return pa.schema(fields) if fields else None
 
 
 @contextmanager

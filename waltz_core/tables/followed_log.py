@@ -1,0 +1,155 @@
+"""The log of a follower, read with a `WaltzClient`; changes are Arrow tables.
+
+Rules:
+    1. Marks are linearizable: a server that has lost a partition reports none that decrease.
+    2. Changes are reduced part by part, so a batch needs memory for a part of 32 MiB, and for
+       the last change of each key.
+    3. The server selects transactions by header; without headers, all.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from waltz_core.client import ReplicaSet, WaltzClient
+from waltz_core.client.api.scanning import ArrowSchema, ScanColumns
+from waltz_core.errors import BadConfig
+from waltz_core.records.batches import READ_SCHEMA
+from waltz_core.tables.row_changes import (
+    ArrowTable,
+    ChangeRules,
+    changes_of,
+    check_rules,
+    last_changes,
+)
+from waltz_core.tables.table_marks import LogState, MarkMap
+
+PART_BYTES: Final = 32 * 1024 * 1024
+# The columns of the log that the rules use.
+_LOG_COLUMNS: Final = ("partition", "transaction_id", "header")
+
+
+class LogPosition:
+    """The marks of the log now, and the pauses between requests for them.
+
+    Args:
+        client: an open client.
+        interval_s: the pause of `wait`.
+    """
+
+    def __init__(self, client: WaltzClient, *, interval_s: float) -> None:
+        self._client = client
+        self._interval_s = interval_s
+        self.sources: Mapping[int, ReplicaSet] = {}
+
+    def state(self) -> LogState:
+        """Return the marks and the first available IDs (rule 1).
+
+        Raises:
+            Unavailable: a partition does not answer.
+        """
+        self.sources = self._client.replica_sets(linearizable=True)
+        firsts = {
+            partition: int(source.archived.first) if source.archived else 0
+            for partition, source in self.sources.items()
+        }
+        marks = {partition: int(each.high_water_mark) for partition, each in self.sources.items()}
+        return LogState(marks, firsts)
+
+    def wait(self) -> None:
+        """Wait until the next request is due."""
+        time.sleep(self._interval_s)
+
+
+class ClientLog:
+    """The log and the changes in it.
+
+    Args:
+        client: an open client.
+        position: the marks of the log.
+        schema: the declared columns; those that the log does not have are of the payload.
+        rules: how transactions become changes.
+        data_format: the format of the payloads.
+        headers: the headers of the transactions of the table; without any, all transactions are.
+
+    Raises:
+        BadConfig: the rules do not fit the schema, or deletes have a header that is not selected.
+        BadRequest: a column of the log has another type, or the format is unknown.
+    """
+
+    def __init__(
+        self,
+        client: WaltzClient,
+        position: LogPosition,
+        *,
+        schema: ArrowSchema,
+        rules: ChangeRules,
+        data_format: str = "msgpack",
+        headers: Sequence[int] = (),
+    ) -> None:
+        log = [READ_SCHEMA.field(name) for name in _LOG_COLUMNS if name not in schema.names]
+        rows = pa.schema([*log, *schema])
+        check_rules(rules, rows)
+        if headers and (unread := set(rules.delete_headers) - set(headers)):
+            raise BadConfig(
+                f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+                f"{sorted(headers)}. Hint: add it to them."
+            )
+        self._columns = ScanColumns(rows, data_format)
+        self._client, self._position = client, position
+        self._rules, self._headers = rules, tuple(headers)
+
+    def state(self) -> LogState:
+        """Return the marks and the first available IDs; raises Unavailable."""
+        return self._position.state()
+
+    def wait(self) -> None:
+        """Wait until the next request is due."""
+        self._position.wait()
+
+    def changes(self, starts: MarkMap, ends: MarkMap) -> ArrowTable:
+        """Return the last change of each key after `starts` up to `ends` (rule 2).
+
+        Raises:
+            BadFormat: a payload does not fit, or a key is null.
+            BadRequest: a key has changes in two partitions, or the changes function is wrong.
+            BelowStart: transactions have expired.
+            Unavailable: a partition does not answer.
+        """
+        key = self._rules.key
+        found = self._last_changes(self._columns.schema.empty_table())
+        for part in self._parts(starts, ends):
+            found = last_changes(pa.concat_tables([found, self._last_changes(part)]), key)
+        return found
+
+    def _last_changes(self, rows: ArrowTable) -> ArrowTable:
+        return last_changes(changes_of(rows, self._rules), self._rules.key)
+
+    def _parts(self, starts: MarkMap, ends: MarkMap) -> Iterator[ArrowTable]:
+        """Yield the transactions in parts of about `PART_BYTES`."""
+        waiting: list[pa.RecordBatch] = []
+        size = 0
+        for batch in self._batches(starts, ends):
+            waiting.append(batch)
+            size += batch.nbytes
+            if size >= PART_BYTES:
+                yield pa.Table.from_batches(waiting)
+                waiting, size = [], 0
+        if waiting:
+            yield pa.Table.from_batches(waiting)
+
+    def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:
+        for partition, end in sorted(ends.items()):
+            if end <= starts[partition]:
+                continue
+            for chunk in self._client.read_range(
+                partition,
+                starts[partition] + 1,
+                end,
+                form=self._columns.form,
+                header_values=self._headers,
+                replicas=self._position.sources.get(partition),
+            ):
+                yield from self._columns.batches(chunk, partition)
