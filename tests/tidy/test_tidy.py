@@ -90,6 +90,9 @@ ARROW_FILES = (
     "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",
+    "waltz_core/cli/client/payload_columns.py",
+    "waltz_core/tables/delta_table.py",
+    "waltz_core/tables/followed_log.py",
     "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)

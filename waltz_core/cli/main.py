@@ -299,8 +299,8 @@ NOUNS: Mapping[str, NounEntry] = {
         "keep a Delta table equal to the log, exactly once",
         "client.follow_command",
         (
-            "follow /lake/accounts --key id --column id:int64 --column owner:string",
-            "follow s3://lake/orders --key id --column id:int64 --delete-where closed --until now",
+            "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --column owner:string",
+            "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --until now",
         ),
     ),
     "config": NounEntry(
