@@ -6,13 +6,13 @@ table; DBT_PROJECT_DIR, the dbt project.
 """
 
 import os
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from airflow.sdk import dag, task
 from marks_sensor import MarksSensor, log_marks
 
 
-@dag(schedule="@hourly", start_date=datetime(2026, 1, 1), catchup=False)
+@dag(schedule="@hourly", start_date=datetime(2026, 1, 1, tzinfo=UTC), catchup=False)
 def accounts() -> None:
     """Declare the three tasks."""
 

@@ -63,7 +63,7 @@ class MarksSensor(BaseSensorOperator):
         self.table = table
         self.follower = follower
 
-    def poke(self, context: Context) -> bool:  # noqa: ARG002 - Airflow passes it
+    def poke(self, context: Context) -> bool:
         """Return whether the marks are reached; log those that are not."""
         if self.table is not None:
             found = table_marks(self.table, self.follower)

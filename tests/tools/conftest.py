@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import duckdb
 import pytest
 
 from tests.commands import run_command
@@ -43,6 +44,12 @@ class Accounts(NamedTuple):
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["marks"]
+
+
+def owners(database: Path) -> list[tuple[str, int, int]]:
+    """Return the rows of dbt's model: owner, number of accounts, balance."""
+    with duckdb.connect(str(database), read_only=True) as opened:
+        return opened.sql("SELECT owner, accounts, balance FROM owners ORDER BY owner").fetchall()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
-from tests.tools.conftest import Accounts
+from tests.tools.conftest import Accounts, owners
 from tests.tools.environment import ROOT, environment, needs, run
 
 EXAMPLES = ROOT / "examples"
@@ -73,9 +73,12 @@ def test_a_dag_waits_for_the_table_and_then_builds_the_models(
     run("airflow", "db", "migrate", env=variables, cwd=tmp_path)
     log = tmp_path / "dag.log"
     line = ["airflow", "dags", "test", "accounts"]
-    with log.open("wb") as output, subprocess.Popen(
-        line, env=variables, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT
-    ) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            line, env=variables, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         try:
             wait_until(
                 "the sensor waits",
@@ -87,4 +90,4 @@ def test_a_dag_waits_for_the_table_and_then_builds_the_models(
             assert process.wait(HANG_S) == 0, log.read_text()
         finally:
             process.kill()
-    assert (tmp_path / "accounts.duckdb").exists(), log.read_text()
+    assert owners(tmp_path / "accounts.duckdb") == [("Anna", 2, 105), ("Ben", 1, 60)]

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import duckdb
-
-from tests.tools.conftest import Accounts
+from tests.tools.conftest import Accounts, owners
 from tests.tools.environment import ROOT, environment, needs, run
 
 pytestmark = needs("dbt")
@@ -21,8 +19,7 @@ def models(accounts: Accounts, where: Path) -> list[tuple[str, int, int]]:
     )
     output = run("dbt", "build", env=variables, cwd=ROOT / "examples" / "dbt")
     assert "PASS=6 WARN=0 ERROR=0 SKIP=0" in output
-    with duckdb.connect(str(where / "accounts.duckdb"), read_only=True) as database:
-        return database.sql("SELECT owner, accounts, balance FROM owners ORDER BY owner").fetchall()
+    return owners(where / "accounts.duckdb")
 
 
 def test_models_are_built_from_the_rows_of_the_table(accounts: Accounts, tmp_path: Path):
