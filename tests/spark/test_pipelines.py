@@ -1,6 +1,5 @@
 """Spark Declarative Pipelines: the project of examples/pipelines, with two runs of it."""
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pyspark
 import pytest
 
 from tests.patience import HANG_S, PATIENT
+from tests.spark.connect_server import server
 from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
 from waltz_core.local import running
@@ -34,13 +34,22 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[WaltzClient]:
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzClient]:
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
     with running(tmp_path / "cluster", **options) as cluster:
-        os.environ["WALTZ_CONNECT"] = cluster.connect
+        monkeypatch.setenv("WALTZ_CONNECT", cluster.connect)
         with WaltzClient(cluster.connect, PATIENT) as found:
             yield found
-        del os.environ["WALTZ_CONNECT"]
+
+
+@pytest.fixture
+def remote(client: WaltzClient, tmp_path: Path) -> Iterator[str]:
+    """The address of a server, whose catalog keeps the tables from run to run.
+
+    Without `--remote` each run has a server of its own, on a fixed port.
+    """
+    with server(tmp_path / "server.log") as address:
+        yield address
 
 
 def pay(client: WaltzClient, *payments: tuple[str, int]) -> None:
@@ -49,16 +58,15 @@ def pay(client: WaltzClient, *payments: tuple[str, int]) -> None:
         client.append(payload, header=PAYMENT).result()
 
 
-def run(project: Path) -> None:
+def run(project: Path, remote: str) -> None:
     program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
-    # The tables of a run must be in the catalog of the next one.
-    line = [program, "run", "--conf", "spark.sql.catalogImplementation=hive"]
+    line = [program, "run", "--remote", remote]
     done = subprocess.run(line, cwd=project, capture_output=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
 def rows(project: Path, table: str) -> list[tuple[object, ...]]:
-    found = pq.read_table(project / "spark-warehouse" / table).to_pylist()
+    found = pq.read_table(project.parent / "warehouse" / table).to_pylist()
     return sorted(tuple(row.values()) for row in found)
 
 
@@ -67,14 +75,14 @@ def alerts(client: WaltzClient) -> list[dict[str, object]]:
     return [msgpack.unpackb(row["data"]) for row in found if row["header"] == ALERT]
 
 
-def test_each_run_adds_the_new_transactions_once(client: WaltzClient, project: Path):
+def test_each_run_adds_the_new_transactions_once(client: WaltzClient, project: Path, remote: str):
     pay(client, ("a", 10), ("b", 2000))
-    run(project)
+    run(project, remote)
     assert [row[:2] for row in rows(project, "payments")] == [("a", 10), ("b", 2000)]
     assert rows(project, "totals") == [("a", 1, 10), ("b", 1, 2000)]
     assert alerts(client) == [{"account": "b", "amount": 2000}]
     pay(client, ("a", 5), ("a", 3000))
-    run(project)
+    run(project, remote)
     assert [row[:2] for row in rows(project, "payments")] == [
         *(("a", 5), ("a", 10), ("a", 3000), ("b", 2000))
     ]
