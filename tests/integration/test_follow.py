@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +14,21 @@ import msgpack
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
+from pyarrow import fs
 
 from tests.commands import run_command
 from tests.fault.load import wait_until
+from tests.integration.archiving import (
+    STORAGES,
+    Archive,
+    archiving_cluster,
+    fill,
+    oldest_segment,
+    recorded_in,
+)
 from tests.integration.killed_follower import STEPS
 from tests.patience import PATIENT
+from tests.ports import free_port
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 from waltz_core.tables.table_marks import decode
@@ -66,7 +76,7 @@ class Written(NamedTuple):
                     rows[row["id"]] = (row["value"], partition, place)
         return rows
 
-    def command(self, table: Path, *more: str) -> list[str]:
+    def command(self, table: Path | str, *more: str) -> list[str]:
         return [
             *["follow", str(table), "--connect", self.connect, "--key", "id"],
             *["--column", "id:int64", "--column", "op:string", "--column", "value:int64"],
@@ -95,18 +105,18 @@ def written(cluster: LocalCluster, client: WaltzClient) -> Written:
     return found
 
 
-def content(table: Path, version: int | None = None) -> Rows:
+def content(table: Path | str, version: int | None = None) -> Rows:
     rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: (row["value"], row["_partition"], row["_transaction_id"]) for row in rows}
 
 
-def marks_by_version(table: Path) -> dict[int, dict[int, int]]:
+def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     commits = DeltaTable(table).history()
     return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
 
 
-def check_versions(written: Written, table: Path) -> None:
+def check_versions(written: Written, table: Path | str) -> None:
     """Each version has the rows of its marks, and marks never decrease."""
     before = dict.fromkeys(range(PARTITIONS), -1)
     for version, marks in sorted(marks_by_version(table).items()):
@@ -133,6 +143,20 @@ def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):
     assert len(marks_by_version(table)) > 3
     assert content(table) == written.replayed(ends(written))
     assert content(table)
+
+
+def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    words = written.command(table, "--until", "now")
+    while "--column" in words:
+        at = words.index("--column")
+        del words[at : at + 2]
+    for _ in range(2):
+        done = run_command(*words)
+        assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+    names = DeltaTable(table).schema().to_arrow().names
+    assert sorted(names) == ["_partition", "_transaction_id", "id", "op", "value"]
 
 
 def test_a_repeated_command_writes_no_commit(written: Written, tmp_path: Path):
@@ -222,6 +246,63 @@ def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, t
     table = tmp_path / "time"
     follow(written, table, "--start-time", since.isoformat())
     assert marks_by_version(table)[0][0] < marks[0], first
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the URL of a bucket; its store is a process of its own, as deltalake holds the GIL."""
+    port = free_port()
+    names = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
+    names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    place = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
+    store = fs.S3FileSystem(allow_bucket_creation=True, **place)
+
+    def is_created() -> bool:
+        with suppress(OSError):
+            store.create_dir("lake")
+            return True
+        return False
+
+    with subprocess.Popen([sys.executable, "-c", serve], stderr=subprocess.DEVNULL) as server:
+        wait_until("a bucket", is_created)
+        yield "s3://lake"
+        server.kill()
+
+
+def test_a_table_in_an_object_store_equals_a_replay(written: Written, s3: str):
+    table = f"{s3}/table"
+    command = [sys.executable, "-m", "waltz_core", *written.command(table, "--until", "now")]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
+    url = f"file://{tmp_path}/archive"
+    with archiving_cluster(tmp_path, url) as cluster:
+        count_all = len(fill(cluster, Archive(url)))
+        before = str(min(oldest_segment(cluster, each) for each in STORAGES))
+        connect = ["--connect", cluster.connect]
+        done = run_command(
+            "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
+        )
+        assert done.returncode == 0, done.stderr
+        first = recorded_in(cluster).first
+        words = ["follow", str(tmp_path / "table"), *connect, "--key", "transaction_id"]
+        words += ["--column", "transaction_id", "--column", "header", "--until", "now"]
+        expired = run_command(*words, "--start-marks", json.dumps({"0": first - 2}))
+        assert expired.returncode == 1
+        assert f"first available one in the log is {first}: " in expired.stderr
+        done = run_command(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"marks": {"0": count_all - 1}}
+    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
+    assert sorted(found) == list(range(first, count_all))
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(

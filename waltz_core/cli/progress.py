@@ -1,7 +1,8 @@
 """The progress bar of commands.
 
 Rules:
-    1. It is shown only if standard error is a terminal, after the first second.
+    1. It is shown only if standard error is a terminal, after the first second. Without an event
+       loop, it appears with the first report after that.
     2. It is removed when the command ends.
     3. It is drawn when progress is reported, without a thread.
 """

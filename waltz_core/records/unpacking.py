@@ -80,7 +80,7 @@ class Unpacker:
             BadFormat: a payload is not a map, is damaged, has a value of another type, or has none
                 for a column that is not nullable.
         """
-        rows = self._decoded(data, where)
+        rows = self.decoded(data, where)
         for index, name in self._lacking(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
@@ -139,12 +139,12 @@ class Unpacker:
         """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self._decoded(data, _not_found), is_map
+            return self.decoded(data, _not_found), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self._decoded(data.slice(index, 1), _not_found)
+                rows += self.decoded(data.slice(index, 1), _not_found)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
@@ -162,7 +162,8 @@ class Unpacker:
             yield from self._mismatches(values[:half], each, start)
             yield from self._mismatches(values[half:], each, start + half)
 
-    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+    def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+        """Return the payloads as they are; raises BadFormat if one is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
         try:
@@ -222,8 +223,8 @@ def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | 
 _ABSENT = object()
 # msgpack has no texts for these.
 _REASONS: dict[type, str] = {
-    msgpack.StackError: "it is nested too deeply",
-    msgpack.FormatError: "it has an invalid byte",
+    msgpack.StackError: "the payload is nested too deeply",
+    msgpack.FormatError: "the payload has an invalid byte",
 }
 
 
@@ -335,7 +336,7 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
         if kind == pa.float32():
             (kept,) = struct.unpack("f", struct.pack("f", number))
         if int(kept) != value:
-            raise ValueError(f"{value} has more digits than a {kind}")
+            raise ValueError(f"{value} has more digits than a {kind} can have")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is out of the range of a float")
     return number
@@ -426,7 +427,7 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
     """Apply rule 5 inside a struct, a list or a map."""
     if not part.nullable and any(value is None for value in values):
-        raise ValueError(f"its field {part.name!r} is null, but NOT NULL in the schema")
+        raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
 
 
 def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
@@ -466,5 +467,5 @@ def _from_base64(value: str | None) -> bytes | None:
     data = base64.b64decode(value)
     # Python ignores other characters; only valid base64 encodes to the same text again.
     if base64.b64encode(data).decode() != value:
-        raise ValueError("it is not base64 of RFC 4648, section 4")
+        raise ValueError("the text is not base64 (RFC 4648, section 4)")
     return data

@@ -9,7 +9,9 @@ Rules:
     2. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
     3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
-    4. A type that Delta lacks is rejected before the library converts it.
+    4. Columns that are found are committed with the batch that has their first value, also if it
+       has no other effect: the columns do not depend on the limits of batches.
+    5. A type that Delta lacks is rejected before the library converts it.
 """
 
 import re
@@ -23,6 +25,7 @@ import pyarrow.compute as pc
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
@@ -61,24 +64,31 @@ class FollowedDeltaTable:
 
     Args:
         uri: a directory, or a URL of an object store.
-        schema: the declared columns.
+        schema: the declared columns; None if the columns are those of the changes.
         key: the key columns.
 
     Raises:
         BadConfig: a column has a name or a type that Delta lacks, or no key column is declared.
     """
 
-    def __init__(self, uri: str, schema: ArrowSchema, key: Sequence[str]) -> None:
-        check_schema(schema)
-        if missing := [name for name in key if name not in schema.names]:
-            raise BadConfig(
-                f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
-            )
-        place = [pa.field(name, kind) for name, kind in _PLACE_TYPES.items()]
-        self._schema = pa.schema([*schema, *place])
+    def __init__(self, uri: str, schema: ArrowSchema | None, key: Sequence[str]) -> None:
+        self._is_declared = schema is not None
+        if schema is not None:
+            check_schema(schema)
+            if missing := [name for name in key if name not in schema.names]:
+                raise BadConfig(
+                    f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+                )
+        self._schema = _with_place(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
         self._state: tuple[int, TableState] | None = None  # by version of the table
+
+    def columns(self) -> ArrowSchema:
+        """Return the columns of the version that `marks` has read, without those of the place."""
+        assert self._table is not None, "marks() was called"
+        found = pa.schema(self._table.schema().to_arrow())
+        return pa.schema([part for part in found if part.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
         """Create the table, with the marks in its first commit.
@@ -109,7 +119,8 @@ class FollowedDeltaTable:
             try:
                 if self._table is None:
                     self._table = DeltaTable(self._uri)
-                    self._check_columns(self._table)
+                    if self._is_declared:
+                        self._check_columns(self._table)
                 else:
                     self._table.update_incremental()
             except TableNotFoundError:
@@ -133,17 +144,42 @@ class FollowedDeltaTable:
         before = table.version()
         with self._reported():
             if changes is None:
-                empty = pa.schema(table.schema().to_arrow()).empty_table()
-                write_deltalake(table, empty, mode="append", commit_properties=_properties(marks))
+                _append(table, pa.schema(table.schema().to_arrow()).empty_table(), marks)
                 return True
-            if changes.num_rows:
-                self._merge(table, changes, _properties(marks))
+            schema = self._schema if self._is_declared else _found_schema(changes)
+            is_grown = not self._is_declared and self._is_grown(schema)
+            if not changes.num_rows and not is_grown:
+                return False
+            columns = [changes[_PLACE.get(name, name)] for name in schema.names]
+            rows = pa.table(columns, schema=schema)
+            if self._has_key(table):
+                self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
+            else:
+                _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
+            if table.version() == before and is_grown:
+                _append(table, schema.empty_table(), marks)
             return table.version() != before
 
-    def _merge(self, table: DeltaTable, changes: ArrowTable, properties: CommitProperties) -> None:
-        columns = [changes[_PLACE.get(name, name)] for name in self._schema.names]
-        source = pa.table(columns, schema=self._schema).append_column(DELETED, changes[DELETED])
-        values = {_quoted(name): f"source.{_quoted(name)}" for name in self._schema.names}
+    def _has_key(self, table: DeltaTable) -> bool:
+        """Return whether the table has the key columns; without them, it must have no rows."""
+        missing = set(self._key) - set(self.columns().names)
+        if missing and _has_rows(table):
+            raise BadConfig(
+                f"table {self._uri}: expected a key column {min(missing)!r}, found "
+                f"{', '.join(self.columns().names)}"
+            )
+        return not missing
+
+    def _is_grown(self, schema: ArrowSchema) -> bool:
+        """Return whether a schema has columns or fields that the table lacks; check the names."""
+        found = {part.name: _plain(part.type) for part in _with_place(self.columns())}
+        if all(found.get(part.name) == _plain(part.type) for part in schema):
+            return False
+        check_schema(pa.schema([part for part in schema if part.name not in _PLACE]))
+        return True
+
+    def _merge(self, table: DeltaTable, source: ArrowTable, marks: TableMarks) -> None:
+        values = {_quoted(name): f"source.{_quoted(name)}" for name in source.schema.names[:-1]}
         is_deleted = f"source.{_quoted(DELETED)}"
         is_key = (f"target.{each} = source.{each}" for each in map(_quoted, self._key))
         merge = table.merge(
@@ -152,7 +188,7 @@ class FollowedDeltaTable:
             source_alias="source",
             target_alias="target",
             merge_schema=True,  # for columns that were declared after the table was created
-            commit_properties=properties,
+            commit_properties=_properties(marks),
         )
         (
             merge.when_matched_delete(self._checked(is_deleted))
@@ -209,8 +245,26 @@ class FollowedDeltaTable:
             raise Unavailable(f"table {self._uri}: {_line(error)}") from error
 
 
+def _with_place(schema: ArrowSchema) -> ArrowSchema:
+    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+
+
+def _found_schema(changes: ArrowTable) -> ArrowSchema:
+    """Return the schema of the table for changes with found columns."""
+    return _with_place(
+        pa.schema([part for part in changes.schema if part.name not in (*LOG_COLUMNS, DELETED)])
+    )
+
+
+def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks) -> None:
+    """Commit rows, which may be none, and columns that the table lacks."""
+    write_deltalake(
+        table, rows, mode="append", schema_mode="merge", commit_properties=_properties(marks)
+    )
+
+
 def check_schema(schema: ArrowSchema) -> None:
-    """Reject columns that Delta lacks (rule 4).
+    """Reject columns that Delta lacks (rule 5).
 
     Raises:
         BadConfig: names the column.

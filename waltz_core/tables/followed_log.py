@@ -8,16 +8,19 @@ Rules:
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
 
 from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema, ScanColumns
-from waltz_core.errors import BadConfig
+from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
+from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
 from waltz_core.tables.row_changes import (
+    DELETED,
     ArrowTable,
     ChangeRules,
     changes_of,
@@ -27,8 +30,6 @@ from waltz_core.tables.row_changes import (
 from waltz_core.tables.table_marks import LogState, MarkMap
 
 PART_BYTES: Final = 32 * 1024 * 1024
-# The columns of the log that the rules use.
-_LOG_COLUMNS: Final = ("partition", "transaction_id", "header")
 
 
 class LogPosition:
@@ -69,7 +70,8 @@ class ClientLog:
     Args:
         client: an open client.
         position: the marks of the log.
-        schema: the declared columns; those that the log does not have are of the payload.
+        schema: the declared columns; those that the log does not have are of the payload. Or, to
+            find the columns in payloads, a function that returns those of the table so far.
         rules: how transactions become changes.
         data_format: the format of the payloads.
         headers: the headers of the transactions of the table; without any, all transactions are.
@@ -84,14 +86,17 @@ class ClientLog:
         client: WaltzClient,
         position: LogPosition,
         *,
-        schema: ArrowSchema,
+        schema: ArrowSchema | Callable[[], ArrowSchema],
         rules: ChangeRules,
         data_format: str = "msgpack",
         headers: Sequence[int] = (),
     ) -> None:
-        log = [READ_SCHEMA.field(name) for name in _LOG_COLUMNS if name not in schema.names]
-        rows = pa.schema([*log, *schema])
-        check_rules(rules, rows)
+        self._known = schema if callable(schema) else None
+        declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
+        log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
+        rows = pa.schema([*log, *declared])
+        if self._known is None:
+            check_rules(rules, rows)
         if headers and (unread := set(rules.delete_headers) - set(headers)):
             raise BadConfig(
                 f"delete_headers: header {min(unread)} is not one of the headers of the table, "
@@ -99,6 +104,7 @@ class ClientLog:
             )
         self._columns = ScanColumns(rows, data_format)
         self._client, self._position = client, position
+        self._data_format = data_format
         self._rules, self._headers = rules, tuple(headers)
 
     def state(self) -> LogState:
@@ -118,14 +124,13 @@ class ClientLog:
             BelowStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        key = self._rules.key
-        found = self._last_changes(self._columns.schema.empty_table())
-        for part in self._parts(starts, ends):
-            found = last_changes(pa.concat_tables([found, self._last_changes(part)]), key)
+        parts = self._parts(starts, ends)
+        if self._known is not None:
+            return changes_in(parts, self._rules, self._known(), self._data_format)
+        found = _no_changes(self._columns.schema)
+        for rows in parts:
+            found = _with_changes(found, rows, self._rules)
         return found
-
-    def _last_changes(self, rows: ArrowTable) -> ArrowTable:
-        return last_changes(changes_of(rows, self._rules), self._rules.key)
 
     def _parts(self, starts: MarkMap, ends: MarkMap) -> Iterator[ArrowTable]:
         """Yield the transactions in parts of about `PART_BYTES`."""
@@ -153,3 +158,52 @@ class ClientLog:
                 replicas=self._position.sources.get(partition),
             ):
                 yield from self._columns.batches(chunk, partition)
+
+
+def changes_in(
+    parts: Iterable[ArrowTable], rules: ChangeRules, known: ArrowSchema, data_format: str
+) -> ArrowTable:
+    """Return the last changes in parts of a batch whose columns are found in the payloads.
+
+    Args:
+        parts: transactions with the columns `LOG_COLUMNS` and `data`.
+        rules: how they become changes; a column that no payload has is null.
+        known: the columns of the table so far; the result has them and the found ones.
+        data_format: the format of the payloads.
+
+    Raises:
+        BadConfig: the rules do not fit the columns.
+        BadFormat: a payload does not fit, or a key is null.
+        BadRequest: a key has changes in two partitions.
+    """
+    found = _no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]))
+    for part in parts:
+        rows = with_found_columns(part, known, data_format)
+        known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
+        if missing := [name for name in rules.key if name not in known.names]:
+            place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
+            raise BadFormat(
+                "partition {}, transaction {}: expected a value in key column {!r}, found none. "
+                "Hint: select the transactions of the table by header.".format(*place, missing[0])
+            )
+        where = rules.delete_where
+        if where is not None and where.column not in known.names:
+            applied = replace(rules, delete_where=None)
+        else:
+            applied = rules
+        check_rules(applied, rows.schema)
+        found = _with_changes(found, rows, applied)
+    return found
+
+
+def _no_changes(schema: ArrowSchema) -> ArrowTable:
+    return schema.append(pa.field(DELETED, pa.bool_(), nullable=False)).empty_table()
+
+
+def _with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+    """Return the last changes of a batch so far and of more rows."""
+    changes = last_changes(changes_of(rows, rules), rules.key)
+    if not found.num_rows:  # also: a changes function may return other columns
+        return changes
+    both = pa.concat_tables([found, changes], promote_options="default")
+    return last_changes(both, rules.key)

@@ -260,7 +260,12 @@ class Follower(Generic[ChangesT]):
         return stored
 
     def _start(self) -> TableMarks:
-        """Return the marks before the first transactions of a table without marks."""
+        """Return the marks before the first transactions of a table without marks.
+
+        Raises:
+            BadConfig: the given ones lack a partition.
+            DataLoss: the log does not have what is after them.
+        """
         log = self._log.state()
         if not self._given:
             firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
@@ -270,6 +275,7 @@ class Follower(Generic[ChangesT]):
                 f"start: expected a mark for each partition of {sorted(log.marks)}, found those "
                 f"for {sorted(self._given)}. Hint: -1 is before the first transaction."
             )
+        next_batch(self._given, log, 1)  # before a table with this start is created
         return self._name
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:

@@ -113,7 +113,7 @@ def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
-    assert "expected more than 0, found 0" in capsys.readouterr().err
+    assert "expected a number above 0, found 0" in capsys.readouterr().err
 
 
 def test_the_mode_of_a_zookeeper_server_is_read():
@@ -160,4 +160,7 @@ def test_progress_names_the_processes_still_waited_for():
         return first.result()
 
     assert asyncio.run(ask()) == "slow"
-    assert shown == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]
+    assert shown == [
+        (1, 2, "waiting for server a:1"),
+        (2, 2, "all have answered"),
+    ]

@@ -32,10 +32,13 @@ GROUP_BYTES = 64 * 1024 * 1024
     "file_format",
     type=options.NamedChoice(["parquet", "csv", "json"]),
     required=True,
-    help="format of the output; json has a line for each transaction",
+    help="format of the output; json writes one line for each transaction",
 )
 @click.option(
-    "--output", type=options.PATH, metavar="FILE", help="the file [default: standard output]"
+    "--output",
+    type=options.PATH,
+    metavar="FILE",
+    help="the file to write [default: standard output]",
 )
 @click.option(
     "--partition",
@@ -43,15 +46,21 @@ GROUP_BYTES = 64 * 1024 * 1024
     type=int,
     multiple=True,
     metavar="P",
-    help="a partition, may be repeated [default: all]",
+    help="the partition; repeat the option for several [default: all]",
 )
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID [default: the first that is available]"
+    "--first",
+    type=int,
+    metavar="ID",
+    help="the first transaction to export, by its ID [default: the first available one]",
 )
-@click.option("--last", type=int, metavar="ID", help="last ID [default: the high-water mark]")
-@payload_columns.column_option(
-    "a column of the log, or with a type one of the payload", "the columns of the log"
+@click.option(
+    "--last",
+    type=int,
+    metavar="ID",
+    help="the last transaction to export, by its ID [default: the high-water mark]",
 )
+@payload_columns.column_option("the columns of the log")
 @payload_columns.data_format
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
@@ -66,7 +75,7 @@ def export(  # noqa: PLR0913 - one for each option
     connect: str,
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
-        raise BadConfig("a Parquet file is not printed on a terminal. Hint: use --output FILE.")
+        raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
     schema = payload_columns.schema_of(columns)
     with WaltzClient(connect) as client:
         reader = client.scan(
@@ -78,14 +87,15 @@ def export(  # noqa: PLR0913 - one for each option
         )
         with reader, _sink(output) as sink:
             count = _WRITERS[file_format](reader, sink)
-    print_error(f"{count} transactions were exported")
+    print_error(f"exported {count} transactions")
     return 0
 
 
 export.details = (
-    f"Types of payload columns: {payload_columns.TYPES_TEXT}. A payload that does not fit ends "
-    "the command with an error that names the transaction, and FILE is not written. In CSV and "
-    "JSON, binary values are text, in which bytes that are no UTF-8 are escaped with a backslash."
+    f"Types of payload columns: {payload_columns.TYPES_TEXT}. If a payload does not have such a "
+    "value, the command fails with an error that names the transaction, and does not write FILE. "
+    "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
+    "with a backslash."
 )
 
 
@@ -99,8 +109,8 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
         return
     if output.exists() and not output.is_file():  # such as a device, which a file would replace
         raise BadConfig(
-            f"--output {output}: expected a file, found another kind. Hint: without --output, the "
-            "output is standard output."
+            f"--output {output}: expected a regular file, found another kind. Hint: without "
+            "--output, the command writes to standard output."
         )
     part = output.with_name(f"{output.name}.part")
     try:
@@ -109,7 +119,9 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
                 yield sink
             part.replace(output)
         except OSError as error:
-            raise BadConfig(f"--output {output}: {error.strerror or error}") from error
+            raise BadConfig(
+                f"--output {output} cannot be written: {error.strerror or error}"
+            ) from error
     finally:
         with suppress(OSError):  # it has its name, or there is none
             part.unlink()

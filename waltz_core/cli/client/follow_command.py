@@ -52,11 +52,13 @@ class FollowOptions(NamedTuple):
 @options.gather_options(FollowOptions)
 @options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
 @click.option(
-    "--key", multiple=True, required=True, metavar="NAME", help="a key column, may be repeated"
+    "--key",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="a key column; repeat the option for several",
 )
-@payload_columns.column_option(
-    "a column of the table: one of the log, or with a type one of the payload"
-)
+@payload_columns.column_option("the columns are found in the payloads")
 @payload_columns.data_format
 @click.option(
     "--header",
@@ -64,7 +66,7 @@ class FollowOptions(NamedTuple):
     type=int,
     multiple=True,
     metavar="H",
-    help="header of transactions of the table, may be repeated [default: all]",
+    help="header of transactions of the table; repeat the option for several [default: all]",
 )
 @click.option(
     "--delete-header",
@@ -72,7 +74,7 @@ class FollowOptions(NamedTuple):
     type=int,
     multiple=True,
     metavar="H",
-    help="header of transactions that delete the row with their key, may be repeated",
+    help="header of transactions that delete the row with their key; repeat the option for several",
 )
 @click.option(
     "--delete-where",
@@ -124,7 +126,6 @@ def follow(chosen: FollowOptions) -> int:
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
     schema = payload_columns.schema_of(chosen.columns)
-    assert schema is not None, "--column is required"
     rules = ChangeRules(
         chosen.key,
         chosen.delete_headers,
@@ -138,7 +139,7 @@ def follow(chosen: FollowOptions) -> int:
         log = ClientLog(
             client,
             position,
-            schema=schema,
+            schema=table.columns if schema is None else schema,
             rules=rules,
             data_format=chosen.data_format,
             headers=chosen.headers,

@@ -34,19 +34,19 @@ data_format = click.option(
     "--data-format",
     type=options.NamedChoice(list(DATA_FORMATS)),
     default="msgpack",
-    help="format of the payloads, for columns with a type [default: msgpack]",
+    help="format of the payloads, if --column names columns of the payload [default: msgpack]",
 )
 
 
-def column_option(what: str, default: str = "") -> Callable[[FC], FC]:
+def column_option(default: str) -> Callable[[FC], FC]:
     """Declare `--column`."""
     return click.option(
         "--column",
         "columns",
         multiple=True,
-        required=not default,
         metavar="NAME[:TYPE]",
-        help=f"{what}, may be repeated" + (f" [default: {default}]" if default else ""),
+        help="NAME is a column of the log, NAME:TYPE a column of the payload; repeat the option "
+        f"for several [default: {default}]",
     )
 
 
@@ -63,8 +63,8 @@ def schema_of(columns: Sequence[str]) -> ArrowSchema | None:
             fields.append(READ_SCHEMA.field(name))
         elif not colon:
             raise BadConfig(
-                f"--column: the log has no column {name!r}. Hint: NAME:TYPE is a column of the "
-                f"payload; the log's are {', '.join(READ_SCHEMA.names)}."
+                f"--column: the log has no column {name!r}. Hint: use NAME:TYPE for a column "
+                f"of the payload; the columns of the log are {', '.join(READ_SCHEMA.names)}."
             )
         else:
             fields.append(pa.field(name, _type_of(name, kind)))

@@ -35,10 +35,10 @@ TIMEOUT_S: Final = 3.0
 RECHECK_AFTER_S: Final = 1.5
 CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
-    "the clocks of ZooKeeper servers, which do not report them",
-    "the clocks of servers, except for commit times in the future",
-    "whether the processes can reach each other, except servers to storages",
-    "which machines can reach the ports: without TLS they belong in a private network",
+    "the clocks of ZooKeeper servers, which ZooKeeper does not report",
+    "the clocks of servers, except that commit times in the future are found",
+    "whether the processes can connect to each other, except servers to storages",
+    "which machines can connect to the ports; without TLS, the ports belong in a private network",
 )
 
 
@@ -56,7 +56,7 @@ NOT_MEASURED: Final = (
     type=options.PATH,
     envvar="WALTZ_LOCAL_DIRECTORY",
     default=LocalConfig().directory,
-    help="directory of a cluster on this machine, to check its processes, too "
+    help="the directory of a cluster on this machine; the doctor then also checks its processes "
     f"[default: $WALTZ_LOCAL_DIRECTORY, otherwise {LocalConfig().directory}]",
 )
 @click.option(
@@ -64,12 +64,12 @@ NOT_MEASURED: Final = (
     type=float,
     default=TIMEOUT_S,
     metavar="S",
-    help=f"seconds to wait for an answer [default: {TIMEOUT_S:g}]",
+    help=f"seconds to wait for each answer [default: {TIMEOUT_S:g}]",
 )
 @options.as_json
 async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_json: bool) -> int:
     if timeout_s <= 0:
-        raise BadConfig(f"--timeout-s: expected more than 0, found {timeout_s:g}")
+        raise BadConfig(f"--timeout-s: expected a number above 0, found {timeout_s:g}")
     connect, local = _cluster_of(connect, directory)
     own_transport.use_scheme_of(connect)
     own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
@@ -83,9 +83,10 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"The doctor changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each "
-    "with a command in which you replace the words in capitals. Exit code 0: no problem; 1: "
-    "problems, or the cluster could not be queried. docs/doctor.md lists all findings."
+    f"The doctor changes nothing. It reports each problem that is still there after "
+    f"{RECHECK_AFTER_S:g} s, with a command that repairs it; in the command, replace the words in "
+    "capitals. The exit code is 0 if there is no problem, and 1 if there are problems or the "
+    "cluster could not be queried. docs/doctor.md lists all findings."
 )
 
 
@@ -95,8 +96,8 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     if connect is None:
         if local is None:
             raise BadConfig(
-                "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster on this machine "
-                f"in {directory}; found neither"
+                "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster of "
+                f"`waltz-core local up` in {directory}; found neither"
             )
         return local.connect, local
     return connect, local if local and local.connect == connect else None
@@ -140,8 +141,8 @@ def _clocks(facts: Facts) -> str:
     if len(known) == 1:
         return "no storage reports its clock"
     return (
-        f"those of {len(known) - 1} storages and of this machine differ by at most "
-        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report theirs"
+        f"the clocks of {len(known) - 1} storages and of this machine differ by at most "
+        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report their clocks"
     )
 
 

@@ -60,8 +60,9 @@ def encode(permissions: Permissions) -> bytes:
     )
     if len(data) > NODE_BYTES_MAX:
         raise BadConfig(
-            f"the permissions have {len(data)} bytes, expected at most {NODE_BYTES_MAX}. "
-            "Hint: use groups, and revoke tokens that have expired."
+            "the permissions are too large for their znode: expected at most "
+            f"{NODE_BYTES_MAX} bytes, found {len(data)}. Hint: use groups, and revoke tokens "
+            "that have expired."
         )
     assert decode(data) == permissions
     return data
@@ -70,7 +71,9 @@ def encode(permissions: Permissions) -> bytes:
 def decode(data: bytes) -> Permissions:
     """Decode (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
-        raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
+        raise BadFormat(
+            f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}"
+        )
     try:
         return _permissions(_DECODER.decode(data.decode("utf-8")))
     except RecursionError as error:
@@ -81,7 +84,10 @@ def decode(data: bytes) -> Permissions:
 
 def _permissions(found: object) -> Permissions:
     if type(found) is dict and found.get("format") != _FORMAT:
-        raise ValueError(f"expected format {_FORMAT}, found {found.get('format')!r:.80}")
+        raise ValueError(
+            f"expected format {_FORMAT}, found "
+            f"{found.get('format')!r:.80}"
+        )
     node = _object(found, "the node", _KEYS)
     groups = _mapped(node["groups"], "groups", _group)
     grants = tuple(_grant(each, groups) for each in _list(node["grants"], "grants"))
@@ -91,7 +97,7 @@ def _permissions(found: object) -> Permissions:
     _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
     if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
-        raise ValueError("client_key: expected 64 hexadecimal digits")
+        raise ValueError("field client_key: expected 64 hexadecimal digits")
     return Permissions(
         revision=_integer(node["revision"], "revision", minimum=1),
         changed_by=_text(node["changed_by"], "changed_by"),
