@@ -75,9 +75,7 @@ class Config:
         """Check that one setting does not exceed another."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
-            raise BadConfig(
-                f"setting {smaller}: expected at most {greater} ({high}), found {low}"
-            )
+            raise BadConfig(f"setting {smaller}: expected at most {greater} ({high}), found {low}")
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

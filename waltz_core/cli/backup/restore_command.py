@@ -180,8 +180,7 @@ def _result(
         kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
         is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
         lines.append(
-            f"partition {partition_id}: restored "
-            f"{kept}{'' if is_whole else f' of 0..{mark}'}"
+            f"partition {partition_id}: restored {kept}{'' if is_whole else f' of 0..{mark}'}"
         )
     if backup.access is not None:
         lines.append(

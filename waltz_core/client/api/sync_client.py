@@ -448,7 +448,8 @@ class WaltzClient:
         It reads one partition after the other (default: all), while the consumer reads. `start` and
         `stop` are IDs, or IDs by partition (default: all that is available now). Columns of
         `schema` (default: the log's) that the log does not have are unpacked from the payloads,
-        strictly. Raises DataLoss for an ID after the end of the log, BelowStart for expired ones.
+        strictly. Raises DataLoss for an ID after the end of the log, BeforeLogStart for an expired
+        one.
         """
         wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)

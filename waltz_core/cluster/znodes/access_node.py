@@ -71,9 +71,7 @@ def encode(permissions: Permissions) -> bytes:
 def decode(data: bytes) -> Permissions:
     """Decode (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
-        raise BadFormat(
-            f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}"
-        )
+        raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
     try:
         return _permissions(_DECODER.decode(data.decode("utf-8")))
     except RecursionError as error:
@@ -84,10 +82,7 @@ def decode(data: bytes) -> Permissions:
 
 def _permissions(found: object) -> Permissions:
     if type(found) is dict and found.get("format") != _FORMAT:
-        raise ValueError(
-            f"expected format {_FORMAT}, found "
-            f"{found.get('format')!r:.80}"
-        )
+        raise ValueError(f"expected format {_FORMAT}, found {found.get('format')!r:.80}")
     node = _object(found, "the node", _KEYS)
     groups = _mapped(node["groups"], "groups", _group)
     grants = tuple(_grant(each, groups) for each in _list(node["grants"], "grants"))
