@@ -146,18 +146,15 @@ class FollowedDeltaTable:
             if changes is None:
                 _append(table, pa.schema(table.schema().to_arrow()).empty_table(), marks)
                 return True
-            schema = self._schema if self._is_declared else _found_schema(changes)
-            is_grown = not self._is_declared and self._is_grown(schema)
-            if not changes.num_rows and not is_grown:
+            if not changes.num_rows:
                 return False
+            schema = self._schema if self._is_declared else _found_schema(changes)
             columns = [changes[_PLACE.get(name, name)] for name in schema.names]
             rows = pa.table(columns, schema=schema)
             if self._has_key(table):
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
                 _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
-            if table.version() == before and is_grown:
-                _append(table, schema.empty_table(), marks)
             return table.version() != before
 
     def _has_key(self, table: DeltaTable) -> bool:
@@ -170,14 +167,6 @@ class FollowedDeltaTable:
             )
         return not missing
 
-    def _is_grown(self, schema: ArrowSchema) -> bool:
-        """Return whether a schema has columns or fields that the table lacks; check the names."""
-        found = {part.name: _plain(part.type) for part in _with_place(self.columns())}
-        if all(found.get(part.name) == _plain(part.type) for part in schema):
-            return False
-        check_schema(pa.schema([part for part in schema if part.name not in _PLACE]))
-        return True
-
     def _merge(self, table: DeltaTable, source: ArrowTable, marks: TableMarks) -> None:
         values = {_quoted(name): f"source.{_quoted(name)}" for name in source.schema.names[:-1]}
         is_deleted = f"source.{_quoted(DELETED)}"
@@ -187,7 +176,7 @@ class FollowedDeltaTable:
             predicate=" AND ".join(is_key),
             source_alias="source",
             target_alias="target",
-            merge_schema=True,  # for columns that were declared after the table was created
+            merge_schema=True,  # NB: new columns are committed also without another effect (rule 4)
             commit_properties=_properties(marks),
         )
         (
@@ -250,10 +239,11 @@ def _with_place(schema: ArrowSchema) -> ArrowSchema:
 
 
 def _found_schema(changes: ArrowTable) -> ArrowSchema:
-    """Return the schema of the table for changes with found columns."""
-    return _with_place(
-        pa.schema([part for part in changes.schema if part.name not in (*LOG_COLUMNS, DELETED)])
-    )
+    """Return the schema of the table for changes with found columns; raises BadConfig."""
+    own = (*LOG_COLUMNS, DELETED)
+    found = pa.schema([part for part in changes.schema if part.name not in own])
+    check_schema(found)
+    return _with_place(found)
 
 
 def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks) -> None:

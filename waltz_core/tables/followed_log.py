@@ -9,6 +9,7 @@ Rules:
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
@@ -149,15 +150,17 @@ class ClientLog:
         for partition, end in sorted(ends.items()):
             if end <= starts[partition]:
                 continue
-            for chunk in self._client.read_range(
+            chunks = self._client.read_range(
                 partition,
                 starts[partition] + 1,
                 end,
                 form=self._columns.form,
                 header_values=self._headers,
                 replicas=self._position.sources.get(partition),
-            ):
-                yield from self._columns.batches(chunk, partition)
+            )
+            with closing(chunks):  # a traceback would keep the range open
+                for chunk in chunks:
+                    yield from self._columns.batches(chunk, partition)
 
 
 def changes_in(

@@ -17,7 +17,7 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         (["--key", "no"], "key: expected a column of the table, found 'no'. Hint: declare it."),
         (["--column", "a:int46"], "--column a: expected one of the types"),
         (["--column", "ID:int64"], "names that differ in more than their case"),
-        (["--delete-where", "a AND b"], "delete_where: expected a column, or one comparison"),
+        (["--delete-where", "a AND b"], "expected a column, or one comparison of a column with"),
         (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),
         (
             ["--start-marks", "7"],

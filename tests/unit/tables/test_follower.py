@@ -4,7 +4,7 @@ import logging
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.tables.fake_table import Changes, Killed, LogInMemory, OpenTable, StoredVersions
@@ -103,6 +103,25 @@ def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
     assert marks_of(table) == [{0: -1}, {0: 2}]
 
 
+def test_the_ten_minutes_begin_with_the_last_commit():
+    log, table = LogInMemory([]), StoredVersions()
+    now_s = 0.0
+    at: list[tuple[float, int]] = []
+
+    def wait() -> None:
+        nonlocal now_s
+        at.append((now_s / MARKS_COMMIT_S, len(table)))
+        if len(at) == 6:
+            raise Killed
+        log.partitions[0].append(("a", 1) if len(at) == 2 else ("b", None))
+        now_s += MARKS_COMMIT_S * 0.4
+
+    log.on_wait = wait
+    with pytest.raises(Killed):
+        follower(log, table, clock_s=lambda: now_s).run()
+    assert [versions for _, versions in at] == [1, 1, 2, 2, 2, 3]
+
+
 def test_without_an_end_the_follower_waits_for_transactions():
     log, table = LogInMemory([]), StoredVersions()
 
@@ -175,22 +194,25 @@ KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
 
 
 @given(
-    st.lists(KEYS, max_size=12), st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30)
+    st.lists(KEYS, max_size=12),
+    st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 11)), max_size=6),
 )
+@example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
 def test_two_followers_at_once_leave_a_replay_of_the_log(partition, turns):
-    """Their turns, each of another limit, are in any order; one of them is inside of a batch."""
+    """Before a commit of one, the other may run: with batches of some size, up to some mark."""
     log, table = LogInMemory(partition), StoredVersions()
     order = iter(turns)
 
     def run_the_other(step: str) -> None:
-        is_due, count_max = next(order, (False, 1))
-        if is_due and step == "apply":
-            end = min(count_max, len(partition)) - 1
-            follower(log, table, count_max=count_max).run({0: end})
+        if step == "apply" and (turn := next(order, None)) is not None:
+            count_max, end = turn
+            follower(log, table, count_max=count_max).run({0: min(end, len(partition) - 1)})
 
     follower(log, OpenTable(table, run_the_other)).run(until_now(log))
     check_versions(log, table)
-    assert marks_of(table)[-1] == {0: len(partition) - 1}
+    marks = [each[0] for each in marks_of(table)]
+    assert marks == sorted(marks)
+    assert marks[-1] == len(partition) - 1
 
 
 def test_a_conflict_with_maintenance_repeats_the_batch():
@@ -203,6 +225,7 @@ def test_a_conflict_with_maintenance_repeats_the_batch():
 
     follower(log, OpenTable(table, optimize)).run({0: 0})
     assert [each.operation for each in table] == ["CREATE", "OPTIMIZE", "VACUUM END", "MERGE"]
+    assert table[-1].rows == {"a": 1}
 
 
 def test_a_conflict_with_each_commit_is_an_error():

@@ -165,6 +165,13 @@ def test_the_table_does_not_depend_on_the_limits_of_batches(payloads: list[dict]
     assert all(first <= second for first, second in pairwise(row["id"] for row in whole))
 
 
+def test_columns_are_committed_also_if_the_batch_has_no_other_effect(tmp_path: Path):
+    payloads = [{"id": 1, "op": "U"}, {"id": 2, "new": 7}, {"id": 2, "op": "D"}]
+    assert followed(tmp_path / "t", payloads, [0, 2]) == [
+        {"_partition": 0, "_transaction_id": 0, "id": 1, "new": None, "op": "U"}
+    ]
+
+
 def test_a_transaction_without_a_key_is_an_error(tmp_path: Path):
     with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
         followed(tmp_path / "t", [{"other": 1}], [0])
