@@ -1,0 +1,120 @@
+"""Strict conversions of Python values that are written as Avro or Protobuf.
+
+Rules:
+    1. A value is accepted only if it is of its type and nothing is lost, except that a float is
+       rounded. An integer is also accepted as float and decimal.
+    2. Each conversion raises TypeError or ValueError (OverflowError) for a value that does not fit.
+"""
+
+import struct
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, Final
+
+Convert = Callable[[Any], Any]
+
+DECIMAL_DIGITS_MAX: Final = 76
+
+
+def mismatch(expected: str, value: object) -> TypeError:
+    """Return the error for a value of another type."""
+    return TypeError(f"expected {expected}, found {value!r:.100} ({type(value).__name__})")
+
+
+def null(value: Any) -> None:  # noqa: ANN401
+    """Return None."""
+    if value is not None:
+        raise mismatch("null", value)
+
+
+def boolean(value: Any) -> bool:  # noqa: ANN401
+    """Return a boolean."""
+    if not isinstance(value, bool):
+        raise mismatch("a boolean", value)
+    return value
+
+
+def integer(kind: str, low: int, high: int) -> Convert:
+    """Return the conversion to an integer low..high."""
+
+    def convert(value: Any) -> int:  # noqa: ANN401
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise mismatch(f"an integer ({kind})", value)
+        if not low <= value <= high:
+            raise ValueError(f"{value} is out of the range of {kind}")
+        return value
+
+    return convert
+
+
+def floating(layout: str, kind: str) -> Convert:
+    """Return the conversion to a float of this layout of `struct`."""
+
+    pack = struct.Struct(layout).pack
+
+    def convert(value: Any) -> float:  # noqa: ANN401
+        if isinstance(value, float):
+            number = value
+        elif isinstance(value, int) and not isinstance(value, bool):
+            number = float(value)
+            (stored,) = struct.unpack(layout, pack(number))
+            if int(stored) != value:
+                raise ValueError(f"{value} has more digits than a {kind}")
+        else:
+            raise mismatch(f"a number ({kind})", value)
+        pack(number)  # raises OverflowError
+        return number
+
+    return convert
+
+
+def binary(value: Any) -> bytes:  # noqa: ANN401
+    """Return bytes."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise mismatch("bytes", value)
+    return bytes(value)
+
+
+def text(value: Any) -> str:  # noqa: ANN401
+    """Return a text."""
+    if not isinstance(value, str):
+        raise mismatch("a text", value)
+    return value
+
+
+def unscaled_of(value: Decimal | int, scale: int) -> int:
+    """Return the integer value * 10**scale."""
+    if isinstance(value, int):
+        if abs(value) >= 10**DECIMAL_DIGITS_MAX:
+            raise ValueError("a number is out of the range of a decimal")
+        return int(value) * 10**scale
+    sign, digits, exponent = value.as_tuple()
+    if not isinstance(exponent, int):
+        raise ValueError(f"{value} is not a number")
+    if len(digits) > 2 * DECIMAL_DIGITS_MAX or abs(exponent) > 2 * DECIMAL_DIGITS_MAX:
+        raise ValueError("a number is out of the range of a decimal")
+    number = int("".join(map(str, digits)))
+    shift = exponent + scale
+    number, rest = (number * 10**shift, 0) if shift >= 0 else divmod(number, 10**-shift)
+    if rest:
+        raise ValueError(f"expected up to {scale} digits after the point, found {value}")
+    return -number if sign else number
+
+
+def decimal_of(unscaled: int, scale: int) -> Decimal:
+    """Return unscaled / 10**scale.
+
+    Raises:
+        ValueError: it has more digits than any column.
+    """
+    # NB: before the conversion to Decimal, whose time is quadratic.
+    if abs(unscaled) >= 10**DECIMAL_DIGITS_MAX or abs(scale) > DECIMAL_DIGITS_MAX:
+        raise ValueError(f"expected a decimal of up to {DECIMAL_DIGITS_MAX} digits, found more")
+    sign, digits, _ = Decimal(unscaled).as_tuple()
+    return Decimal((sign, digits, -scale))
+
+
+def decimal_bytes(unscaled: int) -> bytes:
+    """Return the shortest two's complement of a number, big-endian."""
+    fewest = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
+    return unscaled.to_bytes(fewest, "big", signed=True)
