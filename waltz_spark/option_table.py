@@ -42,8 +42,22 @@ OPTIONS: tuple[Option, ...] = (
         "dataFormat",
         Purpose.BOTH,
         "none",
-        "`msgpack` or `json`. Writing: every column that is not a column of the log is packed by "
-        "name into `data`. Reading: `data` is unpacked into the columns of your schema.",
+        "`msgpack`, `json`, `avro` or `protobuf`. Writing: every column that is not a column of "
+        "the log is packed by name into `data`. Reading: `data` is unpacked into the columns of "
+        "your schema.",
+    ),
+    Option(
+        "schemaRegistry",
+        Purpose.BOTH,
+        "none",
+        "With `dataFormat=avro` or `protobuf`: the URL of a schema registry with Confluent's HTTP "
+        "API, `http://registry:8081`; several with commas, the first one that answers is used.",
+    ),
+    Option(
+        "schemaRegistryAuthFile",
+        Purpose.BOTH,
+        "none",
+        "A file on the driver and on every worker with `user:password` for the schema registry.",
     ),
     Option(
         "encryptionKeys",
@@ -191,6 +205,25 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.WRITE,
         "the first lock, otherwise round-robin",
         "For rows that name no partition: the column whose hash chooses it.",
+    ),
+    Option(
+        "schemaSubject",
+        Purpose.WRITE,
+        "none",
+        "With a schema registry: the subject of the schema that is written, `orders-value`.",
+    ),
+    Option(
+        "schemaVersion",
+        Purpose.WRITE,
+        "Avro: a schema of the columns, Protobuf: `latest`",
+        "The version of the subject that is written, a number or `latest`. Without it, "
+        "`dataFormat=avro` makes a schema of the columns, and registers it before any task.",
+    ),
+    Option(
+        "schemaMessage",
+        Purpose.WRITE,
+        "the first one",
+        "With `dataFormat=protobuf`: the full name of the message type that is written.",
     ),
     Option(
         "encryptionKey",

@@ -302,10 +302,12 @@ def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR
         )
     if is_binary(kind):
         return lambda values: pa.array(_only(values, bytes), kind)
-    if data_format in TYPED_FORMATS:
-        typed = typed_builder(kind, _only)
-        if typed is not None:
-            return typed
+    typed = typed_builder(kind, _only) if data_format in TYPED_FORMATS else None
+    return typed or _plain_builder(kind, data_format)
+
+
+def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
+    """Return the builder of a type whose values are numbers or texts in payloads."""
     if pa.types.is_timestamp(kind) and data_format == "json":
         return lambda values: _timestamps(values, kind)
     plain = plain_type(kind, data_format)

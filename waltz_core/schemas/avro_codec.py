@@ -8,14 +8,16 @@ Rules:
 
 import io
 import struct
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.records.strict_json import from_json
 from waltz_core.schemas.avro_schemas import SchemaCheck
 from waltz_core.schemas.avro_values import LOGICAL_READERS, AvroConverter
-from waltz_core.schemas.registry_client import RegisteredSchema
-from waltz_core.schemas.strict_values import Convert
+from waltz_core.schemas.registered_schemas import RegisteredSchema
+
+if TYPE_CHECKING:
+    from waltz_core.schemas.strict_values import Convert
 
 try:
     import fastavro
@@ -91,6 +93,14 @@ class AvroCodec:
         if rest:
             raise BadFormat(f"not a value of the Avro schema: {rest} more bytes after the value")
         return value
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the record's fields."""
+        schema = self._schema
+        while isinstance(schema, str) and schema in self._named:
+            schema = self._named[schema]
+        is_record = isinstance(schema, dict) and schema["type"] == "record"
+        return tuple(each["name"] for each in schema["fields"]) if is_record else ()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Return the bytes of a value.

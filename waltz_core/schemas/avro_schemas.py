@@ -94,6 +94,7 @@ class SchemaCheck:
     def _type(self, schema: object, namespace: str, depth: int) -> tuple[Any, _Size]:
         if depth == 0:
             raise _too_deep()
+        found: Any
         match schema:
             case str():
                 found, size = self._by_name(schema, namespace)
@@ -138,7 +139,9 @@ class SchemaCheck:
             1 + max(size.depth for size in sizes),
         )
 
-    def _complex(self, schema: dict[str, Any], namespace: str, depth: int) -> tuple[Any, _Size]:
+    def _complex(  # noqa: PLR0911 - a case each
+        self, schema: dict[str, Any], namespace: str, depth: int
+    ) -> tuple[Any, _Size]:
         match schema.get("type"):
             case "record" | "error":
                 return self._record(schema, namespace, depth)
@@ -213,11 +216,12 @@ class SchemaCheck:
 
     def _defined(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
         """Return the full name of a new type, and the namespace in it."""
-        name, given = schema.get("name"), schema.get("namespace", namespace)
-        is_good = _is_name(name, _FULL_NAME) and (given == "" or _is_name(given, _FULL_NAME))
-        if not is_good:
-            raise BadFormat(f"Avro schema: expected a name of a type, found {name!r:.100}")
-        full: str = name if "." in name or not given else f"{given}.{name}"
+        name, given = schema.get("name"), schema.get("namespace")
+        if given is None:
+            given = namespace
+        full = f"{given}.{name}" if given and "." not in str(name) else name
+        if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
+            raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
         if full in self._named or full in _PRIMITIVES:
             raise BadFormat(f"Avro schema: two types have the name {full!r:.100}")
         self._named[full] = None

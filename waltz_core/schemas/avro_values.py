@@ -127,7 +127,7 @@ class AvroConverter:
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._named = named
 
-    def of(self, schema: Any) -> Convert:  # noqa: ANN401 - a schema
+    def of(self, schema: Any) -> Convert:  # noqa: ANN401, PLR0911 - a schema; a case each
         """Return the function for a checked schema."""
         if isinstance(schema, str):
             return _PRIMITIVES.get(schema) or self.of(self._named[schema])
@@ -281,6 +281,8 @@ def _logical(schema: Mapping[str, Any], name: str) -> Convert:
             return _from_uuid_text if schema["type"] == "string" else _from_uuid
         case "time-millis" | "time-micros":
             return _from_time(_NANOS[unit] // 1_000)
+        case _:  # a timestamp
+            pass
     epoch = _LOCAL_EPOCH if name.startswith("local-") else _EPOCH
     return _from_timestamp(_NANOS[unit], epoch)
 

@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
-from waltz_core.schemas.registry_client import RegisteredSchema, SchemaKind, SchemaRegistry
+from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaKind
+from waltz_core.schemas.registry_client import SchemaRegistry
 from waltz_core.schemas.schema_prefix import prefix_of, split_prefix
 
 SCHEMAS_MAX: Final = 1_000
@@ -37,6 +38,9 @@ class PayloadCodec(Protocol):
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Return the bytes of a value; raises BadRequest."""
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the fields that are written; none if it is no record."""
 
 
 class _Missing(NamedTuple):
@@ -77,6 +81,11 @@ class SchemaCache:
         if codec is None or isinstance(codec, _Missing):
             codec = self._requested(schema_id, codec)
         return codec.decode(body)
+
+    def add(self, schema: RegisteredSchema) -> None:
+        """Add a schema, so that it need not be requested."""
+        if schema.schema_id not in self._codecs:
+            self._keep(schema.schema_id, codec_of(schema))
 
     def _requested(self, schema_id: int, missing: _Missing | None) -> PayloadCodec:
         if missing is not None and self._clock() < missing.until_s:
@@ -133,6 +142,7 @@ class PayloadWriter:
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
         self._prefix = prefix_of(schema.schema_id)
         self._codec = codec_of(schema, message)
+        self.field_names = self._codec.field_names()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Return the payload of a value; raises BadRequest for one that does not fit."""
@@ -168,7 +178,7 @@ class SchemaFormat:
         self._subject = subject
         self._version = version
         self._writer: PayloadWriter | None = None
-        self._schemas()
+        self.schemas()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_writer": None}  # rule 2
@@ -201,8 +211,12 @@ class SchemaFormat:
             raise BadFormat(f"transaction data: {error}") from error
 
     def decode(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value of a payload, for columns."""
-        return self._schemas().decode(bytes(data))
+        """Return the value of a payload, for columns; the errors are those of `deserialize`."""
+        return self.schemas().decode(bytes(data))
+
+    def schemas(self) -> SchemaCache:
+        """Return the schemas that this process has requested."""
+        return schemas_of(self._registry, self._auth_file, self.kind)
 
     def written_schema(self) -> RegisteredSchema:
         """Return the schema that is written.
@@ -211,7 +225,7 @@ class SchemaFormat:
             BadConfig: there is no subject, or it has no such version.
             Unavailable: the schema registry cannot be read.
         """
-        registry = self._schemas().registry
+        registry = self.schemas().registry
         return registry.version(self._written_subject(), self._version, self.kind)
 
     def _written_subject(self) -> str:
@@ -224,9 +238,6 @@ class SchemaFormat:
 
     def _message(self) -> str | None:
         return None
-
-    def _schemas(self) -> SchemaCache:
-        return schemas_of(self._registry, self._auth_file, self.kind)
 
 
 class Avro(SchemaFormat):
@@ -263,7 +274,7 @@ class Avro(SchemaFormat):
         """Return the schema that is written, registered if it is new."""
         if self._text is None:
             return super().written_schema()
-        return self._schemas().registry.register(self._written_subject(), self.kind, self._text)
+        return self.schemas().registry.register(self._written_subject(), self.kind, self._text)
 
 
 class Protobuf(SchemaFormat):

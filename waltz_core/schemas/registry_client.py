@@ -15,13 +15,14 @@ Rules:
 
 import json
 import time
-from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import quote
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.strict_json import from_json
-from waltz_core.schemas.registry_http import HttpAnswer, addresses_of, basic_auth, request
+from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaKind
+from waltz_core.schemas.registry_http import HttpAnswer, basic_auth, request
+from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.schemas.schema_prefix import SCHEMA_ID_MAX
 
 TIMEOUT_S: Final = 10.0
@@ -30,32 +31,6 @@ SCHEMA_CHARACTERS_MAX: Final = 1024 * 1024
 _CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
 _ACCEPT: Final = f"{_CONTENT_TYPE}, application/json"
 _TEXT_MAX: Final = 300
-
-
-class SchemaKind(Enum):
-    """The kind of a schema, with the registry's names."""
-
-    AVRO = "AVRO"
-    PROTOBUF = "PROTOBUF"
-
-
-class NamedSchema(NamedTuple):
-    """A schema to which another one refers, by a name."""
-
-    name: str
-    text: str
-
-
-class RegisteredSchema(NamedTuple):
-    """A schema with its ID, and the schemas to which it refers: each one before its users.
-
-    `text` is JSON for Avro, and base64 of a serialized FileDescriptorProto for Protobuf.
-    """
-
-    schema_id: int
-    kind: SchemaKind
-    text: str
-    references: tuple[NamedSchema, ...] = ()
 
 
 class SchemaRegistry:
@@ -151,7 +126,7 @@ class _Lookup:
     def __init__(self, registry: SchemaRegistry, kind: SchemaKind) -> None:
         self._registry = registry
         self._kind = kind
-        self._deadline_s = time.monotonic() + registry._timeout_s  # noqa: SLF001 - of this file
+        self._deadline_s = time.monotonic() + registry._timeout_s
 
     def get(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the object that answers a request; None if the resource does not exist."""

@@ -87,15 +87,17 @@ def unscaled_of(value: Decimal | int, scale: int) -> int:
     if isinstance(value, int):
         if abs(value) >= 10**DECIMAL_DIGITS_MAX:
             raise ValueError("a number is out of the range of a decimal")
-        return int(value) * 10**scale
+        power_of_scale: int = 10**scale
+        return int(value) * power_of_scale
     sign, digits, exponent = value.as_tuple()
-    if not isinstance(exponent, int):
+    if not value.is_finite() or isinstance(exponent, str):
         raise ValueError(f"{value} is not a number")
     if len(digits) > 2 * DECIMAL_DIGITS_MAX or abs(exponent) > 2 * DECIMAL_DIGITS_MAX:
         raise ValueError("a number is out of the range of a decimal")
     number = int("".join(map(str, digits)))
     shift = exponent + scale
-    number, rest = (number * 10**shift, 0) if shift >= 0 else divmod(number, 10**-shift)
+    power: int = 10 ** abs(shift)
+    number, rest = (number * power, 0) if shift >= 0 else divmod(number, power)
     if rest:
         raise ValueError(f"expected up to {scale} digits after the point, found {value}")
     return -number if sign else number
