@@ -296,6 +296,11 @@ def _type_of(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSO
     return found
 
 
+def _element(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    found = _type_of(part, name, path)
+    return [found] if found == "null" else found  # a union has a byte (rule 2)
+
+
 def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
     if pa.types.is_struct(kind):
         return _record_of(list(kind), name, f"{path}.")
@@ -305,9 +310,9 @@ def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN40
                 f"column {path!r}: a map in Avro has keys of type string, found {kind.key_type}. "
                 "Hint: cast the keys to strings."
             )
-        return {"type": "map", "values": _type_of(kind.item_field, f"{name}.value", path)}
+        return {"type": "map", "values": _element(kind.item_field, f"{name}.value", path)}
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return {"type": "array", "items": _type_of(kind.value_field, f"{name}.element", path)}
+        return {"type": "array", "items": _element(kind.value_field, f"{name}.element", path)}
     found = _flat_type(kind)
     if found is None:
         raise BadRequest(f"column {path!r}: Avro has no type for {kind}. Hint: cast it first.")
