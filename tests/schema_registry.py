@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 import fastavro
+from fastavro.read import SchemaResolutionError
+from fastavro.schema import SchemaParseException, UnknownType
 from fastavro.utils import generate_one
 
 Schema = dict[str, object]
@@ -83,7 +85,7 @@ class RegistryInProcess:
         if kind == "AVRO":
             try:
                 new = fastavro.parse_schema(json.loads(text))
-            except Exception as error:
+            except (SchemaParseException, UnknownType) as error:
                 return 422, {"error_code": 42201, "message": f"Invalid schema: {error}"}
             for last in self.subjects.get(subject, [])[-1:]:
                 if not reads(new, json.loads(str(self.by_id[last]["schema"]))):
@@ -99,67 +101,75 @@ def reads(new: object, old: object) -> bool:
     fastavro.schemaless_writer(sink, old, generate_one(old))
     try:
         fastavro.schemaless_reader(io.BytesIO(sink.getvalue()), old, new)
-    except Exception:
+    except SchemaResolutionError:
         return False
     return True
 
 
-def server_of(registry: RegistryInProcess) -> type[BaseHTTPRequestHandler]:
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(b"")
+class RegistryAnswers(BaseHTTPRequestHandler):
+    """Answers the requests of a registry that a subclass names."""
 
-        def do_POST(self) -> None:
-            self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+    registry: RegistryInProcess
 
-        def answer(self, body: bytes) -> None:
-            registry.requests.append((self.command, self.path))
-            fault = registry.fault
-            if fault == "silent":
+    def do_GET(self) -> None:
+        self.answer(b"")
+
+    def do_POST(self) -> None:
+        self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def answer(self, body: bytes) -> None:
+        registry = self.registry
+        registry.requests.append((self.command, self.path))
+        match registry.fault:
+            case "silent":
                 registry.ended.wait()
-                return
-            if fault == "reset":
-                return
-            if fault == "drip":
+            case "drip":
                 self.drip()
-                return
-            if isinstance(fault, tuple):
-                self.send(*fault)
-                return
-            expected = registry.user and f"Basic {base64.b64encode(registry.user.encode()).decode()}"
-            if expected is not None and self.headers["Authorization"] != expected:
+            case "reset":
+                pass
+            case (int(status), bytes(found)):
+                self.send(status, found)
+            case _ if not self.is_permitted():
                 self.send(401, b'{"error_code":401,"message":"Unauthorized"}')
-                return
-            status, found = registry.reply(self.command, self.path, body)
-            self.send(status, json.dumps(found).encode())
+            case _:
+                status, reply = registry.reply(self.command, self.path, body)
+                self.send(status, json.dumps(reply).encode())
 
-        def send(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            if 300 <= status < 400:
-                self.send_header("Location", "http://127.0.0.1:1/")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+    def is_permitted(self) -> bool:
+        user = self.registry.user
+        if user is None:
+            return True
+        expected = f"Basic {base64.b64encode(user.encode()).decode()}"
+        return self.headers["Authorization"] == expected
+
+    def send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        if 300 <= status < 400:
+            self.send_header("Location", "http://127.0.0.1:1/")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client has enough
             self.wfile.write(body)
 
-        def drip(self) -> None:
-            """Send one header after the other, so that each read returns soon."""
+    def drip(self) -> None:
+        """Send one byte after the other, so that each read returns soon."""
+        with contextlib.suppress(OSError):
             self.wfile.write(b"HTTP/1.1 200 OK\r\n")
-            with contextlib.suppress(OSError):
-                while not registry.ended.wait(0.05):
-                    self.wfile.write(b"a")
-                    self.wfile.flush()
+            while not self.registry.ended.wait(0.05):
+                self.wfile.write(b"a")
+                self.wfile.flush()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Answers
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @contextmanager
 def schema_registry() -> Iterator[RegistryInProcess]:
     """Run a schema registry at `url`."""
     registry = RegistryInProcess()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), server_of(registry))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("_Answers", (RegistryAnswers,), {"registry": registry})
+    )
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     registry.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -40,13 +40,14 @@ from waltz_core.schemas.strict_values import (
     unscaled_of,
 )
 
-VALUES_PER_BYTE: Final = 16
+VALUES_PER_BYTE: Final = 8
 VALUES_MIN: Final = 100_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 # The codes of FieldDescriptor.type.
 _MESSAGES: Final = (10, 11)
 _ENUM: Final = 14
+_TEXT: Final = 9
 _SCALARS: Final[dict[int, Convert]] = {
     1: floating("<d", "double"),
     2: floating("<f", "float"),
@@ -74,20 +75,45 @@ class MessageField(NamedTuple):
     names: dict[int, str] | None  # of an enum
     message: Descriptor | None
     oneof: str | None
+    is_text: bool
+
+
+class MessageType(NamedTuple):
+    """The fields of a message type by name, and what they have if they are not set (rule 1)."""
+
+    fields: dict[str, MessageField]
+    defaults: dict[str, Any]
+    lists: tuple[str, ...]  # repeated fields
+    maps: tuple[str, ...]
 
 
 class MessageTypes:
-    """The fields of message types, by full name."""
+    """The message types of a schema, by full name."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[MessageField, ...]] = {}
+        self._known: dict[str, MessageType] = {}
 
-    def fields(self, kind: Descriptor) -> tuple[MessageField, ...]:
-        """Return the fields of a message type."""
+    def of(self, kind: Descriptor) -> MessageType:
+        """Return a message type."""
         found = self._known.get(kind.full_name)
         if found is None:
-            found = self._known[kind.full_name] = tuple(map(_field, kind.fields))
+            found = self._known[kind.full_name] = _type(kind)
         return found
+
+
+def _type(kind: Descriptor) -> MessageType:
+    fields = {part.name: _field(part) for part in kind.fields}
+    single = [part for part in kind.fields if not part.has_presence and not part.is_repeated]
+    defaults = {part.name: _named(fields[part.name], part.default_value) for part in single}
+    repeated = [part for part in fields.values() if part.is_repeated]
+    lists = tuple(part.name for part in repeated if part.key is None)
+    return MessageType(
+        fields, defaults, lists, tuple(part.name for part in repeated if part.key is not None)
+    )
+
+
+def _named(part: MessageField, value: Any) -> Any:  # noqa: ANN401
+    return value if part.names is None else part.names.get(value, value)
 
 
 def _field(part: Descriptor) -> MessageField:
@@ -107,6 +133,7 @@ def _field(part: Descriptor) -> MessageField:
         names,
         item.message_type if item.type in _MESSAGES else None,
         None if part.containing_oneof is None else part.containing_oneof.name,
+        item.type == _TEXT,
     )
 
 
@@ -146,15 +173,19 @@ class MessageReader:
         special = _READERS.get(message.DESCRIPTOR.full_name)
         if special is not None:
             return special(message)
-        fields = self._types.fields(message.DESCRIPTOR)
+        fields, defaults, lists, maps = self._types.of(message.DESCRIPTOR)
         self._left -= len(fields)
         if self._left < 0:
             raise ValueError("its messages have too many fields for their bytes")
-        found: dict[str, Any] = {}
-        for part in fields:
-            if part.has_presence and not message.HasField(part.name):
-                continue  # rule 1
-            found[part.name] = self._field(part, getattr(message, part.name))
+        found = defaults.copy()
+        for name in lists:
+            found[name] = []
+        for name in maps:
+            found[name] = {}
+        for descriptor, given in message.ListFields():
+            if not descriptor.is_extension:
+                part = fields[descriptor.name]
+                found[part.name] = self._field(part, given)
         return found
 
     def _field(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
@@ -168,7 +199,9 @@ class MessageReader:
     def _one(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
         if part.message is not None:
             return self.value(given)
-        return given if part.names is None else part.names.get(given, given)
+        if part.is_text and not isinstance(given, str):  # proto2
+            raise ValueError(f"field {part.name!r} is not valid UTF-8")
+        return _named(part, given)
 
 
 def _read_timestamp(message: Message) -> datetime:
@@ -222,25 +255,23 @@ class MessageWriter:
 
     def fill(self, message: Message, value: Any) -> None:  # noqa: ANN401
         """Set the fields of an empty message; raises TypeError, ValueError or OverflowError."""
-        name = message.DESCRIPTOR.full_name
+        kind = message.DESCRIPTOR.full_name
         message.SetInParent()  # it is present, even if all of its fields are absent
-        special = _WRITERS.get(name)
+        special = _WRITERS.get(kind)
         if special is not None:
             special(message, value)
             return
-        if name in _WRAPPERS:
+        if kind in _WRAPPERS:
             value = {"value": value}
         if not isinstance(value, dict):
             raise mismatch("a map of fields", value)
-        fields = self._types.fields(message.DESCRIPTOR)
-        unknown = value.keys() - {part.name for part in fields}
+        fields = self._types.of(message.DESCRIPTOR).fields
+        unknown = value.keys() - fields.keys()
         if unknown:
             raise ValueError(f"the schema has no field {min(map(str, unknown))!r:.100}")
         chosen: dict[str, str] = {}
-        for part in fields:
-            if part.name not in value:
-                continue
-            given = value[part.name]
+        for name, given in value.items():
+            part = fields[name]
             if given is not None and part.oneof is not None:
                 other = chosen.setdefault(part.oneof, part.name)
                 if other != part.name:

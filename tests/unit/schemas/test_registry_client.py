@@ -54,7 +54,7 @@ def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_re
     needed["fields"].append({"name": "price", "type": "double"})
     with pytest.raises(BadRequest, match=r"not compatible.*must be nullable"):
         client.register("orders-value", AVRO, json.dumps(needed))
-    with pytest.raises(BadRequest, match="status 422: .Invalid schema"):
+    with pytest.raises(BadRequest, match=r"status 422: .Invalid schema"):
         client.register("orders-value", AVRO, '{"type":"recor"}')
     assert len(registry.subjects["orders-value"]) == 2
 
@@ -62,7 +62,10 @@ def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_re
 def test_references_come_before_the_schemas_that_use_them(registry):
     registry.put("x", '"first"')
     registry.put("y", '"second"', references=[{"name": "X", "subject": "x", "version": 1}])
-    both = [{"name": "Y", "subject": "y", "version": 1}, {"name": "X", "subject": "x", "version": 1}]
+    both = [
+        {"name": "Y", "subject": "y", "version": 1},
+        {"name": "X", "subject": "x", "version": 1},
+    ]
     schema_id = registry.add('"main"', references=both)
     found = SchemaRegistry(registry.url).schema(schema_id, AVRO)
     assert found.references == (NamedSchema("X", '"first"'), NamedSchema("Y", '"second"'))
@@ -89,7 +92,7 @@ def test_references_that_are_not_valid_are_an_error(registry, references):
 
 def test_a_missing_schema_is_not_an_outage(registry):
     client = SchemaRegistry(registry.url)
-    with pytest.raises(BadFormat, match=f"schema 7 does not exist .* {registry.url}"):
+    with pytest.raises(BadFormat, match=rf"schema 7 does not exist .* {registry.url}"):
         client.schema(7, AVRO)
     with pytest.raises(BadConfig, match="no version latest of subject 'orders'"):
         client.version("orders", None, AVRO)
@@ -180,7 +183,7 @@ def test_another_url_is_rejected(url):
 
 
 def test_a_url_with_a_password_is_rejected_without_showing_it():
-    with pytest.raises(BadConfig, match="without a user and a password.*file") as caught:
+    with pytest.raises(BadConfig, match=r"without a user and a password.*file") as caught:
         SchemaRegistry("https://waltz:secret@registry:8081")
     assert "secret" not in str(caught.value)
 

@@ -3,17 +3,17 @@
 import pytest
 
 from waltz_core.errors import BadFormat
-from waltz_core.schemas.schema_prefix import (
-    message_indexes,
-    prefix_of,
-    split_indexes,
-    split_prefix,
-)
+from waltz_core.schemas.schema_prefix import message_indexes, prefix_of, split_indexes, split_prefix
 
 
 @pytest.mark.parametrize(
     ("schema_id", "data"),
-    [(0, "0000000000"), (1, "0000000001"), (0x01020304, "0001020304"), ((1 << 31) - 1, "007fffffff")],
+    [
+        (0, "0000000000"),
+        (1, "0000000001"),
+        (0x01020304, "0001020304"),
+        ((1 << 31) - 1, "007fffffff"),
+    ],
 )
 def test_the_prefix_is_a_zero_and_the_schema_id_big_endian(schema_id, data):
     assert prefix_of(schema_id).hex() == data
