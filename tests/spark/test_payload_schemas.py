@@ -1,6 +1,7 @@
 """Avro and Protobuf payloads with a schema registry: written and read in tasks of a real Spark."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest
 pytestmark = pytest.mark.spark
 
 USER = "waltz:a secret"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -112,6 +114,19 @@ def test_protobuf_is_written_and_read_with_a_registered_schema(
         chunk = next(client.read_range(0, before[0] + 1, before[0] + 1))
         reader = Protobuf(registry.url, auth_file=options["schemaRegistryAuthFile"])
         assert reader.deserialize(next(chunk.rows()).data)["state"] == "NEW"
+
+
+def test_the_snippet_of_the_page_works(
+    spark: SparkSession, connect: str, registry: RegistryInProcess, options: dict[str, str]
+) -> None:
+    page = (ROOT / "docs/payload-schemas.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    snippet = snippet.replace("http://registry:8081", registry.url)
+    snippet = snippet.replace("/etc/waltz/registry", options["schemaRegistryAuthFile"])
+    names = {"spark": spark, "connect": connect}
+    exec(snippet, names)
+    assert ("id", "bigint") in names["rows"].dtypes
+    assert len(registry.subjects["orders-value"]) == 1
 
 
 def test_errors_of_the_registry_reach_the_user(

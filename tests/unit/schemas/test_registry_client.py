@@ -55,7 +55,7 @@ def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_re
     with pytest.raises(BadRequest, match=r"not compatible.*must be nullable"):
         client.register("orders-value", AVRO, json.dumps(needed))
     with pytest.raises(BadRequest, match=r"status 422: .Invalid schema"):
-        client.register("orders-value", AVRO, '{"type":"recor"}')
+        client.register("orders-value", AVRO, '{"type":"nothing"}')
     assert len(registry.subjects["orders-value"]) == 2
 
 
