@@ -16,7 +16,7 @@ from waltz_core.client import Avro, Protobuf
 from waltz_core.errors import BadRequest
 from waltz_core.records.unpacking import Decode, decoder_of
 from waltz_core.schemas.avro_schemas import schema_of_columns
-from waltz_core.schemas.formats import PayloadWriter, SchemaFormat
+from waltz_core.schemas.formats import PayloadEncoder, SchemaFormat
 from waltz_spark.options import ReadOptions, RegistryOptions, WriteOptions
 
 
@@ -94,8 +94,8 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
     return replace(options, registry=registry)
 
 
-def _writer(registry: RegistryOptions | None) -> PayloadWriter | None:
+def _writer(registry: RegistryOptions | None) -> PayloadEncoder | None:
     if registry is None:
         return None
     assert registry.schema is not None, "the driver has found it"
-    return PayloadWriter(registry.schema, registry.message)
+    return PayloadEncoder(registry.schema, registry.message)

@@ -13,9 +13,9 @@ from tests.protobuf_files import order_file, text_of
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
-from waltz_core.schemas.formats import PayloadWriter, SchemaCache
+from waltz_core.schemas.formats import PayloadEncoder, SchemaCache
 from waltz_core.schemas.protobuf_codec import ProtobufCodec
-from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
 from waltz_core.schemas.registry_client import SchemaRegistry
 from waltz_core.schemas.registry_http import HttpAnswer
 
@@ -82,21 +82,21 @@ class FixedAnswer(SchemaRegistry):
 
 
 def avro_schema() -> RegisteredSchema:
-    return RegisteredSchema(1, SchemaKind.AVRO, json.dumps(ORDER))
+    return RegisteredSchema(1, SchemaType.AVRO, json.dumps(ORDER))
 
 
 def protobuf_schema() -> RegisteredSchema:
-    return RegisteredSchema(1, SchemaKind.PROTOBUF, text_of(order_file()))
+    return RegisteredSchema(1, SchemaType.PROTOBUF, text_of(order_file()))
 
 
 @cache
-def _cache(kind: SchemaKind) -> SchemaCache:
+def _cache(kind: SchemaType) -> SchemaCache:
     found = SchemaCache(FixedAnswer(b"{}"), kind)
-    found.add(avro_schema() if kind is SchemaKind.AVRO else protobuf_schema())
+    found.add(avro_schema() if kind is SchemaType.AVRO else protobuf_schema())
     return found
 
 
-def unpack(kind: SchemaKind, data: bytes) -> None:
+def unpack(kind: SchemaType, data: bytes) -> None:
     """Decode a payload, and unpack it into columns, strictly and with nulls."""
     decode = _cache(kind).decode
     Unpacker(COLUMNS, kind.value.lower(), decode=decode).readable_columns(pa.array([data]))
@@ -105,7 +105,7 @@ def unpack(kind: SchemaKind, data: bytes) -> None:
 
 def avro_payloads() -> list[bytes]:
     times = {"day": date(2020, 1, 2), "at": datetime(2020, 1, 2, 3, tzinfo=UTC)}
-    return [PayloadWriter(avro_schema()).encode(VALUE | times)]
+    return [PayloadEncoder(avro_schema()).encode(VALUE | times)]
 
 
 def protobuf_payloads() -> list[bytes]:
@@ -120,14 +120,14 @@ def protobuf_payloads() -> list[bytes]:
         "limit": 5,
         "first": {"first": {"id": 1}},
     }
-    refund = PayloadWriter(protobuf_schema(), "shop.Refund").encode({"id": 1})
-    return [PayloadWriter(protobuf_schema()).encode(value), refund]
+    refund = PayloadEncoder(protobuf_schema(), "shop.Refund").encode({"id": 1})
+    return [PayloadEncoder(protobuf_schema()).encode(value), refund]
 
 
 def parse_avro_schema(data: bytes) -> None:
     """Check a schema; what is accepted decodes any bytes, or rejects them."""
     text = data.decode("utf-8", "replace")
-    codec = AvroCodec(RegisteredSchema(1, SchemaKind.AVRO, text))
+    codec = AvroCodec(RegisteredSchema(1, SchemaType.AVRO, text))
     for body in (bytes(64), b"\x02" * 64, b"\xff" * 9 + b"\x01"):
         try:
             codec.decode(body)
@@ -137,7 +137,7 @@ def parse_avro_schema(data: bytes) -> None:
 
 def parse_protobuf_schema(data: bytes) -> None:
     text = base64.b64encode(data).decode()
-    codec = ProtobufCodec(RegisteredSchema(1, SchemaKind.PROTOBUF, text))
+    codec = ProtobufCodec(RegisteredSchema(1, SchemaType.PROTOBUF, text))
     for body in (b"\0", b"\0\x08\x07", b"\x02\x02\x0a\x00"):
         try:
             codec.decode(body)
@@ -148,15 +148,15 @@ def parse_protobuf_schema(data: bytes) -> None:
 def read_answer(data: bytes) -> None:
     registry = FixedAnswer(data)
     try:
-        registry.schema(1, SchemaKind.AVRO)
+        registry.schema(1, SchemaType.AVRO)
     finally:
-        registry.version("orders-value", None, SchemaKind.AVRO)
+        registry.version("orders-value", None, SchemaType.AVRO)
 
 
 DECODERS = (
-    Decoder("payload-avro", partial(unpack, SchemaKind.AVRO), (BadFormat,), avro_payloads),
+    Decoder("payload-avro", partial(unpack, SchemaType.AVRO), (BadFormat,), avro_payloads),
     Decoder(
-        "payload-protobuf", partial(unpack, SchemaKind.PROTOBUF), (BadFormat,), protobuf_payloads
+        "payload-protobuf", partial(unpack, SchemaType.PROTOBUF), (BadFormat,), protobuf_payloads
     ),
     Decoder(
         "avro-schema",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadFormat
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
-from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
 
 UTC = dt.UTC
 MOMENTS = st.datetimes(dt.datetime(1900, 1, 1), dt.datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001
@@ -27,7 +27,7 @@ LOCAL = st.datetimes(dt.datetime(1900, 1, 1), dt.datetime(2200, 1, 1))  # noqa: 
 
 
 def codec(schema: object) -> AvroCodec:
-    return AvroCodec(RegisteredSchema(1, SchemaKind.AVRO, json.dumps(schema)))
+    return AvroCodec(RegisteredSchema(1, SchemaType.AVRO, json.dumps(schema)))
 
 
 def in_millis(moment):

@@ -108,7 +108,7 @@ LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
 # Writing
 
 
-class _Field(NamedTuple):
+class _Part(NamedTuple):
     name: str
     convert: Convert
     default: Any  # as fastavro writes it
@@ -152,7 +152,7 @@ class AvroConverter:
 
     def _record(self, schema: Mapping[str, Any]) -> Convert:
         fields = [
-            _Field(
+            _Part(
                 each["name"],
                 self.of(each["type"]),
                 self._default(each["type"], each["default"]) if "default" in each else None,

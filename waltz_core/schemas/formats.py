@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
-from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
 from waltz_core.schemas.registry_client import SchemaRegistry
 from waltz_core.schemas.schema_prefix import prefix_of, split_prefix
 
@@ -60,7 +60,7 @@ class SchemaCache:
     def __init__(
         self,
         registry: SchemaRegistry,
-        kind: SchemaKind,
+        kind: SchemaType,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
@@ -112,7 +112,7 @@ def codec_of(schema: RegisteredSchema, message: str | None = None) -> PayloadCod
         BadFormat: the schema is not valid.
         BadConfig: the package for it is missing, or there is no such message.
     """
-    if schema.kind is SchemaKind.AVRO:
+    if schema.kind is SchemaType.AVRO:
         from waltz_core.schemas.avro_codec import AvroCodec  # noqa: PLC0415 - optional
 
         return AvroCodec(schema)
@@ -122,21 +122,21 @@ def codec_of(schema: RegisteredSchema, message: str | None = None) -> PayloadCod
 
 
 @lru_cache(maxsize=16)
-def schemas_of(urls: str, auth_file: str | None, kind: SchemaKind) -> SchemaCache:
+def schemas_of(urls: str, auth_file: str | None, kind: SchemaType) -> SchemaCache:
     """Return the schemas of a registry, the same object for each call in a process.
 
     Raises:
         BadConfig: a URL is not valid, or the package for this kind is missing.
     """
     registry = SchemaRegistry(urls, auth_file)
-    if kind is SchemaKind.AVRO:
+    if kind is SchemaType.AVRO:
         import waltz_core.schemas.avro_codec  # noqa: PLC0415 - optional
     else:
         import waltz_core.schemas.protobuf_codec  # noqa: F401, PLC0415 - optional
     return SchemaCache(registry, kind)
 
 
-class PayloadWriter:
+class PayloadEncoder:
     """Encodes payloads with one registered schema; other processes need no registry for it."""
 
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
@@ -162,7 +162,7 @@ class SchemaFormat:
         BadConfig: an argument is not valid, or the package for this format is missing.
     """
 
-    kind: SchemaKind
+    kind: SchemaType
     data_format: str
 
     def __init__(
@@ -177,7 +177,7 @@ class SchemaFormat:
         self._auth_file = auth_file
         self._subject = subject
         self._version = version
-        self._writer: PayloadWriter | None = None
+        self._writer: PayloadEncoder | None = None
         self.schemas()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class SchemaFormat:
             BadConfig, Unavailable: the schema registry cannot be read.
         """
         if self._writer is None:
-            self._writer = PayloadWriter(self.written_schema(), self._message())
+            self._writer = PayloadEncoder(self.written_schema(), self._message())
         return self._writer.encode(value)
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
@@ -251,7 +251,7 @@ class Avro(SchemaFormat):
             Without it, `version` is written.
     """
 
-    kind = SchemaKind.AVRO
+    kind = SchemaType.AVRO
     data_format = "avro"
 
     def __init__(
@@ -287,7 +287,7 @@ class Protobuf(SchemaFormat):
         message: the full name of the message type that is written [default: the first one].
     """
 
-    kind = SchemaKind.PROTOBUF
+    kind = SchemaType.PROTOBUF
     data_format = "protobuf"
 
     def __init__(

@@ -16,7 +16,7 @@ import binascii
 from typing import Any, Final, NamedTuple
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
-from waltz_core.schemas.protobuf_values import MessageReader, MessageTypes, MessageWriter
+from waltz_core.schemas.protobuf_values import MessageBuilder, MessageReader, MessageTypes
 from waltz_core.schemas.registered_schemas import RegisteredSchema
 from waltz_core.schemas.schema_prefix import message_indexes, split_indexes
 
@@ -135,7 +135,7 @@ class ProtobufCodec:
                 data = value.SerializeToString(deterministic=True)
             else:
                 message = kind.message()
-                MessageWriter(self._types).fill(message, value)
+                MessageBuilder(self._types).fill(message, value)
                 data = message.SerializeToString(deterministic=True)
         except (*_INVALID, EncodeError) as error:
             raise BadRequest(f"a value does not fit the Protobuf schema: {error}") from None

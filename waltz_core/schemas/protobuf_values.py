@@ -64,7 +64,7 @@ Message = Any
 Descriptor = Any
 
 
-class MessageField(NamedTuple):
+class MessagePart(NamedTuple):
     """One field of a message type."""
 
     name: str
@@ -81,7 +81,7 @@ class MessageField(NamedTuple):
 class MessageType(NamedTuple):
     """The fields of a message type by name, and what they have if they are not set (rule 1)."""
 
-    fields: dict[str, MessageField]
+    fields: dict[str, MessagePart]
     defaults: dict[str, Any]
     lists: tuple[str, ...]  # repeated fields
     maps: tuple[str, ...]
@@ -112,11 +112,11 @@ def _type(kind: Descriptor) -> MessageType:
     )
 
 
-def _named(part: MessageField, value: Any) -> Any:  # noqa: ANN401
+def _named(part: MessagePart, value: Any) -> Any:  # noqa: ANN401
     return value if part.names is None else part.names.get(value, value)
 
 
-def _field(part: Descriptor) -> MessageField:
+def _field(part: Descriptor) -> MessagePart:
     key, item = None, part
     if part.message_type is not None and part.message_type.GetOptions().map_entry:
         key = _SCALARS[part.message_type.fields_by_name["key"].type]
@@ -124,7 +124,7 @@ def _field(part: Descriptor) -> MessageField:
     names = None
     if item.type == _ENUM:
         names = {value.number: value.name for value in item.enum_type.values}
-    return MessageField(
+    return MessagePart(
         part.name,
         part.has_presence,
         part.is_repeated,
@@ -188,7 +188,7 @@ class MessageReader:
                 found[part.name] = self._field(part, given)
         return found
 
-    def _field(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+    def _field(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
         if part.key is not None:
             # Of a map of messages `items` has copies of the keys only.
             return {key: self._one(part, given[key]) for key in given}
@@ -196,7 +196,7 @@ class MessageReader:
             return [self._one(part, each) for each in given]
         return self._one(part, given)
 
-    def _one(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+    def _one(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
         if part.message is not None:
             return self.value(given)
         if part.is_text and not isinstance(given, str):  # proto2
@@ -247,7 +247,7 @@ _READERS: Final[dict[str, Callable[[Message], Any]]] = {
 # Writing
 
 
-class MessageWriter:
+class MessageBuilder:
     """Sets the fields of messages (rule 2)."""
 
     def __init__(self, types: MessageTypes) -> None:
@@ -283,7 +283,7 @@ class MessageWriter:
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"field {part.name!r}: {error}") from None
 
-    def _field(self, message: Message, part: MessageField, given: Any) -> None:  # noqa: ANN401
+    def _field(self, message: Message, part: MessagePart, given: Any) -> None:  # noqa: ANN401
         if given is None:
             if not part.has_presence:
                 raise ValueError(
@@ -307,7 +307,7 @@ class MessageWriter:
         else:
             self.fill(getattr(message, part.name), given)
 
-    def _map(self, target: Any, part: MessageField, key: Convert, given: Any) -> None:  # noqa: ANN401
+    def _map(self, target: Any, part: MessagePart, key: Convert, given: Any) -> None:  # noqa: ANN401
         if not isinstance(given, dict):
             raise mismatch("a map", given)
         for name, each in given.items():

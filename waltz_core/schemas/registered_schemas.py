@@ -4,7 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class SchemaKind(Enum):
+class SchemaType(Enum):
     """The kind of a schema, with the registry's names."""
 
     AVRO = "AVRO"
@@ -25,6 +25,6 @@ class RegisteredSchema(NamedTuple):
     """
 
     schema_id: int
-    kind: SchemaKind
+    kind: SchemaType
     text: str
     references: tuple[NamedSchema, ...] = ()

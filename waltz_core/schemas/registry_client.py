@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.strict_json import from_json
-from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaType
 from waltz_core.schemas.registry_http import HttpAnswer, basic_auth, request
 from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.schemas.schema_prefix import SCHEMA_ID_MAX
@@ -55,7 +55,7 @@ class SchemaRegistry:
     def __str__(self) -> str:
         return ", ".join(map(str, self._addresses))
 
-    def schema(self, schema_id: int, kind: SchemaKind) -> RegisteredSchema:
+    def schema(self, schema_id: int, kind: SchemaType) -> RegisteredSchema:
         """Return the schema with an ID.
 
         Raises:
@@ -68,7 +68,7 @@ class SchemaRegistry:
             raise BadFormat(f"schema {schema_id} does not exist in the schema registry at {self}")
         return lookup.registered(schema_id, found)
 
-    def version(self, subject: str, version: int | None, kind: SchemaKind) -> RegisteredSchema:
+    def version(self, subject: str, version: int | None, kind: SchemaType) -> RegisteredSchema:
         """Return a version of a subject's schemas; None: the latest one.
 
         Raises:
@@ -79,7 +79,7 @@ class SchemaRegistry:
         found = lookup.version(subject, "latest" if version is None else version)
         return lookup.registered(_schema_id(found, str(self)), found)
 
-    def register(self, subject: str, kind: SchemaKind, text: str) -> RegisteredSchema:
+    def register(self, subject: str, kind: SchemaType, text: str) -> RegisteredSchema:
         """Register a schema under a subject, if it is new, and return it with its ID.
 
         Raises:
@@ -88,7 +88,7 @@ class SchemaRegistry:
         """
         lookup = _Lookup(self, kind)
         given: dict[str, Any] = {"schema": text}
-        if kind is not SchemaKind.AVRO:  # earlier versions of the API have Avro only
+        if kind is not SchemaType.AVRO:  # earlier versions of the API have Avro only
             given["schemaType"] = kind.value
         found = lookup.get(f"/subjects/{quote(subject, safe='')}/versions", given)
         if found is None:
@@ -123,14 +123,14 @@ class SchemaRegistry:
 class _Lookup:
     """The requests for one schema (rules 2 and 3)."""
 
-    def __init__(self, registry: SchemaRegistry, kind: SchemaKind) -> None:
+    def __init__(self, registry: SchemaRegistry, kind: SchemaType) -> None:
         self._registry = registry
         self._kind = kind
         self._deadline_s = time.monotonic() + registry._timeout_s
 
     def get(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the object that answers a request; None if the resource does not exist."""
-        if given is None and self._kind is SchemaKind.PROTOBUF:
+        if given is None and self._kind is SchemaType.PROTOBUF:
             path += "?format=serialized"
         body = None if given is None else json.dumps(given).encode()
         found = self._registry.answer(path, body, self._deadline_s)
@@ -177,7 +177,7 @@ class _Lookup:
             known[key] = NamedSchema(name, self._text(part, what))
 
     def _text(self, found: dict[str, Any], what: str) -> str:
-        kind = found.get("schemaType", SchemaKind.AVRO.value)
+        kind = found.get("schemaType", SchemaType.AVRO.value)
         if kind != self._kind.value:
             raise BadFormat(f"{what}: expected a schema of kind {self._kind.value}, found {kind!r}")
         text = found.get("schema")

@@ -15,7 +15,7 @@ from waltz_core.errors import BadFormat, BadRequest
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
 from waltz_core.schemas.avro_schemas import DEPTH_MAX, VALUES_MAX, schema_of_columns
-from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaType
 
 UTC = dt.UTC
 MOMENT = dt.datetime(2026, 11, 29, 10, 0, 0, 123_000, UTC)
@@ -24,7 +24,7 @@ LOCAL = dt.datetime(1913, 1, 1, 10, 0, 0, 5)  # noqa: DTZ001
 
 def codec(schema: object, *references: tuple[str, str]) -> AvroCodec:
     named = tuple(NamedSchema(*each) for each in references)
-    return AvroCodec(RegisteredSchema(7, SchemaKind.AVRO, json.dumps(schema), named))
+    return AvroCodec(RegisteredSchema(7, SchemaType.AVRO, json.dumps(schema), named))
 
 
 def logical(base: str, name: str, **more: object) -> dict[str, object]:
@@ -233,7 +233,7 @@ def test_a_schema_that_is_not_valid_or_not_supported_is_an_error(schema, text):
 @pytest.mark.parametrize("text", ["", "{", "{'a'}", "[" * 100_000, '"\\ud800"', "NaN"])
 def test_a_text_that_is_no_schema_is_an_error(text):
     with pytest.raises(BadFormat, match="schema 7: "):
-        AvroCodec(RegisteredSchema(7, SchemaKind.AVRO, text))
+        AvroCodec(RegisteredSchema(7, SchemaType.AVRO, text))
 
 
 def test_the_marks_of_fastavro_in_a_schema_have_no_effect():

@@ -14,7 +14,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.schemas.formats import SCHEMAS_MAX, SchemaCache
-from waltz_core.schemas.registered_schemas import SchemaKind
+from waltz_core.schemas.registered_schemas import SchemaType
 from waltz_core.schemas.registry_client import SchemaRegistry
 
 ORDER = {
@@ -136,7 +136,7 @@ def test_an_outage_is_no_bad_payload_and_ends(registry):
 
 def test_a_missing_schema_is_requested_again_later(registry):
     now_s = [100.0]
-    cache = SchemaCache(SchemaRegistry(registry.url), SchemaKind.AVRO, lambda: now_s[0])
+    cache = SchemaCache(SchemaRegistry(registry.url), SchemaType.AVRO, lambda: now_s[0])
     data = b"\0\0\0\0\x01\x02"
     for _ in range(2):
         with pytest.raises(BadFormat, match="schema 1 does not exist"):
@@ -148,7 +148,7 @@ def test_a_missing_schema_is_requested_again_later(registry):
 
 
 def test_the_cache_is_limited(registry):
-    cache = SchemaCache(SchemaRegistry(registry.url), SchemaKind.AVRO)
+    cache = SchemaCache(SchemaRegistry(registry.url), SchemaType.AVRO)
     registry.by_id = {each: {"schema": '"long"'} for each in range(SCHEMAS_MAX + 50)}
     for each in range(SCHEMAS_MAX + 50):
         assert cache.decode(b"\0" + each.to_bytes(4, "big") + b"\x02") == 1

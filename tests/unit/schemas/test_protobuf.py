@@ -11,7 +11,7 @@ from tests.protobuf_files import INT32, INT64, MESSAGE, REPEATED, STRING, field,
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.protobuf_codec import ProtobufCodec
-from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaType
 
 UTC = dt.UTC
 ORDER = {
@@ -50,7 +50,7 @@ DEFAULTS = {
 
 def schema_of(file, *references, schema_id: int = 7) -> RegisteredSchema:
     named = tuple(NamedSchema(each.name, text_of(each)) for each in references)
-    return RegisteredSchema(schema_id, SchemaKind.PROTOBUF, text_of(file), named)
+    return RegisteredSchema(schema_id, SchemaType.PROTOBUF, text_of(file), named)
 
 
 def codec(message: str | None = None) -> ProtobufCodec:
@@ -227,7 +227,7 @@ def test_messages_of_many_fields_do_not_exhaust_the_process():
 @pytest.mark.parametrize("text", ["", "not base64", "/w==", "syntax = 'proto3';"])
 def test_a_text_that_is_no_descriptor_is_an_error(text):
     with pytest.raises(BadFormat, match=r"format=serialized|no message type"):
-        ProtobufCodec(RegisteredSchema(7, SchemaKind.PROTOBUF, text)).decode(b"\0")
+        ProtobufCodec(RegisteredSchema(7, SchemaType.PROTOBUF, text)).decode(b"\0")
 
 
 def test_descriptors_that_are_not_valid_are_an_error():

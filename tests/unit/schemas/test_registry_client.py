@@ -10,12 +10,12 @@ import pytest
 from tests.patience import HANG_S
 from tests.schema_registry import RegistryInProcess, schema_registry
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
-from waltz_core.schemas.registered_schemas import NamedSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import NamedSchema, SchemaType
 from waltz_core.schemas.registry_client import REFERENCES_MAX, SchemaRegistry
 from waltz_core.schemas.registry_http import ANSWER_BYTES_MAX
 from waltz_core.schemas.registry_urls import addresses_of
 
-AVRO = SchemaKind.AVRO
+AVRO = SchemaType.AVRO
 TEXT = '{"type":"record","name":"R","fields":[{"name":"id","type":"long"}]}'
 SHORT_S = 0.3
 
@@ -39,7 +39,7 @@ def test_schemas_are_found_by_id_and_by_version(registry):
 def test_a_protobuf_schema_is_requested_as_a_descriptor(registry):
     schema_id = registry.put("p", "AAAA", "PROTOBUF")
     client = SchemaRegistry(registry.url)
-    assert client.schema(schema_id, SchemaKind.PROTOBUF).text == "AAAA"
+    assert client.schema(schema_id, SchemaType.PROTOBUF).text == "AAAA"
     assert registry.requests == [("GET", f"/schemas/ids/{schema_id}?format=serialized")]
 
 
@@ -100,7 +100,7 @@ def test_a_missing_schema_is_not_an_outage(registry):
 
 def test_a_schema_of_another_kind_is_an_error(registry):
     with pytest.raises(BadFormat, match="kind PROTOBUF, found 'AVRO'"):
-        SchemaRegistry(registry.url).schema(registry.add(TEXT), SchemaKind.PROTOBUF)
+        SchemaRegistry(registry.url).schema(registry.add(TEXT), SchemaType.PROTOBUF)
     with pytest.raises(BadFormat, match="kind AVRO, found 'JSON'"):
         SchemaRegistry(registry.url).schema(registry.add(TEXT, "JSON"), AVRO)
 

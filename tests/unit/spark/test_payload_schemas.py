@@ -21,7 +21,7 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
 from waltz_core.schemas.avro_schemas import schema_of_columns
-from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaKind
+from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
 from waltz_spark.datasource.fetch import BatchColumns
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.encrypting import PayloadEncryptor
@@ -282,7 +282,7 @@ def test_any_nested_column_round_trips_through_avro(data):
     column = pa.array(data.draw(st.lists(st.none() | values, max_size=4)), kind)
     column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
     text = json.dumps(schema_of_columns([pa.field("a", kind)]))
-    codec = AvroCodec(RegisteredSchema(1, SchemaKind.AVRO, text))
+    codec = AvroCodec(RegisteredSchema(1, SchemaType.AVRO, text))
     payloads = pack([column], ["a"], "avro", codec.encode)
     unpacker = Unpacker([pa.field("a", kind)], "avro", decode=codec.decode)
     back = unpacker.columns(payloads, str)[0]
