@@ -15,15 +15,17 @@ Rules:
 
 import json
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.strict_json import from_json
 from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaType
-from waltz_core.schemas.registry_http import HttpAnswer, basic_auth, request
 from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.schemas.schema_prefix import SCHEMA_ID_MAX
+
+if TYPE_CHECKING:
+    from waltz_core.schemas.registry_http import HttpAnswer
 
 TIMEOUT_S: Final = 10.0
 REFERENCES_MAX: Final = 100
@@ -95,8 +97,11 @@ class SchemaRegistry:
             raise BadConfig(f"the schema registry at {self} has no subjects: {given}")
         return RegisteredSchema(_schema_id(found, str(self)), kind, text)
 
-    def answer(self, path: str, body: bytes | None, deadline_s: float) -> HttpAnswer:
+    def answer(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
         """Return the answer of the first address that has one; the errors are those of rule 1."""
+        # Most clients have no schema registry, and http.client takes 30 ms to import.
+        from waltz_core.schemas.registry_http import basic_auth, request  # noqa: PLC0415
+
         headers = {"Accept": _ACCEPT, "User-Agent": "waltz"}
         if body is not None:
             headers["Content-Type"] = _CONTENT_TYPE
@@ -219,7 +224,7 @@ def _references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
     return references
 
 
-def _rejection(found: HttpAnswer, reply: dict[str, Any] | None, where: str) -> Exception:
+def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
     """Return the error for an answer without a result (rule 1)."""
     status = found.status
     reason = found.shown
