@@ -182,17 +182,21 @@ class AvroConverter:
         return convert
 
     def _union(self, schema: list[Any]) -> Convert:
-        branches = [(branch_name(each), self.of(each)) for each in schema]
+        branches = [(branch_name(each), self.of(each)) for each in schema if each != "null"]
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
+        has_null = "null" in schema
 
-        def convert(value: Any) -> Any:  # noqa: ANN401
+        # fastavro takes the type whose name comes with the value.
+        def convert(value: Any) -> tuple[str, Any]:  # noqa: ANN401
+            if value is None and has_null:
+                return "null", None
             reasons = []
             for name, inner in branches:
                 try:
-                    return name, inner(value)  # fastavro takes the type of this name
+                    return name, inner(value)
                 except (TypeError, ValueError, OverflowError) as error:
                     reasons.append(str(error))
-            raise ValueError(" or ".join(reasons[-3:]))
+            raise ValueError(" or ".join(reasons[-3:]) or f"expected null, found {value!r:.100}")
 
         return convert
 

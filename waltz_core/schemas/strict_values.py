@@ -8,12 +8,16 @@ Rules:
 
 import struct
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Context, Decimal, Inexact
 from typing import Any, Final
 
 Convert = Callable[[Any], Any]
 
 DECIMAL_DIGITS_MAX: Final = 76
+_LIMIT: Final = 10**DECIMAL_DIGITS_MAX
+_DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
+# Numbers of twice as many digits are exact, and others an error.
+_EXACT: Final = Context(prec=2 * _DIGITS, traps=[Inexact])
 
 
 def mismatch(expected: str, value: object) -> TypeError:
@@ -84,23 +88,21 @@ def text(value: Any) -> str:  # noqa: ANN401
 
 def unscaled_of(value: Decimal | int, scale: int) -> int:
     """Return the integer value * 10**scale."""
-    if isinstance(value, int):
-        if abs(value) >= 10**DECIMAL_DIGITS_MAX:
-            raise ValueError("a number is out of the range of a decimal")
-        power_of_scale: int = 10**scale
-        return int(value) * power_of_scale
-    sign, digits, exponent = value.as_tuple()
-    if not value.is_finite() or isinstance(exponent, str):
-        raise ValueError(f"{value} is not a number")
-    if len(digits) > 2 * DECIMAL_DIGITS_MAX or abs(exponent) > 2 * DECIMAL_DIGITS_MAX:
+    number = Decimal(value) if isinstance(value, int) and abs(value) < _LIMIT else value
+    if not isinstance(number, Decimal) or (number and abs(number.adjusted()) > _DIGITS):
         raise ValueError("a number is out of the range of a decimal")
-    number = int("".join(map(str, digits)))
-    shift = exponent + scale
-    power: int = 10 ** abs(shift)
-    number, rest = (number * power, 0) if shift >= 0 else divmod(number, power)
-    if rest:
+    if not number.is_finite():
+        raise ValueError(f"{value} is not a number")
+    if not number:
+        return 0
+    try:
+        scaled = number.scaleb(scale, _EXACT)
+    except Inexact:
+        raise ValueError("a number has too many digits for a decimal") from None
+    unscaled = int(scaled)
+    if unscaled != scaled:
         raise ValueError(f"expected up to {scale} digits after the point, found {value}")
-    return -number if sign else number
+    return unscaled
 
 
 def decimal_of(unscaled: int, scale: int) -> Decimal:

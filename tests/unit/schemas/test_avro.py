@@ -120,7 +120,8 @@ def test_values_of_each_type_round_trip(schema, value, data):
         (logical("string", "uuid"), "abc", "UUID"),
         ({"type": "map", "values": "int"}, {1: 1}, "expected a text"),
         ({"type": "array", "items": "int"}, {1: 1}, "expected a list"),
-        (["null", "int"], "a", "expected null.* or expected an integer"),
+        (["null", "int", "boolean"], "a", "an integer.* or expected a boolean"),
+        (["null"], "a", "expected null"),
     ],
 )
 def test_a_value_of_another_type_is_not_written(schema, value, text):
