@@ -411,7 +411,7 @@ def a_context_ends_with_its_time(world: World) -> None:
             # A busy machine had not refused it by then: the next one has more time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
-        assert "nothing was applied in that time" in str(behind)
+        assert "no transaction was applied in that time" in str(behind)
         assert behind.applied is not None
         assert behind.applied < (behind.high_water_mark or 0)
         ledger.may_go.set()

@@ -43,7 +43,7 @@ async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     assert (three.client_id, three.attempt, three.runs) == (1, 3, ("run-a", "run-b"))
     for attempt in (1, 2):
         with pytest.raises(
-            errors.ConnectionSuperseded, match=f"3 has taken over from .* {attempt}"
+            errors.ConnectionSuperseded, match=f"3 of the task has taken over from .* {attempt}"
         ):
             await first.writes.check("w-1", 5, attempt)
     await second.writes.check("w-1", 5, 3)
@@ -65,7 +65,9 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str)
         first.writes.enter("w", 0, "run", first.next_client_id),
         first.writes.enter("w", 1, "run", first.next_client_id),
     ):
-        with pytest.raises(errors.ConnectionSuperseded, match=r"write w, task [01]: it is done"):
+        with pytest.raises(
+            errors.ConnectionSuperseded, match=r"write w, task [01]: the task has already finished"
+        ):
             await over
     await second.writes.forget("w")
     await second.writes.forget("w")
@@ -96,7 +98,7 @@ async def no_write_of_a_series_begins_after_a_later_one(world: World, root: str)
     for name in ("s-9", "s-10", "other-77", "s-x"):
         await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
     await one.writes.forget("s-9")
-    with pytest.raises(errors.ConnectionSuperseded, match="s-10 has begun"):
+    with pytest.raises(errors.ConnectionSuperseded, match="s-10, has begun"):
         await one.writes.begin("s-9", MARKS, 1_000, in_series=True)
     assert (await one.writes.begin("s-10", {}, 1, in_series=True)).marks == MARKS
     assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}

@@ -166,7 +166,9 @@ class MemoryWaltz:
     def delay_ms(self, delay_ms: float | tuple[float, float]) -> None:
         low, high = delay_ms if isinstance(delay_ms, tuple) else (delay_ms, delay_ms)
         if not 0 <= low <= high:
-            raise errors.BadRequest(f"delay: expected 0 <= least <= most, found {delay_ms}")
+            raise errors.BadRequest(
+                f"argument delay: expected 0 <= least <= most, found {delay_ms}"
+            )
         self._faults.delay_ms = low, high
 
     @property
@@ -177,7 +179,7 @@ class MemoryWaltz:
     @fault_rate.setter
     def fault_rate(self, rate: float) -> None:
         if not 0.0 <= rate <= 1.0:
-            raise errors.BadRequest(f"fault rate: expected 0.0 to 1.0, found {rate}")
+            raise errors.BadRequest(f"argument of a fault rate: expected 0.0 to 1.0, found {rate}")
         self._faults.rate = rate
 
     @property
@@ -207,8 +209,8 @@ class MemoryWaltz:
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and reason_of(error) is None:
             raise errors.BadRequest(
-                "fail_next_append: expected an error with which an append can fail, found "
-                f"{type(error).__name__}"
+                "argument of fail_next_append: expected an error class that an append can "
+                f"raise, found {type(error).__name__}"
             )
         self._faults.failures = InjectedFailures(count, error, enters_log)
 

@@ -69,7 +69,10 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_events_total",
         _COUNTER,
         ("event",),
-        "Events that the server's state machines reported; event: the name, as in the log.",
+        (
+            "Events that state machines of the server reported. Label event: the name of the "
+            "event, as in the log."
+        ),
     ),
     (
         "server_appended_transactions_total",
@@ -94,7 +97,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         ("partition", "reason"),
         (
-            "Transactions that the server has rejected; reason: lock, lost, ahead, "
+            "Transactions that the server has rejected. Label reason: lock, lost, ahead, "
             "not_mounted, generation, no_space, too_large or overloaded."
         ),
     ),
@@ -108,7 +111,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_replica_append_seconds",
         _HISTOGRAM,
         ("replica",),
-        "Time from the server's append request to the replica's acknowledgement.",
+        "Time from an append request of the server to the acknowledgement of the replica.",
     ),
     (
         "server_high_water_mark",
@@ -120,7 +123,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_first_available_transaction",
         _GAUGE,
         _ONE,
-        "First available ID: earlier transactions have expired. 0 if none have.",
+        "ID of the first available transaction; 0 if no transaction has expired.",
     ),
     (
         "server_archived_transaction",
@@ -132,19 +135,25 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_unarchived_transactions",
         _GAUGE,
         _ONE,
-        "Committed transactions that are not archived.",
+        "Committed transactions that are not in the archive yet.",
     ),
     (
         "server_unarchived_bytes",
         _GAUGE,
         _ONE,
-        "Approximate size of committed transactions that are not archived; NaN until reported.",
+        (
+            "Approximate size of the committed transactions that are not in the archive yet; "
+            "NaN until a storage has reported it."
+        ),
     ),
     (
         "server_unarchived_seconds",
         _GAUGE,
         _ONE,
-        "Age of the oldest committed transaction that is not archived; 0 if there is none.",
+        (
+            "Age of the oldest committed transaction that is not in the archive yet; 0 if there "
+            "is none."
+        ),
     ),
     (
         "server_store_session",
@@ -156,13 +165,16 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_feed_lag_transactions",
         _GAUGE,
         _ONE,
-        "Committed transactions that were not sent to the slowest feed yet; 0 without a feed.",
+        (
+            "Committed transactions that the server has not sent to its slowest feed yet; 0 if "
+            "there is no feed."
+        ),
     ),
     (
         "server_engaged_replicas",
         _GAUGE,
         _ONE,
-        "Replicas whose acknowledgements count for a commit.",
+        "Replicas that are in sync, so that their acknowledgements count for a commit.",
     ),
     (
         "server_replica_wait_seconds",
@@ -175,8 +187,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _GAUGE,
         _ONE,
         (
-            "Estimated probability that the lock table rejects a lock without a real conflict, "
-            "for a client that lags by 1,000 transactions."
+            "Estimated probability that a lock is rejected without a real conflict, because "
+            "the lock table has a fixed size; for a client that lags by 1,000 transactions."
         ),
     ),
     ("server_lock_table_bytes", _GAUGE, (), "Memory of the lock tables of all partitions."),
@@ -196,13 +208,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_cache_reads_total",
         _COUNTER,
         ("cache", "outcome"),
-        "Reads from a cache; cache: feed or transaction, outcome: hit or miss.",
+        "Reads from a cache. Label cache: feed or transaction. Label outcome: hit or miss.",
     ),
     (
         "server_fetched_bytes_total",
         _COUNTER,
         _ONE,
-        "Bytes of records that the server has read from storages, for readers and feeds.",
+        "Bytes of records that the server has read from storages for readers and feeds.",
     ),
     (
         "server_queued_bytes",
@@ -217,7 +229,10 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
-        "Bytes of requests, and of the ranges and feeds sent, for each principal with limits.",
+        (
+            "Bytes of requests of the principal, and of the ranges and feeds sent to it; only "
+            "for principals with limits."
+        ),
     ),
     (
         "server_principal_delayed_requests_total",
@@ -235,37 +250,46 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_principal_connections",
         _GAUGE,
         _PRINCIPAL,
-        "Open connections, for each principal with limits.",
+        "Open connections of the principal; only for principals with limits.",
     ),
     (
         "server_principal_appends_total",
         _COUNTER,
         _PRINCIPAL,
-        "Append requests, for each principal with limits.",
+        "Append requests of the principal; only for principals with limits.",
     ),
     (
         "server_principal_feeds",
         _GAUGE,
         _PRINCIPAL,
-        "Feeds, for each principal with limits.",
+        "Open feeds of the principal; only for principals with limits.",
     ),
     (
         "server_denied_requests_total",
         _COUNTER,
         (),
-        'Requests that access control has denied, or would deny with access = "on".',
+        (
+            'Requests that access control has denied. With access = "report", requests that '
+            "it would deny."
+        ),
     ),
     (
         "storage_events_total",
         _COUNTER,
         ("event",),
-        "Events that the storage's state machine reported; event: the name, as in the log.",
+        (
+            "Events that the state machine of the storage reported. Label event: the name of "
+            "the event, as in the log."
+        ),
     ),
     (
         "storage_requests_total",
         _COUNTER,
         ("request",),
-        "Requests that the storage has received; request: the message, such as AppendRaw.",
+        (
+            "Requests that the storage has received. Label request: the type of the message, "
+            "such as AppendRaw."
+        ),
     ),
     (
         "storage_appended_transactions_total",
@@ -308,21 +332,21 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_low_water_mark",
         _GAUGE,
         _ONE,
-        "Low-water mark of the replica: no transaction up to this ID is ever truncated.",
+        "Low-water mark of the replica: the replica never truncates transactions up to this ID.",
     ),
     (
         "storage_suspect_replicas",
         _GAUGE,
         (),
-        "Replicas whose log is not trusted until it is repaired.",
+        "Replicas of this storage whose log is not trusted until it is repaired.",
     ),
-    ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs that failed."),
-    ("storage_failed_reads_total", _COUNTER, _ONE, "Reads that failed."),
+    ("storage_failed_writes_total", _COUNTER, (), "Writes and syncs of files that failed."),
+    ("storage_failed_reads_total", _COUNTER, _ONE, "Reads of files that failed."),
     (
         "storage_damaged_transactions",
         _GAUGE,
         _ONE,
-        "Transactions that are damaged or unreadable on this storage, and not repaired yet.",
+        "Transactions that are damaged or unreadable on this storage and not repaired yet.",
     ),
     (
         "storage_damage_found_transactions_total",
@@ -365,13 +389,16 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_running_upload_seconds",
         _GAUGE,
         (),
-        "Age of the running upload to the archive, or of the running collection; 0 if none runs.",
+        (
+            "Age of the running upload to the archive, or of the running garbage collection; 0 "
+            "if none runs."
+        ),
     ),
     (
         "storage_collected_files_total",
         _COUNTER,
         _ONE,
-        "Files of the archive that no manifest lists, and that this storage has deleted.",
+        "Files that this storage has deleted from the archive because no manifest lists them.",
     ),
     (
         "storage_collected_bytes_total",
@@ -391,32 +418,40 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _ONE,
         "Requests for archived records that this storage could not answer.",
     ),
-    ("storage_scrub_passes_total", _COUNTER, _ONE, "Scrubs that have verified the whole log."),
+    (
+        "storage_scrub_passes_total",
+        _COUNTER,
+        _ONE,
+        ("Completed scrubs: each has verified the whole log of a partition."),
+    ),
     (
         "storage_full_disks",
         _GAUGE,
         (),
-        "1 while the storage rejects appends because its disk is full, else 0.",
+        "1 while the storage rejects appends because its disk is full, otherwise 0.",
     ),
     (
         "storage_reserve_bytes",
         _GAUGE,
         (),
-        "Disk space that is reserved for repairs on a full disk.",
+        "Disk space that the storage has allocated in advance for repairs on a full disk.",
     ),
     ("storage_queued_bytes", _GAUGE, (), "Bytes of appends that wait for a writer thread."),
     (
         "storage_free_bytes",
         _GAUGE,
         (),
-        "Free space of the disk with the storage's directory; NaN if it cannot be read.",
+        "Free space of the disk that has the storage's directory; NaN if it cannot be read.",
     ),
     ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
     (
         "storage_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
-        "Bytes of requests and of the ranges sent in answer, for each principal with limits.",
+        (
+            "Bytes of requests of the principal, and of the ranges sent to it; only for "
+            "principals with limits."
+        ),
     ),
     (
         "storage_principal_delayed_requests_total",
@@ -434,13 +469,16 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "storage_principal_connections",
         _GAUGE,
         _PRINCIPAL,
-        "Open connections, for each principal with limits.",
+        "Open connections of the principal; only for principals with limits.",
     ),
     (
         "storage_denied_requests_total",
         _COUNTER,
         (),
-        'Requests that access control has denied, or would deny with access = "on".',
+        (
+            'Requests that access control has denied. With access = "report", requests that '
+            "it would deny."
+        ),
     ),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
@@ -616,7 +654,9 @@ async def serve_pages(
     try:
         server = await asyncio.start_server(serve, host, port, limit=HEAD_BYTES_MAX)
     except OSError as error:
-        raise BadConfig(f"http_port: cannot listen at {host}:{port}: {error.strerror}") from None
+        raise BadConfig(
+            f"setting http_port: the daemon cannot listen at {host}:{port}: {error.strerror}"
+        ) from None
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

@@ -61,11 +61,11 @@ _WRITTEN: Final = "ZooKeeper has"
 _REPORTS: Final[dict[str, str]] = {
     "replica.untrusted": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
-    "replica.no_source": "{replica} cannot give {target} what it lacks: {reason}",
+    "replica.source_unusable": "{replica} cannot give {target} what it lacks: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",
-    "partition.rejected": "rejected: {reason}",
+    "partition.open_failed": "rejected: {reason}",
     "partition.data_loss": "stopped: {reason}",
 }
 

@@ -73,10 +73,10 @@ class WriteResult:
         """
         if self._results is None:
             raise BadConfig(
-                f"there are no results in {self.results_path}: an earlier run has finished this "
-                "write without option resultsPath, or its results were removed; only the counts "
-                "are known. Hint: if results are needed later, use resultsPath with a permanent "
-                "directory in the first run of a write."
+                f"there are no results in {self.results_path}: an earlier run has completed "
+                "this write without option resultsPath, or its results were removed, so only "
+                "the counts are known. Hint: if you need results later, use resultsPath with "
+                "a permanent directory in the first run of a write."
             )
         return self._results
 
@@ -127,12 +127,14 @@ def append(
     """
     spark = getattr(df, "sparkSession", None)
     if spark is None:
-        raise BadRequest(f"append: expected a DataFrame of Spark, found {type(df).__name__}")
+        raise BadRequest(
+            f"argument df of append: expected a Spark DataFrame, found {type(df).__name__}"
+        )
     # Spark ignores the case of options: another spelling would conflict with a default.
     texts = {_name(name): _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
-        _check_free("clientHighWaterMarks", texts, "argument high_water_marks is given")
+        _check_free("clientHighWaterMarks", texts, "the argument high_water_marks sets it")
         texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
     _check_distinct_columns(df, texts)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
@@ -162,7 +164,7 @@ def append(
 
 def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
     if name.lower() in {each.lower() for each in options}:
-        raise BadConfig(f"option {name!r} is not allowed: {why}. Hint: omit the option.")
+        raise BadConfig(f"option {name!r} is not allowed, because {why}. Hint: omit the option.")
 
 
 def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
@@ -179,8 +181,9 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
         other = taken.setdefault(name.lower(), name)
         if other != name:
             raise BadRequest(
-                f"the results would have columns {other!r} and {name!r}, which are the same name "
-                "for Spark. Hint: rename one, or omit it from option resultColumns."
+                f"the results would have columns {other!r} and {name!r}, whose names are "
+                "equal for Spark. Hint: rename one of them, or omit it from option "
+                "resultColumns."
             )
 
 
@@ -191,8 +194,8 @@ def _summary(path: str) -> dict[str, Any]:
             return dict(json.loads(stream.read()))
     except FileNotFoundError:
         raise BadConfig(
-            f"the write is done, but its outcome is not in {path}. Hint: resultsPath must be a "
-            "directory that this process and every executor can access."
+            f"the write is complete, but its results are not in {path}. Hint: use a "
+            "directory as resultsPath that this process and every executor can access."
         ) from None
 
 
@@ -252,7 +255,10 @@ def _text(value: object) -> str:
 
 def _marks_text(marks: object) -> str:
     """Return marks in the form of option `clientHighWaterMarks`; they may be NumPy numbers."""
-    expected = "high_water_marks: expected a mapping from partition to high-water mark, {0: 41}"
+    expected = (
+        "argument high_water_marks: expected a mapping from partition to high-water mark, such "
+        "as {0: 41}"
+    )
     if not isinstance(marks, Mapping):
         raise BadConfig(f"{expected}, found {marks!r} ({type(marks).__name__})")
     found: dict[str, int] = {}
@@ -312,7 +318,7 @@ class Snapshot:
         Raises:
             BadConfig: an option sets another end.
         """
-        _check_free("endingHighWaterMarks", options, "a snapshot ends at its own marks")
+        _check_free("endingHighWaterMarks", options, "a snapshot ends at its own high-water marks")
         reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
         if schema is not None:
             reader = reader.schema(schema)
@@ -364,7 +370,7 @@ def session(
         BadRequest: a session with other workers is running.
     """
     if master is not None and remote is not None:
-        raise BadRequest(f"expected master or remote, found both: {master} and {remote}")
+        raise BadRequest(f"expected either master or remote, found both: {master} and {remote}")
     own = {key if "." in key else key.replace("_", "."): value for key, value in conf.items()}
     if remote is not None and not remote.startswith("local"):
         builder, settings = SparkSession.builder.remote(remote), _SETTINGS_OF_A_SESSION
@@ -406,11 +412,11 @@ def _start(builder: SparkSession.Builder) -> SparkSession:
         if error.getCondition() != "JAVA_GATEWAY_EXITED":
             raise
         raise BadConfig(
-            "Spark's Java process ended before it was ready: JAVA_HOME is "
+            "Spark's Java process ended before it was ready. JAVA_HOME is "
             f"{os.environ.get('JAVA_HOME', 'not set')}, `java` on the PATH is "
-            f"{shutil.which('java') or 'not found'}. Hint: Spark has printed the reason to "
-            'standard error. docs/spark.md, "Java", has the versions of Java that Spark needs, '
-            "and how to install one from PyPI."
+            f"{shutil.which('java') or 'not found'}. Hint: read the reason in Spark's "
+            'standard error. docs/spark.md, "Java", describes which versions of Java Spark '
+            "needs, and how to install one from PyPI."
         ) from error
 
 
@@ -420,8 +426,8 @@ def _set_python_of_workers() -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     if SparkSession.getActiveSession() is not None:
         raise BadRequest(
-            "a Spark session is running, and its workers may use another Python. Hint: set "
-            f"PYSPARK_PYTHON={sys.executable} before the first session starts."
+            "a Spark session runs already, and its workers may use another Python. Hint: "
+            f"set PYSPARK_PYTHON={sys.executable} before the first session starts."
         )
 
 
@@ -440,7 +446,7 @@ def _stderr_of_the_terminal() -> Iterator[None]:
     try:
         yield
     except PySparkException as failure:
-        failure.add_note("The output of Java is in the terminal of Jupyter.")
+        failure.add_note("The terminal in which Jupyter runs shows the output of Java.")
         raise
     finally:
         os.dup2(of_cell, 2)

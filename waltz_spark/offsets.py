@@ -35,9 +35,11 @@ def decode(offset: Mapping[str, Any]) -> Position:
     """Decode an offset; raises ValueError or TypeError if it is not valid."""
     cluster = offset.get(CLUSTER)
     if cluster is not None and not isinstance(cluster, str):
-        raise TypeError(f"offset: expected a cluster's key, found {cluster!r}")
+        raise TypeError(f"offset of a stream: expected a cluster key, found {cluster!r}")
     try:
         marks = {int(name): int(mark) for name, mark in offset.items() if name != CLUSTER}
     except OverflowError as error:
-        raise ValueError(f"offset: expected marks, found an infinity: {error}") from error
+        raise ValueError(
+            f"offset of a stream: expected high-water marks, found an infinity: {error}"
+        ) from error
     return Position(marks, cluster)

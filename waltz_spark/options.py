@@ -178,12 +178,13 @@ def check_names(options: Mapping[str, str]) -> None:
             continue
         if key == "paths":  # Spark's own name for load() of a list
             raise BadConfig(
-                "load(): expected one connect string, found several: a read is from one cluster"
+                "load(): expected one connect string, found several: a read uses one cluster"
             )
         if key.lower() in _KAFKA_OPTIONS:
             raise BadConfig(
                 f"format 'waltz' has no option {key!r}. Hint: did you mean "
-                f"{_KAFKA_OPTIONS[key.lower()]!r}? docs/kafka.md compares the options."
+                f"{_KAFKA_OPTIONS[key.lower()]!r}? docs/kafka.md compares the options with "
+                "those of Kafka."
             )
         near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
@@ -204,13 +205,13 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
     starting_ms = parser.timestamp_ms("startingTimestamp")
     if starting_ms is not None and parser.text("startingHighWaterMarks") is not None:
         raise BadConfig(
-            "options 'startingTimestamp' and 'startingHighWaterMarks' both set the start. Hint: "
-            "use one of them."
+            "options 'startingTimestamp' and 'startingHighWaterMarks' both set the start of "
+            "the read. Hint: use one of them."
         )
     if parser.text("columnNameOfCorruptRecord") in parser.log_columns():
         raise BadConfig(
-            "option 'columnNameOfCorruptRecord': expected a column of your schema, found the log's "
-            f"column {parser.text('columnNameOfCorruptRecord')!r}"
+            "option 'columnNameOfCorruptRecord': expected a column of your schema that is "
+            f"not a column of the log, found {parser.text('columnNameOfCorruptRecord')!r}"
         )
     for name in ("mode", "columnNameOfCorruptRecord", "requiredColumns"):
         if parser.text(name) is not None and parser.text("dataFormat") is None:
@@ -311,7 +312,8 @@ class _OptionParser:
             option = BY_KEY.get(key)
             if option is not None and option.use not in _ALLOWED[use]:
                 raise BadConfig(
-                    f"option {option.name!r} is for {option.use.value}, this is {use.value}"
+                    f"option {option.name!r} is for {option.use.value}, but it was used for "
+                    f"{use.value}"
                 )
 
     def text(self, name: str) -> str | None:
@@ -322,10 +324,10 @@ class _OptionParser:
         value = self.text("path") or self.text("connect") or os.environ.get(CONNECT_ENVIRONMENT)
         if not value:
             raise BadConfig(
-                "no cluster is specified. Hint: pass a connect string like "
+                "no cluster is given. Hint: pass a connect string such as "
                 "'zk1:2181,zk2:2181/waltz/payments' to load(...) or save(...), as option "
-                f"'connect', or in ${CONNECT_ENVIRONMENT} (CREATE TABLE loses options: use CREATE "
-                "TEMPORARY VIEW)."
+                f"'connect', or in ${CONNECT_ENVIRONMENT} (CREATE TABLE loses options: use "
+                "CREATE TEMPORARY VIEW)."
             )
         return value
 
@@ -357,8 +359,8 @@ class _OptionParser:
                 raise BadConfig(f"option {name!r} needs option 'recompute'")
         if value is not None and _FUNCTION.fullmatch(value) is None:
             raise BadConfig(
-                f"option 'recompute': expected 'module:function', found {value!r}. Hint: "
-                "'shop.stock:again', for example."
+                "option 'recompute': expected 'module:function', such as "
+                f"'shop.stock:again', found {value!r}"
             )
         return value
 
@@ -368,8 +370,9 @@ class _OptionParser:
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
             raise BadConfig(
-                "option 'encryptionKeys': expected one of encryptionKey and encryptionKeyColumn, "
-                f"found {'none' if key_id is None else 'both'}"
+                "option 'encryptionKeys': expected either encryptionKey or "
+                "encryptionKeyColumn in addition, found "
+                f"{'none' if key_id is None else 'both'}"
             )
         for name, value in (("encryptionKey", key_id), ("encryptionKeyColumn", column)):
             if value is not None and not has_keys:
@@ -450,8 +453,8 @@ class _OptionParser:
             return None
         if self.choice("readFrom", ("replica", "server")) != "replica":
             raise BadConfig(
-                "option 'group' needs readFrom=replica: reads from a server use that server's "
-                "setting 'group'"
+                "option 'group' needs readFrom=replica: if the server reads, its own "
+                "setting 'group' applies"
             )
         return self.integer("group", 0, (1 << 31) - 1)
 
@@ -464,7 +467,9 @@ class _OptionParser:
         except ValueError:
             numbers = ()
         if not numbers or numbers[0] < minimum or numbers[-1] >= 1 << 31:
-            raise BadConfig(f"option {name!r}: expected integers, '0,3,5', found {value!r}")
+            raise BadConfig(
+                f"option {name!r}: expected a list of integers such as '0,3,5', found {value!r}"
+            )
         return numbers
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
@@ -479,10 +484,14 @@ class _OptionParser:
             except ValueError:
                 pair = (0, -1)
             if not 0 <= pair[0] <= pair[1]:
-                raise BadConfig(f"option {name!r}: expected '1000-1999,5000', found {part!r}")
+                raise BadConfig(
+                    f"option {name!r}: expected ranges such as '1000-1999,5000', found {part!r}"
+                )
             found.append(pair)
         if not found:
-            raise BadConfig(f"option {name!r}: expected '1000-1999,5000', found {value!r}")
+            raise BadConfig(
+                f"option {name!r}: expected ranges such as '1000-1999,5000', found {value!r}"
+            )
         return tuple(sorted(found))
 
     def columns(self) -> tuple[str, ...]:
@@ -495,9 +504,11 @@ class _OptionParser:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 suggestion = (
-                    f"did you mean {near[0]!r}?" if near else f"they are {', '.join(known)}"
+                    f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(known)}"
                 )
-                raise BadConfig(f"option 'columns': the log has no column {name!r}; {suggestion}")
+                raise BadConfig(
+                    f"option 'columns': the log has no column {name!r}. Hint: {suggestion}"
+                )
         if not names or len(set(names)) != len(names):
             raise BadConfig(f"option 'columns': expected each column once, found {value!r}")
         return names
@@ -517,8 +528,8 @@ class _OptionParser:
             moment = datetime.fromisoformat(value)
         except ValueError:
             raise BadConfig(
-                f"option {name!r}: expected a time like '2026-11-21T10:00:00Z', or milliseconds "
-                f"since 1970, found {value!r}"
+                f"option {name!r}: expected a time such as '2026-11-21T10:00:00Z', or "
+                f"milliseconds since 1970, found {value!r}"
             ) from None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
@@ -530,7 +541,7 @@ class _OptionParser:
             return value.lower()
         if not value.lstrip().startswith("{"):
             raise BadConfig(
-                f"option {name!r}: expected {' or '.join(words)}, or JSON like '{{\"0\": 41}}', "
+                f"option {name!r}: expected {' or '.join(words)}, or JSON such as '{{\"0\": 41}}', "
                 f"found {value!r}"
             )
         return self.marks(name)

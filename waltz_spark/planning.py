@@ -64,7 +64,7 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
     """
     if not 0 <= partition < partition_count:
         raise BadConfig(
-            f"{where}: expected partitions from 0 to {partition_count - 1}, found {partition}"
+            f"{where}: expected partitions in 0..{partition_count - 1}, found {partition}"
         )
 
 
@@ -142,9 +142,10 @@ def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[i
     for partition, end in ends.items():
         if starts[partition] > end:
             raise BadConfig(
-                f"partition {partition}: the read starts after transaction {starts[partition]} and "
-                f"ends at {end}. Hint: startingHighWaterMarks must not be above "
-                "endingHighWaterMarks; equal marks read nothing."
+                f"partition {partition}: the read starts after transaction "
+                f"{starts[partition]}, but ends at transaction {end}. Hint: "
+                "startingHighWaterMarks must not be above endingHighWaterMarks; with equal "
+                "marks nothing is read."
             )
 
 
@@ -154,19 +155,20 @@ def _given(
     found: dict[int, int] = {}
     if missing := sorted(marks.keys() - given.keys()):
         raise BadConfig(
-            f"option {name!r} has no mark for partition {listed(missing)}: expected marks for "
-            f"{len(marks)} partitions, found {len(given)}. Hint: add a mark for each partition "
-            '("3": -1 is before the first transaction), or choose partitions with option '
-            "'partitions'."
+            f"option {name!r} has no high-water mark for partition {listed(missing)}: "
+            f"expected marks for {len(marks)} partitions, found {len(given)}. Hint: add a "
+            'mark for each partition ("3": -1 means before the first transaction), or '
+            "choose partitions with option 'partitions'."
         )
     for partition, mark in marks.items():
         wanted = given[partition]
         if wanted > mark:
             if options.fail_on_data_loss:
                 raise DataLoss(
-                    f"option {name!r} names transaction {wanted} of partition {partition}, but its "
-                    f"log ends at {mark}: another cluster, or a log that was created again. Hint: "
-                    "correct the mark, or set failOnDataLoss=false to read the existing rows."
+                    f"option {name!r} names transaction {wanted} of partition {partition}, "
+                    f"but its log ends at transaction {mark}: it is the log of another "
+                    "cluster, or it was created again. Hint: correct the option, or set "
+                    "failOnDataLoss=false to read the transactions that exist."
                 )
             wanted = mark
         found[partition] = wanted

@@ -72,14 +72,15 @@ def check_log_types(schema: StructType, options: ReadOptions) -> None:
             )
         if field.name == "commit_time" and not field.nullable:
             raise BadRequest(
-                "column 'commit_time' is NOT NULL in the schema, but it is null for transactions "
-                "that a server of Waltz 0.13 wrote. Hint: declare it nullable."
+                "column 'commit_time' is NOT NULL in the schema, but it is null for "
+                "transactions that a Waltz 0.13 server wrote. Hint: declare the column as "
+                "nullable."
             )
         is_decrypted = options.encryption_keys is not None and wanted is not None
         if is_decrypted and field.name in ("data", ERROR_COLUMN) and not field.nullable:
             raise BadRequest(
-                f"column {field.name!r} is NOT NULL in the schema, but with option encryptionKeys "
-                "it may be null. Hint: declare it nullable."
+                f"column {field.name!r} is NOT NULL in the schema, but with option "
+                "encryptionKeys it may be null. Hint: declare the column as nullable."
             )
 
 
@@ -126,8 +127,9 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
                 check_packed_type(f"{name}.{field.name}", field.dataType, data_format)
         case _ if not isinstance(kind, _PACKED_TYPES):
             raise BadRequest(
-                f"column {name!r} is {kind.simpleString()}, which option 'dataFormat' does not "
-                "pack. Hint: cast it to a string or a number first; a variant, by to_json()."
+                f"column {name!r} has type {kind.simpleString()}, which option 'dataFormat' "
+                "cannot pack. Hint: cast it to a string or a number first; convert a variant "
+                "with to_json()."
             )
         case _:
             pass
@@ -136,8 +138,8 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
 def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
     if isinstance(kind.keyType, types.NullType):
         raise BadRequest(
-            f"column {name!r} is {kind.simpleString()}, but a map cannot have null keys. Hint: "
-            "cast it to a map with keys of another type."
+            f"column {name!r} has type {kind.simpleString()}, but a packed map cannot have "
+            "null keys. Hint: cast it to a map with keys of another type."
         )
     is_nested = isinstance(kind.keyType, types.StructType | types.ArrayType)
     is_text = isinstance(kind.keyType, types.StringType | types.CharType | types.VarcharType)
@@ -145,18 +147,19 @@ def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
         data_format == "avro" and not is_text
     ):
         raise BadRequest(
-            f"column {name!r} is {kind.simpleString()}, and dataFormat={data_format} does not "
-            "support such keys. Hint: use dataFormat=json, or cast the keys to strings."
+            f"column {name!r} has type {kind.simpleString()}, but dataFormat={data_format} does "
+            "not support keys of this type. Hint: use dataFormat=json, or cast the keys to "
+            "strings."
         )
 
 
 _PERMISSIVE = (
-    "mode=PERMISSIVE returns nulls for payloads that cannot be unpacked. Hint: use "
+    "mode=PERMISSIVE returns null for a payload that cannot be unpacked. Hint: use "
     ".schema(df.schema.toNullable()), or omit NOT NULL in DDL; or use mode=FAILFAST or "
-    "DROPMALFORMED, which check that there is a value."
+    "DROPMALFORMED, which return no nulls for it."
 )
 WITH_KEYS = (
-    "option encryptionKeys returns nulls for payloads that cannot be decrypted. Hint: use "
+    "option encryptionKeys returns null for a payload that cannot be decrypted. Hint: use "
     ".schema(df.schema.toNullable()), or omit NOT NULL in DDL."
 )
 
@@ -174,8 +177,8 @@ def check_nullable(
     """
     if not nullable:
         raise BadRequest(
-            f"column {name!r} is NOT NULL in the schema (nullable=False, containsNull=False), and "
-            f"{reason}"
+            f"column {name!r} is NOT NULL in the schema (nullable=False, "
+            f"containsNull=False), but {reason}"
         )
     match kind:
         case types.ArrayType():
@@ -229,7 +232,7 @@ def pack(
         except ValueError as error:
             raise BadRequest(
                 f"a row cannot be packed with option dataFormat=json: {error}. Hint: "
-                "alternatively, use dataFormat=msgpack."
+                "dataFormat=msgpack may support it."
             ) from None
     return pa.array(payloads, pa.binary())
 

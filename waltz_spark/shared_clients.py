@@ -105,7 +105,9 @@ def sources_of(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
         if any(each.cluster_key != client.cluster().key for each in sources.values()):
-            raise ClusterKeyMismatch(f"the servers of {connect} serve another cluster now")
+            raise ClusterKeyMismatch(
+                f"the servers of {connect} belong to another cluster than before"
+            )
         return client, sources
 
     return with_client(connect, check)

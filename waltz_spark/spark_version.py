@@ -168,5 +168,5 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
                 "spark.micro_batch_over_limit transactions=%d maxTransactionsPerTrigger=%d hint=%r",
                 count,
                 limit.max_rows,
-                "PySpark before 4.2 cannot limit a micro-batch",
+                "PySpark before version 4.2 cannot limit the size of a micro-batch",
             )

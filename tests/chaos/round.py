@@ -50,7 +50,7 @@ POLL_S = 0.25
 ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
 # On a machine with so much to do a process may get no time for as long as a session lasts.
 SLOWNESS_MAX = 3.0
-LOOP_UNRESPONSIVE = " zookeeper.loop_unresponsive "
+LOOP_UNRESPONSIVE = " process.event_loop_unresponsive "
 
 Say = Callable[[str], None]
 

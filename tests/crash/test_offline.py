@@ -18,7 +18,9 @@ from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
-NOT_ASSIGNED = f"{PARTITION}: found partition {PARTITION}, which is not assigned"
+NOT_ASSIGNED = (
+    f"{PARTITION}: the directory has partition {PARTITION}, which is not assigned to the storage"
+)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -154,7 +156,7 @@ def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
     read = layout.batch(written, position, read_head.segment_crc)
     expected = ()
     if entry.session_id < layout.RECONSTRUCTED:
-        expected = (f"expected a session of at least -2, found {entry.session_id}",)
+        expected = (f"expected a session number of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
     elsewhere = layout.batch(written, position + 1, read_head.segment_crc)
     assert elsewhere.wrong[0].startswith("expected CRC")
@@ -199,6 +201,9 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
         world.disk.power_loss(survival, world.rng)
         wrong, notes = found(write_to_directory(world.disk, tmp_path / str(step)))
         assert wrong == [], step
-        cuts += "2/waltz-x.ctl: truncation after 39 was begun; the next start finishes it" in notes
+        cuts += (
+            "2/waltz-x.ctl: a truncation after transaction 39 was begun; the next start of "
+            "the storage completes it"
+        ) in notes
     assert step > 15
     assert cuts > 2

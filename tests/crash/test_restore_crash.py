@@ -147,7 +147,7 @@ def outcome_of(code, error):
         return "restored"
     assert code == 1, error
     if "the remains of an unfinished one" in error:
-        assert "delete them with `waltz-core cluster delete`" in error
+        assert "delete the znodes with `waltz-core cluster delete`." in error
         return "remains"
     assert "there is a cluster at" in error
     return "exists"

@@ -313,7 +313,7 @@ def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
                     wait_until(
                         f"{name} has read {node}",
                         lambda log=log, node=node: (
-                            f"zookeeper.node_unreadable error={node}" in log.read_text("utf-8")
+                            f"zookeeper.znode_unreadable error={node}" in log.read_text("utf-8")
                         ),
                     )
                 load.await_commits()

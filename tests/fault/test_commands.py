@@ -163,7 +163,7 @@ def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: Local
     found = json.loads(failed.out)
     assert all(found["partitions"]["0"].values())
     assert not found["partitions"]["1"]["storage"]
-    (repair,) = [each for each in found["findings"] if "has it offline" in each]
+    (repair,) = [each for each in found["findings"] if "has taken its replica offline." in each]
     words = repair.split("`")[1].split()[1:]
     assert output_of(cluster, *words).code == 0
     wait_until("all is well", lambda: output_of(cluster, "cluster", "verify").code == 0)
@@ -200,7 +200,9 @@ def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
         output = run_failing(cluster, "storage", "scrub", *words)
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
-    assert f"not done within 1 s, still waiting: {storage} to answer." in output
+    assert (
+        f"the command did not finish within 1 s. It still waits for: {storage} to answer." in output
+    )
 
 
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
@@ -261,11 +263,13 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
     one, other = names(cluster)[:2]
     at = ("--storage", other, "--partition", "0")
     last = append(cluster, 200)
-    assert "found it engaged in session" in run_failing(cluster, "storage", "re-seed", *at)
+    assert "the last store session needs this replica" in run_failing(
+        cluster, "storage", "re-seed", *at
+    )
     done(cluster, "storage", "availability", *at, "--online", "false")
     wait_until("the others go on", lambda: append(cluster, 1) > last)
     mark = replica(cluster, one)["low_water_mark"]
-    assert "expected partition 0 to be offline" in run_failing(
+    assert "partition 0 must be offline" in run_failing(
         cluster,
         *("storage", "recover-partition", "--storage", one),
         *("--partition", "0", "--from", other),
@@ -307,7 +311,7 @@ def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
 def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     one, other, third = names(cluster)
     at = ("--storage", third, "--partition", "1")
-    assert "in ZooKeeper, found one" in run_failing(
+    assert "is assigned to this storage in ZooKeeper" in run_failing(
         cluster, "storage", "remove-partition", *at, "--delete-files"
     )
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0,)})
@@ -358,17 +362,17 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
     )
     port = next(each.port for each in cluster.members if each.kind == "storage")
     found = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
-    assert "expected a storage's admin port, found a 'Waltz Storage Server'" in found.stderr
+    assert "expected the admin port of a storage, found a 'Waltz Storage Server'" in found.stderr
 
 
 # --- the end
 
 
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
-    assert "the name of the cluster at " in run_failing(cluster, "cluster", "delete", "payments")
-    assert "expected all servers and storages to be stopped" in run_failing(
-        cluster, "cluster", "delete", "local"
+    assert "is named 'local', but the command was given 'payments'" in run_failing(
+        cluster, "cluster", "delete", "payments"
     )
+    assert "servers or storages still run:" in run_failing(cluster, "cluster", "delete", "local")
     outcomes = {each["command"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
     assert sum("availability" in what for what in outcomes) == 4
     assert any("cluster delete local" in what for what in outcomes)
@@ -382,4 +386,4 @@ def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     key = done(cluster, "cluster", "show-key")["cluster_key"]
     assert done(cluster, "cluster", "delete", "local")["cluster_key"] == key
     assert done(cluster, "cluster", "list") == []
-    assert "there is nothing at" in run_failing(cluster, "cluster", "delete", "local", "--force")
+    assert "there is no cluster at" in run_failing(cluster, "cluster", "delete", "local", "--force")

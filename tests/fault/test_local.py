@@ -140,7 +140,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
             first.send_signal(signal.SIGCONT)
         out, error_text = first.communicate(timeout=HANG_S)
     assert first.returncode == 0, error_text
-    assert "another command is starting or ending the cluster" in refused(second)
+    assert "another command is starting or stopping the cluster" in refused(second)
     connect = out.strip()
     before = status(directory)
     assert up(directory) == connect
@@ -166,7 +166,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
         assert foreign.poll() is None
         foreign.kill()
     assert pids_at(directory) == []
-    assert "nothing was running" in local(directory, "down").stderr
+    assert "no process of the cluster was running" in local(directory, "down").stderr
 
 
 def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
@@ -193,7 +193,7 @@ def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
         assert local(directory, "down").returncode == 0
         with taken(storage.port):
             sentence = refused(local(directory, "up", *ONE_STORAGE))
-        assert f"port {storage.port} of storage-1 is taken by another program" in sentence
+        assert f"another program uses port {storage.port} of storage-1. " in sentence
 
 
 def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
@@ -244,18 +244,21 @@ def test_a_port_base_determines_all_ports(directory: Path):
         base += 6
     with taken(base + 3):
         sentence = refused(local(directory, "up", *ONE_STORAGE, "--port-base", str(base)))
-    assert f"--port-base {base}: port {base + 3} is taken by another program" in sentence
+    assert f"--port-base {base}: another program uses port {base + 3}. Hint: choose" in sentence
     assert not (directory / "cluster.json").exists()
     up(directory, *ONE_STORAGE, "--port-base", str(base))
     assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
     sentence = refused(local(directory, "up", "--port-base", "20000"))
-    assert f"--port-base: expected {base}, with which the cluster in {directory} was" in sentence
+    assert f"--port-base: the cluster in {directory} was created with {base}, which" in sentence
     assert local(directory, "down").returncode == 0
     server = LocalCluster(directory)._loaded().members[-1]
     for port in (server.http_port, server.port):
         with taken(port):
             sentence = refused(local(directory, "up"))
-        assert f"port {port} of {server.name} is taken by another program; the cluster " in sentence
+        assert (
+            f"another program uses port {port} of {server.name}. The process cannot use another "
+            "port, because the cluster "
+        ) in sentence
         assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
 
 
@@ -271,7 +274,7 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
             check=False,
             timeout=HANG_S,
         )
-    assert refused(done).endswith(f"port {port} of ZooKeeper is taken by another program")
+    assert refused(done).endswith(f"another program uses port {port} of ZooKeeper")
 
 
 def test_up_waits_for_every_server(directory: Path):
@@ -283,7 +286,7 @@ def test_up_waits_for_every_server(directory: Path):
         slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
         stack.callback(slow.kill, "server-2", signal.SIGCONT)
         lines: list[str] = []
-        late = f"not registered: 127.0.0.1:{slow.member('server-2').port}"
+        late = f"not registered in ZooKeeper yet: 127.0.0.1:{slow.member('server-2').port}"
         with pytest.raises(Unreachable, match=late):
             slow.up(timeout_s=8 * slowness(), show_line=lines.append)
         assert any(re.search(f"waiting for .*{late}", line) for line in lines)
@@ -348,7 +351,7 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
 
 def test_commands_without_a_cluster_name_local_up(directory: Path):
     for verb in ("status", "down"):
-        assert "start one with `waltz-core local up`" in refused(local(directory, verb))
+        assert "Hint: `waltz-core local up` starts one." in refused(local(directory, verb))
 
 
 def test_a_directory_may_have_any_name_in_the_locale_c(
@@ -367,7 +370,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
     done = local(directory, "up", *ONE_STORAGE, "--timeout-s", "600")  # longer than the test waits
     assert done.returncode == 1
-    assert "waltz-core: zookeeper ended while the cluster was starting" in done.stderr
+    assert "waltz-core: zookeeper ended while the cluster was starting." in done.stderr
     assert "ThereIsNoSuchOption" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -92,7 +92,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         for each in limits_s
     )
     waited = next(each for each in reported if address(cluster, "storage-1") in each)
-    assert "Hint: start it, or use --missing" in waited
+    assert "Hint: start that storage, or name it with --missing" in waited
     command = begin(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
         cluster.start(name)
@@ -189,7 +189,10 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
 def not_passed(scenario: Scenario) -> bool:
     """Return whether `verify` finds no partition open."""
     ran = run_command("cluster", "verify", "--connect", scenario.cluster.connect, "--json")
-    closed = ("has no open session with a quorum of replicas", "does not serve it")
+    closed = (
+        "has no open store session with a quorum of its replicas",
+        "does not answer requests for it",
+    )
     sentences = [
         each for each in json.loads(ran.stdout)["findings"] if any(one in each for one in closed)
     ]
@@ -218,7 +221,7 @@ def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario
         load.await_commits()
         replace = ("replace-storage", lost, lost)
         waited = run_failing(cluster, *replace, "--timeout-s", "2")
-        assert f"a storage with an empty directory to start at {lost}" in waited
+        assert f"an empty storage at {lost} to start; it then gets" in waited
         cluster.start("storage-2")
         run_checked(cluster, *replace)
         run_checked(cluster, "remove-storage", other)

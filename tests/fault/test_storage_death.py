@@ -225,14 +225,14 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         load.await_commits()
         wait_until("it has ended", lambda: cluster.member("storage-2").process() is None)
         log = cluster.log_path("storage-2").read_text(encoding="utf-8")
-        assert "waltz-storage.ctl: expected the file that this process has opened" in log
+        assert "waltz-storage.ctl: the file was deleted or replaced while this process" in log
         replace = f"cluster replace-storage {storage} {storage}"
         with pytest.raises(Unreachable, match=rf"(?s)storage-2 ended while .*{replace}"):
             cluster.up()
         words = ("replace-storage", storage, storage)
         waited = run_failing(cluster, *words, "--timeout-s", "5")
         last = cluster.partition_count - 1
-        assert f"start at {storage}, which then gets partitions 0-{last}" in waited
+        assert f"at {storage} to start; it then gets replicas of partitions 0-{last}" in waited
         cluster.up()
         assert "cluster add-replica" in run_checked(cluster, *words)["summary"]
         run_checked(cluster, "add-replica", "all", storage)

@@ -87,7 +87,7 @@ class Rolling:
         await_findings([], *from_elsewhere(members))
         await_findings([], *from_elsewhere(administrators))
         (found,) = await_findings(["zookeeper-access-denied"], *from_elsewhere(self.public))
-        assert "requires authentication at " in found["sentence"]
+        assert "requires authentication for " in found["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)
         assert "expected the auth file of an administrator" in denied.stderr
         done = run_command("cluster", "audit", "--connect", administrators)

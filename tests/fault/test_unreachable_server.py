@@ -77,8 +77,8 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
             with scenario.load() as load:
                 wait_until("it is registered", server.is_ready)
                 expected = (
-                    "the peer's certificate is not accepted",
-                    f"server 127.0.0.1:{port} is assigned no partitions",
+                    "the certificate of the peer is not valid",
+                    f"server 127.0.0.1:{port} gets no partitions, because",
                 )
 
                 def says_why() -> bool:
@@ -195,11 +195,11 @@ def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
         other = {address(scenario.cluster, "server-2")}
         wait_until("the other one owns all", lambda: owners(scenario.cluster) == other)
         load.await_commits()
-        assert "zookeeper.loop_unresponsive" in hanging.log_text()
+        assert "process.event_loop_unresponsive" in hanging.log_text()
         hanging.go_on()
         wait_until("both own some again", lambda: len(owners(scenario.cluster)) == 2)
         load.await_commits()
-    assert "zookeeper.loop_responsive" in hanging.log_text()
+    assert "process.event_loop_responsive" in hanging.log_text()
     assert hanging.process.poll() is None
     scenario.check_agrees()
 

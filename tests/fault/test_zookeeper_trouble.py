@@ -187,7 +187,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
             assert min(marks.values()) >= 0
         for member in cluster.zookeepers:
             cluster.start(member.name)
-        wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
+        wait_until("transaction is a quorum:", lambda: leads(cluster))
         back = time.monotonic()
         wait_until("all healthy", lambda: not daemons_without_zookeeper(cluster))
         wait_until("as before", lambda: owners(cluster) == before)
@@ -278,7 +278,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
         dead = f"127.0.0.1:{cluster.member('server-2').port}"
         for member in lost:
             cluster.start(member.name)
-        wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
+        wait_until("transaction is a quorum:", lambda: leads(cluster))
         wait_until(
             "the other one owns all",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
@@ -350,12 +350,12 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
 def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
     """Without credentials, with other ones, and with a file that is absent."""
     unreachable = error_of("cluster", "show", place)
-    assert "requires authentication at /waltz/local" in unreachable
+    assert "requires authentication for /waltz/local:" in unreachable
     assert "?auth=FILE" in unreachable
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
     other = error_of("cluster", "show", f"{place}?auth={wrong}")
-    assert "denies access to /waltz/local" in other
+    assert "denies access to /waltz/local:" in other
     assert "found 'waltz' in" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):

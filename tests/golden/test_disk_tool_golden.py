@@ -12,7 +12,9 @@ from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 
 NAME = "0" * 19
-ONLY_THE_ORIGINAL = "0/waltz-x.ctl: is missing: only Waltz 0.13 has written here"
+ONLY_THE_ORIGINAL = (
+    "0/waltz-x.ctl: the file is missing: only Waltz 0.13 has written to this directory"
+)
 
 
 @pytest.fixture
@@ -30,7 +32,10 @@ def run_tool(capsys, *words):
 def test_a_0_13_program_directory_verifies(storage, capsys):
     # All four partitions were assigned by the original; the golden files are those of one.
     missing = [
-        f"{one}: is missing: partition {one} is assigned, its last session is 0"
+        (
+            f"{one}: the directory is missing, but partition {one} is assigned to the storage "
+            "and had session 0"
+        )
         for one in (1, 2, 3)
     ]
     assert found(storage) == (missing, [ONLY_THE_ORIGINAL])
@@ -121,11 +126,12 @@ def test_an_adopted_directory_verifies(storage):
     engine.close()
     # An original makes a partition's directory before it has a session: where there is none, it was
     # lost. So the three without one are written again, and confirm nothing of what was in them.
-    lost = "suspect: the log is not trusted until it is repaired"
+    lost = "the replica is suspect: its log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):
         new_session = (
-            f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+            f"waltz-storage.ctl: partition {one}: expected session -1, as in the control "
+            "slot, found 0"
         )
         notes += [new_session, f"{one}/waltz-x.ctl: {lost}"]
     assert found(storage) == ([], notes)

@@ -66,7 +66,7 @@ class Access:
 
     def await_read(self) -> None:
         """Wait until every daemon has read the latest revision."""
-        line = f"access.revision revision={self.revision}\n"
+        line = f"access.revision_applied revision={self.revision}\n"
         for name in DAEMONS:
             log = self.cluster.log_path(name)
             wait_until(f"{name} reads", lambda log=log: line in log.read_text())

@@ -51,7 +51,7 @@ def write(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
             zookeeper.set(path, data)
         else:
             zookeeper.create(path, data)
-        line = f"access.revision revision={permissions.revision}\n"
+        line = f"access.revision_applied revision={permissions.revision}\n"
         for name in DAEMONS:
             wait_until(
                 f"{name} reads", lambda name=name: line in cluster.log_path(name).read_text()

@@ -48,7 +48,7 @@ def test_permissions_and_tokens_reach_every_daemon(
         changed = access(*words, "--timeout-s", f"{HANG_S}")
         assert [each.split()[0] for each in changed["applied"]] == ["server", "storage"]
         for name in ("server-1", "storage-1"):
-            line = f"access.revision revision={changed['revision']}\n"
+            line = f"access.revision_applied revision={changed['revision']}\n"
             assert line in cluster.log_path(name).read_text()
         return changed
 
@@ -96,7 +96,7 @@ def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
     finally:
         cluster.kill("storage-1", signal.SIGCONT)
     assert late.returncode == 1
-    assert "bob has read for partitions all; revision" in late.stdout
+    assert "bob has the verbs read for partitions all; the permissions have revision" in late.stdout
     assert f"storage {address}: it " in late.stderr
     assert "of 2 daemons do not use it. Hint:" in late.stderr
     again = run_command(*grant, "--timeout-s", f"{HANG_S}")

@@ -47,5 +47,5 @@ def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
         assert isinstance(figures, dict)
         assert figures["flooded_p99_ms"] > 0
         assert figures["flooded_cores"].keys() == {"zookeeper", "storage", "server", "client"}
-    assert f"{greed.GREEDY} is over its limit of" in log
-    assert f"{greed.CALM} is over its limit of" not in log
+    assert f"{greed.GREEDY} exceeds its limit of" in log
+    assert f"{greed.CALM} exceeds its limit of" not in log

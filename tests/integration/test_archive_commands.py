@@ -95,7 +95,7 @@ def test_the_status_shows_what_is_archived_of_a_partition(archived: Archived):
 def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Archived):
     code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
     assert code == 1
-    assert "is the directory mounted" in found["errors"][0]
+    assert "the directory is mounted" in found["errors"][0]
     assert found["partitions"][0]["objects"] is None
     assert found["partitions"][0]["archived"] == ROWS - 1
     done = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
@@ -124,12 +124,15 @@ def test_pins_are_shown_and_removed(archived: Archived):
     pin(ArchiveStore(archived.url), source.bytes, restored.bytes)
     assert archived.command("status")[1]["pins"] == [str(restored)]
     text = run_command("archive", "status", "--connect", connect)
-    assert f"no object is deleted: the restored cluster {restored} may" in text.stderr
+    assert (
+        f"no object is deleted from the archive, because the restored cluster {restored} may"
+        in text.stderr
+    )
     done = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"expected a pin of cluster {UUID(int=8)}, found {restored}" in done.stderr
     done = run_command("archive", "unpin", str(source), "--connect", connect)
-    assert f"expected no cluster with key {source} in this ZooKeeper, found one" in done.stderr
+    assert f"in this ZooKeeper has the key {source}, and needs the pinned" in done.stderr
     done = run_command("archive", "unpin", str(restored), "--connect", connect)
     assert done.returncode == 0, done
     assert archived.command("status")[1]["pins"] == []
@@ -140,7 +143,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
     code, found, messages = archived.command("verify", "--archive", archived.url)
     assert (code, found["passed"]) == (0, True)
     assert found["partitions"]["0"]["objects"] == len(files)
-    assert f"up to ID {ROWS - 1}: 0 wrong files" in messages
+    assert f"up to transaction {ROWS - 1}: 0 wrong files" in messages
     bad = Path(urlsplit(files[1]["url"]).path)
     data = bad.read_bytes()
     try:
@@ -151,7 +154,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert not found["passed"]
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
-        assert "expected CRC-32" in problem["problem"]
+        assert "expected a file with CRC-32" in problem["problem"]
         assert f"IDs {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
         assert "Hint: add --repair to replace it" in messages
         # A range without it.
@@ -159,7 +162,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert archived.command("verify", *words)[0] == 0
         code, found, messages = archived.command("verify", "--first", str(ROWS))
         assert (code, found["passed"]) == (1, False)
-        assert f"{ROWS} on are not archived; the last archived ID is {ROWS - 1}" in messages
+        assert f"{ROWS} on are not archived; the last archived one is {ROWS - 1}" in messages
         bad.unlink()
         _, found, _ = archived.command("verify")
         assert "it does not exist" in found["partitions"]["0"]["problems"][0]["problem"]
@@ -176,8 +179,11 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--partition", "1"), "--partition: expected 0 to 0, found 1"),
-        (("--first", "7", "--last", "6"), "--first, --last: expected a range of IDs, found 7..6"),
+        (("--partition", "1"), "--partition: --partition: expected a partition in 0..0, found 1"),
+        (
+            ("--first", "7", "--last", "6"),
+            "--first, --last: expected a range of transaction IDs, found 7..6",
+        ),
         (("--archive", "nowhere"), "archive nowhere: "),
     ],
 )

@@ -69,7 +69,7 @@ def check_feed_below(cluster: LocalCluster, first: int, caplog: pytest.LogCaptur
     with WaltzClient(cluster.connect) as client:
         client.subscribe(Ledger(-1), [0])
         wait_until("the feed has ended", lambda: not client.partitions)
-    assert f"expected IDs from {first} on" in caplog.text
+    assert f"the first available one is {first}" in caplog.text
 
 
 def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> None:
@@ -95,7 +95,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         written = fill(cluster, archive)
         before = min(oldest_segment(cluster, each) for each in STORAGES)
         preview = expire(cluster, before)
-        shown = f"partition 0: IDs 0..{len(written) - 1} are available in the archive"
+        shown = f"partition 0: transactions 0..{len(written) - 1} are available in the archive"
         assert f"{shown}; those before {before} would expire\n" in preview
         assert "nothing was changed" in preview
         assert first_of(cluster) == 0

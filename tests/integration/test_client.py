@@ -152,7 +152,7 @@ def test_a_forked_process_must_open_a_new_client(client: WaltzClient, cluster: L
     os.waitpid(child, 0)
     message = os.read(reader, 1_000).decode()
     os.close(reader)
-    assert "is used in its fork" in message
+    assert "and cannot be used in the forked process" in message
     assert message.endswith("own sees 4")
 
 
@@ -171,7 +171,10 @@ def test_the_error_without_zookeeper_names_the_hosts():
     check("zookeeper.invalid:2181", "the host name cannot be resolved")
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
-        check(place, "connections are accepted, but ZooKeeper sends no session response")
+        check(
+            place,
+            "the host accepts connections, but ZooKeeper does not answer the request for a session",
+        )
 
 
 def test_the_error_without_a_cluster_names_the_command(cluster: LocalCluster):

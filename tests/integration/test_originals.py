@@ -205,7 +205,8 @@ def test_each_version_mounts_appends_and_reads(
     with watching(caplog) as logged:
         run(main())
     assert (
-        sum("client.old_version" in each and f"version={version}" in each for each in logged) == 3
+        sum("client.legacy_connected" in each and f"version={version}" in each for each in logged)
+        == 3
     )
 
 

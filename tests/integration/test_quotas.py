@@ -102,7 +102,7 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
     assert len(calm) > took_s  # The other tenant has no pauses of a second.
     assert calm == [*range(calm[0], calm[0] + len(calm))]
     log = access.cluster.log_path("server-1").read_text()
-    assert f"error={GREEDY} is over its limit of {LIMIT_BYTES_PER_S} bytes per second" in log
+    assert f"error={GREEDY} exceeds its limit of {LIMIT_BYTES_PER_S} bytes per second at" in log
 
 
 @pytest.mark.parametrize("at_storages", [False, True])
@@ -182,7 +182,7 @@ def test_a_change_of_the_limits_needs_no_new_connection(access: Access):
         late = client.append(b"x", partition=partition).exception()
         assert isinstance(late, Overloaded)
         assert 0 < late.retry_after_ms < 20_000
-        assert f"is over its limit of {ROW_BYTES // 20} bytes per second" in str(late)
+        assert f"exceeds its limit of {ROW_BYTES // 20} bytes per second at" in str(late)
         access.write(PERMISSIONS)
         assert client.append(b"x", partition=partition).exception() is None
 
@@ -195,7 +195,7 @@ def test_a_client_over_its_connections_gets_the_reason(access: Access):
         first.append(b"x", partition=partition).result()
         with (
             WaltzClient(access.connect(GREEDY), config) as second,
-            pytest.raises(Overloaded, match=f"{GREEDY} is over its limit of 1 connections"),
+            pytest.raises(Overloaded, match=f"{GREEDY} exceeds its limit of 1 connections at"),
         ):
             second.high_water_mark(partition)
         first.append(b"y", partition=partition).result()

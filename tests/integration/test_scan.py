@@ -102,7 +102,7 @@ def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):
     for each in ("parquet", "csv", "json"):
         done = run_command(*common, "--format", each, "--output", str(tmp_path / each))
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
-        assert done.stderr == "3 transactions were exported\n"
+        assert done.stderr == "exported 3 transactions\n"
     expected = [{"transaction_id": each, "id": 2 * each + 1} for each in (7, 8, 9)]
     assert pq.read_table(tmp_path / "parquet").to_pylist() == expected
     lines = (tmp_path / "json").read_text().splitlines()

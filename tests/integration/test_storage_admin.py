@@ -224,10 +224,12 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 refused = await owner.ask(
                     owner.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4)
                 )
-                assert "or offline" in refused.message
+                assert "is offline, or not assigned" in refused.message
             found = await replica(admin, 0)
             assert (found.is_available, found.is_served, found.synced_max) == (False, False, 29)
-            with pytest.raises(errors.BadRequest, match="expected a served partition"):
+            with pytest.raises(
+                errors.BadRequest, match="cannot be scrubbed, because it is offline"
+            ):
                 await admin.request(ScrubResponse, ScrubRequest, 0, True)
             read = await admin.request(RecordListResponse, RecordListRequest, 0, 28, 9)
             assert len(read.records) == 2
@@ -259,7 +261,7 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
     async def throw_away(address, port):
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)
-            with pytest.raises(errors.BadRequest, match="found it engaged in session 5"):
+            with pytest.raises(errors.BadRequest, match="in sync in store session 5"):
                 await admin.request(Done, ReSeed, 0, False)
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
             await admin.request(Done, ReSeed, 0, True)
@@ -299,7 +301,9 @@ def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
                 await until_served(address, 5)
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
-                with pytest.raises(errors.BadRequest, match="in ZooKeeper, found one"):
+                with pytest.raises(
+                    errors.BadRequest, match="is assigned to this storage in ZooKeeper"
+                ):
                     await admin.request(Done, RemovePartition, 0, True, True)
                 await assign(coordinator, other)
                 with pytest.raises(errors.BadRequest, match="less than the quorum of 2"):

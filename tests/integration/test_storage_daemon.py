@@ -548,7 +548,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
                 await assign(coordinator)
                 await coordinator.storages.forget_id(address)
                 assert await coordinator.read_storage_ids() == {}
-                await until(lambda: "storage.not_assigned" in caplog.text)
+                await until(lambda: "storage.not_in_cluster" in caplog.text)
                 await assign(coordinator, address)
                 while (after := await coordinator.read_storage_ids()) == {}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -572,7 +572,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
         on_loop(main())
     (error,) = found.value.exceptions
     assert isinstance(error, errors.MissingSegment), found.value.exceptions
-    assert "waltz-storage.ctl: expected the file that this process has opened" in str(error)
+    assert "waltz-storage.ctl: the file was deleted or replaced while this process" in str(error)
     assert "cluster replace-storage" in str(error)
     assert not (tmp_path / "data").exists()
 

@@ -75,7 +75,7 @@ def test_a_client_that_trusts_another_authority_gets_an_error(
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=5_000)) as client,
-        pytest.raises(errors.WaltzError, match="the peer's certificate is not accepted"),
+        pytest.raises(errors.WaltzError, match="the certificate of the peer is not valid"),
     ):
         client.high_water_mark(PARTITION)
 
@@ -147,7 +147,7 @@ def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
         cluster.kill(name, signal.SIGHUP)
         wait_until(
             "it has read them",
-            lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text(),
+            lambda name=name: "tls.reloaded certificate=" in cluster.log_path(name).read_text(),
         )
     with WaltzClient(cluster.connect) as client:
         assert client.append(b"still there", partition=PARTITION).result() >= 0

@@ -87,7 +87,7 @@ def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
         async with zookeeper_session.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
             assert coordinator.where == f"{zookeeper}/deep/down/cluster"
             assert coordinator.session_state is SessionState.CONNECTED
-            with pytest.raises(errors.BadConfig, match="no cluster at root /deep/down/cluster"):
+            with pytest.raises(errors.BadConfig, match="is no cluster at /deep/down/cluster"):
                 await coordinator.read_cluster()
         with pytest.raises(errors.CoordinatorUnavailable, match="closed"):
             await coordinator.read_cluster()

@@ -33,7 +33,7 @@ def _without_comparison(self, attempt, found, engaged, now_ms):
 
 @switch
 def announced_before_zookeeper() -> Patches:
-    """Replicas receive an archived mark before ZooKeeper has it."""
+    """A server sends an archived mark to replicas before it is in ZooKeeper."""
     original = SessionArchiver._announce
 
     def _announce(self, engaged, now_ms):
@@ -48,7 +48,7 @@ def announced_before_zookeeper() -> Patches:
 
 @switch
 def failed_write_counts() -> Patches:
-    """A file counts although the object store did not acknowledge its write."""
+    """A file counts as archived although the object store has not acknowledged its write."""
     original = SimArchive._request
 
     def _request(self, storage, request, answer):
@@ -66,7 +66,7 @@ def failed_write_counts() -> Patches:
 
 @switch
 def not_read_back() -> Patches:
-    """A file counts once it is written, without reading it back."""
+    """A file counts as archived after it is written, without being read back."""
 
     def _checked(file, name, expected):
         return file
@@ -89,7 +89,7 @@ def manifest_without_the_newest_object() -> Patches:
 
 @switch
 def manifest_without_the_objects_before() -> Patches:
-    """A new manifest lists the new object only."""
+    """A new manifest lists only the new object, not the earlier ones."""
     original = Manifest.with_object
 
     def with_object(self, entry):
@@ -119,7 +119,7 @@ def attempts_are_not_counted() -> Patches:
 
 @switch
 def trusted_replica_is_reset() -> Patches:
-    """A replica that a session needs for its decision is reset like any other."""
+    """A log is reset although a session needs this replica for its decision."""
     original = Repairs._goal_of
 
     def _goal_of(self, each, goal, now_ms):
@@ -150,7 +150,7 @@ def removed_above_the_confirmed_mark() -> Patches:
 
 @switch
 def removed_above_the_archived_mark() -> Patches:
-    """A storage removes confirmed segments, archived or not."""
+    """A storage removes segments that are confirmed, but perhaps not archived."""
     original = PartitionLog.removable_end
 
     def removable_end(self, archived):
@@ -173,7 +173,7 @@ def start_within_a_batch() -> Patches:
 
 @switch
 def segments_removed_before_the_start_is_durable() -> Patches:
-    """Old segments are removed before the slot has the new start."""
+    """A storage removes old segments before the new start of the log is on disk."""
     original = LogFiles.begin_after
 
     def begin_after(self, start, slot):
@@ -206,7 +206,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 
 @switch
 def mark_is_not_fenced() -> Patches:
-    """An archived mark of a session that has ended is recorded in the next one."""
+    """The next session records an archived mark of a session that has ended."""
     end, start, begin = (
         PartitionStore._end_session,
         PartitionStore._start_session,
@@ -235,7 +235,7 @@ def mark_is_not_fenced() -> Patches:
 
 @switch
 def claims_forget_the_archived_mark() -> Patches:
-    """A claim writes a marker without the archived mark."""
+    """A claim of a session removes the archived mark from ZooKeeper."""
     original = partition_store.claim_over
 
     def claim_over(view, generation, replicas, nonce):
@@ -262,7 +262,7 @@ def archived_before_settled() -> Patches:
 
 @switch
 def uncommitted_batches_are_archived() -> Patches:
-    """A replica archives all batches that it has, and no other replica is compared.
+    """A replica archives all its batches, even uncommitted ones, and no other one is compared.
 
     The comparison alone waits until the owner knows that a second replica has the batches. Of three
     replicas these are a quorum.
@@ -279,7 +279,7 @@ def uncommitted_batches_are_archived() -> Patches:
 
 @switch
 def archived_stamp_is_ignored() -> Patches:
-    """A new owner ignores a last stamp that is in the archive only, and uses its own clock."""
+    """A new owner ignores the last commit stamp if only the archive has it, and uses its clock."""
     original = Settlement.begin
 
     def begin(self, now_ms):
@@ -293,7 +293,7 @@ def archived_stamp_is_ignored() -> Patches:
 
 @switch
 def reset_log_is_trusted() -> Patches:
-    """A replica whose records were dropped is not suspect."""
+    """A replica whose log was reset is not suspect."""
     original = PartitionLog.reset
 
     def reset(self, session, start):
@@ -327,7 +327,7 @@ def log_may_end_below_the_archived_mark() -> Patches:
 
 @switch
 def collection_ignores_later_owners() -> Patches:
-    """A collection deletes files of later owners, since its manifest does not list them."""
+    """Garbage collection deletes files of later owners, which its manifest does not list."""
 
     def origin_of(name):
         return FileOrigin(-1, b"", -1)
@@ -337,7 +337,7 @@ def collection_ignores_later_owners() -> Patches:
 
 @switch
 def replaced_manifests_are_deleted_at_once() -> Patches:
-    """A collection deletes a manifest as soon as there is a next one."""
+    """Garbage collection deletes a manifest as soon as there is a newer one."""
 
     def _recently_replaced(found, now_ms):
         return set()
@@ -347,7 +347,7 @@ def replaced_manifests_are_deleted_at_once() -> Patches:
 
 @switch
 def collection_while_a_mark_is_written() -> Patches:
-    """A session collects garbage while its write of a mark is under way."""
+    """A session collects garbage while it writes an archived mark."""
     original = SessionArchiver.advance
 
     def advance(self, engaged, replicas, committed, now_ms):
@@ -361,7 +361,7 @@ def collection_while_a_mark_is_written() -> Patches:
 
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
-    """A session collects by a mark that ZooKeeper had lost, and which a log has passed."""
+    """A session collects garbage by a mark that ZooKeeper had lost, and which a log has passed."""
     original = SessionArchiver._collect
 
     def _collect(self, capable, replicas, now_ms):
@@ -393,7 +393,7 @@ def replacement_is_not_compared() -> Patches:
 
 @switch
 def replacement_without_the_newest_object() -> Patches:
-    """A replacement uses the previous manifest while a write of a new mark is under way."""
+    """A replacement of an object uses the old manifest while a new mark is being written."""
     advance, written = SessionArchiver.advance, SessionArchiver._object_written
 
     def _advance(self, engaged, replicas, committed, now_ms):
@@ -414,7 +414,7 @@ def replacement_without_the_newest_object() -> Patches:
 
 @switch
 def archiving_forgets_the_expiry() -> Patches:
-    """A mark that a session records has 0 as the first available ID."""
+    """When a session records an archived mark, it resets the first available ID to 0."""
     original = SessionArchiver._archived
 
     def _archived(self, attempt, notice, now_ms):
@@ -440,7 +440,7 @@ def expired_objects_are_deleted_at_once() -> Patches:
 
 @switch
 def too_much_expires() -> Patches:
-    """The object that has the ID of the request expires, too."""
+    """If the objects below an ID expire, the object that contains this ID expires, too."""
     original = simulated_archive._first_kept
 
     def _first_kept(present, before, before_ms):

@@ -12,13 +12,13 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def doubt_settled_as_failed() -> Patches:
-    """After a mount, unsettled appends count as failed without a check of the log."""
+    """After a mount, a client reports appends in doubt as failed without checking the log."""
     yield instead(Monitor, "unresolved", nothing)
 
 
 @switch
 def unknown_is_a_rejection() -> Patches:
-    """An unknown outcome counts as a rejection."""
+    """A client treats an unknown outcome as a rejection."""
     original = verdicts.reason_of
 
     def reason_of(error):
@@ -29,7 +29,7 @@ def unknown_is_a_rejection() -> Patches:
 
 @switch
 def broken_link_is_a_rejection() -> Patches:
-    """A submission whose link breaks counts as not sent."""
+    """A client treats appends as not sent if their connection breaks."""
     original = PartitionStream._leave
 
     def _leave(self, reason, now_ms, out):
@@ -44,7 +44,7 @@ def broken_link_is_a_rejection() -> Patches:
 
 @switch
 def sequence_numbers_used_again() -> Patches:
-    """After each mount a client counts its rows from the beginning."""
+    """After each mount a client restarts its sequence numbers."""
     original = PartitionStream._mounted
 
     def _mounted(self, message, now_ms, out):
@@ -58,7 +58,7 @@ def sequence_numbers_used_again() -> Patches:
 
 @switch
 def sent_again_on_a_new_link() -> Patches:
-    """Unanswered appends are sent again after a mount, under new numbers, and not settled."""
+    """After a mount, a client sends appends in doubt again, with new sequence numbers."""
     original = PartitionStream._mounted
 
     def _mounted(self, message, now_ms, out):
@@ -87,7 +87,7 @@ def avoided_link_mounted_again() -> Patches:
 
 @switch
 def log_mark_claimed_while_unsubscribed() -> Patches:
-    """A context of a partition that was unsubscribed claims the log's mark for an old view."""
+    """After an unsubscription, a context claims the log's mark although its view is older."""
     fed = property(lambda self: self._applier is not None)
     mark = property(
         lambda self: self.stream.high_water_mark if self._applier is None else self._consumed

@@ -24,7 +24,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 
 @switch
 def quorum_minus_one() -> Patches:
-    """One replica less than a majority is enough."""
+    """A quorum is one replica less than a majority."""
 
     def smaller(count):
         return max(1, count // 2)
@@ -34,7 +34,7 @@ def quorum_minus_one() -> Patches:
 
 @switch
 def older_replica_votes() -> Patches:
-    """A replica with an older session than in ZooKeeper votes with its log."""
+    """A replica whose session is older than that in ZooKeeper is trusted."""
 
     def is_credible(answer, state, registered_id):
         return not answer.suspect
@@ -44,7 +44,7 @@ def older_replica_votes() -> Patches:
 
 @switch
 def unknown_counts_as_no() -> Patches:
-    """A replica that answers but is suspect counts as one that has nothing."""
+    """A suspect replica counts as one that has no records."""
     original = Recovery.answered
 
     def answered(self, replica, answer, registered_id):
@@ -57,7 +57,7 @@ def unknown_counts_as_no() -> Patches:
 
 @switch
 def absent_counts_as_no() -> Patches:
-    """A replica that does not answer counts as one that has nothing."""
+    """A replica that does not answer counts as one that has no records."""
 
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark([*maxes, *[-1] * unknown_count], quorum)
@@ -114,7 +114,7 @@ def any_storage_id() -> Patches:
 
 @switch
 def lowest_mark() -> Patches:
-    """The mark is the lowest of those that a quorum has."""
+    """The decided mark is the lowest end of a log, not the one that a quorum has."""
 
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
@@ -124,7 +124,7 @@ def lowest_mark() -> Patches:
 
 @switch
 def decided_by_answering_replicas() -> Patches:
-    """A majority of the replicas that answer decides, however few they are."""
+    """A majority of the replicas that answer decides, even if they are not a quorum."""
 
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
@@ -187,7 +187,7 @@ def mark_on_a_short_log() -> Patches:
 
 @switch
 def open_before_second_cas() -> Patches:
-    """A session opens before its states are written."""
+    """A session opens before the states of its replicas are in ZooKeeper."""
     original = PartitionStore._write
 
     def _write(self, view, waiting):
@@ -208,7 +208,7 @@ def as_written(view):
 
 @switch
 def unknown_cas_taken_as_success() -> Patches:
-    """A write with an unknown outcome counts as successful."""
+    """A write to ZooKeeper with an unknown outcome counts as successful."""
     original = PartitionStore._coordinator_unavailable
 
     def _coordinator_unavailable(self, waiting, reason):
@@ -222,7 +222,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
 @switch
 def conflict_taken_as_success() -> Patches:
-    """States count as written although the write failed because of its version."""
+    """A write of states counts as successful although ZooKeeper reported a version conflict."""
     original = PartitionStore._process_reading
 
     def _process_reading(self, waiting, view):
@@ -236,7 +236,7 @@ def conflict_taken_as_success() -> Patches:
 
 @switch
 def late_replica_counts_at_once() -> Patches:
-    """A replica whose mark is set late gets appends, and counts, before ZooKeeper has it."""
+    """A late replica gets appends, and counts, before ZooKeeper records it as engaged."""
     original = StoreSession._feed
 
     def _feed(self, each, now_ms):
@@ -284,7 +284,7 @@ def lost_replica_rejoins() -> Patches:
 
 @switch
 def connections_are_replaced() -> Patches:
-    """A connection with unanswered changes is replaced within the session.
+    """The owner reconnects to a replica in the same session although changes are unanswered.
 
     The owner also sends no query before a truncation: during it, messages in flight on the old
     connection would arrive, and 3,000 seeds would not detect the fault. And the owner ignores that
@@ -309,7 +309,7 @@ def connections_are_replaced() -> Patches:
 
 @switch
 def settled_by_id() -> Patches:
-    """Appends of the previous session count as committed if their IDs are up to the new mark."""
+    """An append of the previous session counts as committed if its ID is below the new mark."""
     original = Settlement._settle
 
     def _settle(self, committed_last):
@@ -358,7 +358,7 @@ def unbroken_without_a_check() -> Patches:
 
 @switch
 def engaged_although_not_ready() -> Patches:
-    """All replicas of the assignment are stored as engaged, ready or not."""
+    """All assigned replicas are recorded as engaged, even those that are not ready."""
     original = Recovery.opening_states
 
     def opening_states(self, session_id, assigned, ready):
@@ -420,7 +420,7 @@ def lineage_not_compared() -> Patches:
 
 @switch
 def mark_answered_without_a_session() -> Patches:
-    """A proof of the mark succeeds with the first storage that answers."""
+    """The answer of one storage, not of a quorum, confirms that a mark is current."""
 
     def verdict(self):
         return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
@@ -430,7 +430,7 @@ def mark_answered_without_a_session() -> Patches:
 
 @switch
 def doubt_is_forgotten() -> Patches:
-    """Appends in flight in a lost session count as lost, without a check of the log."""
+    """Appends in flight count as lost when their session ends, without a check of the log."""
     original = Settlement.begin
 
     def begin(self, now_ms):

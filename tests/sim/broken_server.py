@@ -27,25 +27,25 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def locks_kept_over_foreign_session() -> Patches:
-    """The lock table is not filled again when another server may have written."""
+    """A server keeps its lock table although another server may have written since."""
     yield instead(LockTable, "reset", nothing)
 
 
 @switch
 def fences_end_with_a_release() -> Patches:
-    """A server that releases a partition forgets the fences of its generation."""
+    """A server that releases a partition forgets which older attempts it has to reject."""
     yield instead(Mounts, "end", Mounts.clear)
 
 
 @switch
 def locks_not_clamped() -> Patches:
-    """Entries of a lost session stay in the lock table."""
+    """The locks of transactions that were lost stay in the lock table."""
     yield instead(LockTable, "clamp", nothing)
 
 
 @switch
 def locks_written_at_commit() -> Patches:
-    """A lock is entered when its transaction is committed, not when it is checked."""
+    """A lock is entered into the lock table at the commit, not when it is checked."""
     validate, validate_one, committed = (
         LockTable.validate,
         LockTable.validate_one,
@@ -117,7 +117,7 @@ def without_locks(kind):
 
 @switch
 def conflict_in_flight_answered_at_once() -> Patches:
-    """A row is rejected for a conflict in flight before that transaction is final."""
+    """A row is rejected because of a transaction in flight before that transaction is final."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
     def validate_rows(ticket, stop, table, position):
@@ -140,7 +140,7 @@ def conflict_in_flight_answered_at_once() -> Patches:
 
 @switch
 def rows_see_no_rows_of_their_batch() -> Patches:
-    """A row of a batch is not checked against the preceding rows."""
+    """A row of a batch is not checked against the preceding rows of the batch."""
     original = LockTable._estimates
 
     def _estimates(self, requests, entered_rows, entered_slots):
@@ -152,7 +152,7 @@ def rows_see_no_rows_of_their_batch() -> Patches:
 
 @switch
 def client_ahead_accepted() -> Patches:
-    """The server accepts a transaction that was computed above the log's mark."""
+    """The server accepts a transaction although its author's mark is above the end of the log."""
     validate, validate_one = LockTable.validate, LockTable.validate_one
 
     def validate_rows(self, requests, *, high_water_mark, next_id):
@@ -170,7 +170,7 @@ def client_ahead_accepted() -> Patches:
 
 @switch
 def loss_answered_before_settled() -> Patches:
-    """When a session is lost, its appends in flight are answered LOST at once."""
+    """When a session ends, its appends in flight are reported as LOST at once."""
     original = Partition._session_closed
 
     def _session_closed(self, event):
@@ -201,7 +201,7 @@ def mount_does_not_wait() -> Patches:
 
 @switch
 def connection_checked_on_arrival_only() -> Patches:
-    """Whether a connection may append is checked when the request comes, not in its turn."""
+    """A connection's right to append is checked at arrival, not when its request is processed."""
     receive, stale = AppendPipeline.receive, Admission.stale
     passed = {}
 
@@ -236,7 +236,7 @@ def older_connections_append() -> Patches:
 
 @switch
 def mount_fences_when_answered() -> Patches:
-    """Older connections of a client may append until the answer to its mount, not its request."""
+    """Older connections of a client may append until a new mount is answered, not requested."""
     begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
@@ -284,7 +284,7 @@ def cache_filled_at_submission() -> Patches:
 
 @switch
 def feed_reaches_what_is_in_flight() -> Patches:
-    """The feed goes up to the last transaction submitted."""
+    """The feed includes transactions in flight."""
     original = Partition._route
 
     def _route(self, outcomes):
@@ -302,7 +302,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
 
 @switch
 def appends_taken_after_the_session() -> Patches:
-    """A closed session still accepts appends, and the next session does not settle them."""
+    """A session accepts appends after its end, and the next session does not settle them."""
     closed, settled = AppendPipeline.closed, AppendPipeline.settled
 
     def closed_but_open(self, loss=Reason.LOST):
@@ -344,7 +344,7 @@ def flush_does_not_wait() -> Patches:
 
 @switch
 def released_counts_as_lost() -> Patches:
-    """A server that releases a partition reports waiting requests as not in the log."""
+    """A server that releases a partition reports waiting appends as not in the log."""
     original = AppendPipeline.abandon
 
     def abandon(self):
@@ -369,13 +369,13 @@ def doubtful_flights_land() -> Patches:
 
 @switch
 def batch_answered_before_all_is_final() -> Patches:
-    """A batch is answered when its first flight has landed."""
+    """A batch is answered when all its rows are validated, before they are final."""
     yield instead(BatchTicket, "is_final", property(lambda self: self.is_validated))
 
 
 @switch
 def held_rejections_lost_with_session() -> Patches:
-    """A rejection that is held back when a session ends is never answered."""
+    """A rejection that waits for another transaction is never sent if the session ends."""
 
     def forgotten(self):
         self._queues.clear()
@@ -386,7 +386,7 @@ def held_rejections_lost_with_session() -> Patches:
 
 @switch
 def lock_blocks_trusted_without_chain() -> Patches:
-    """A lock block is accepted by its IDs only, even if it is from another log."""
+    """A lock block is accepted if its IDs fit, even if it is from another log."""
 
     def below(self, end, steps_max):
         for _ in range(steps_max):
@@ -416,7 +416,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
 
 @switch
 def lock_blocks_replace_newer_locks() -> Patches:
-    """Locks written since the session opened are forgotten when the old locks arrive."""
+    """The locks of lock blocks replace newer ones, written since the session opened."""
     refine = LockTable.refine
 
     def refine_all(self, floor, lower_floor, locks, ids):
@@ -428,7 +428,7 @@ def lock_blocks_replace_newer_locks() -> Patches:
 
 @switch
 def append_locks_missing_in_lock_blocks() -> Patches:
-    """A lock block has write locks only."""
+    """A lock block contains only write locks, not append locks."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
     def validate_rows(ticket, stop, table, position):
@@ -460,7 +460,7 @@ def append_locks_missing_in_lock_blocks() -> Patches:
 
 @switch
 def followed_session_not_compared() -> Patches:
-    """A dependent append of one session is accepted after appends in flight of another session."""
+    """A dependent append is accepted although it depends on appends of another session."""
 
     def holds(self, message, last):
         return message.client_high_water_mark <= last
@@ -470,7 +470,7 @@ def followed_session_not_compared() -> Patches:
 
 @switch
 def predecessors_left_out() -> Patches:
-    """An answer leaves out the last transaction with one of the row's locks."""
+    """The answer to a dependent append omits the last transaction with one of its locks."""
     original = RecentAppends.above
 
     def above(self, mark, locks):
@@ -482,7 +482,7 @@ def predecessors_left_out() -> Patches:
 
 @switch
 def append_locks_not_followed() -> Patches:
-    """An answer leaves out a transaction that wrote one of the row's locks as an append lock."""
+    """The answer to a dependent append omits one that wrote a common lock as an append lock."""
     original = RecentAppends.add
 
     def add(self, ticket, record):

@@ -40,7 +40,7 @@ def skip_truncate() -> Patches:
 
 @switch
 def truncate_without_intent() -> Patches:
-    """A truncation is not stored first, and not synced."""
+    """A storage truncates a log without recording this first, and without a sync."""
 
     def truncate(self, last_to_keep):
         cut, _ = truncation.truncation_of(self.segments, last_to_keep)
@@ -55,7 +55,7 @@ def truncate_without_intent() -> Patches:
 
 @switch
 def truncate_below_mark() -> Patches:
-    """A storage cuts below its confirmed mark."""
+    """A storage truncates its log below its confirmed mark."""
     original = PartitionLog.truncate
 
     def truncate(self, session, last_to_keep, base, base_chain):
@@ -114,7 +114,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """PREPARE answers with the state of the log, and fences older sessions later, with the mark.
+    """A storage answers PREPARE without fencing older sessions, and fences them with the mark.
 
     Until then appends of the session before are taken.
     """
@@ -215,7 +215,7 @@ def mark_confirmed_when_set() -> Patches:
 
 @switch
 def session_kept_at_mark_only_when_engaged() -> Patches:
-    """The session is stored with ENGAGE, not with the mark."""
+    """A storage stores the session at ENGAGE, not together with the low-water mark."""
     set_mark, confirm = PartitionLog.set_low_water_mark, PartitionLog._confirm
 
     def set_low_water_mark(self, session, mark, chain):

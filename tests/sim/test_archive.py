@@ -187,7 +187,7 @@ def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     world = World(restored_count=20)
     archive_faults.damage_objects(world.cluster, First())
     (name,) = world.archive.spoiled
-    world.wait_for("archive.replacement_failed", 3)
+    world.wait_for("archive.object_replacement_failed", 3)
     assert not world.counts["archive.object_replaced"]
     world.wait(lambda: not world.archive.spoiled)
     assert name in {each.name for each in listed(world)}

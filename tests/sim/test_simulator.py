@@ -73,7 +73,7 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
     assert verdict.is_good, verdict.text
     assert verdict.committed > 300
     unwanted = (
-        "replica.lost",
+        "replica.disconnected",
         "session closed",
         "reported LOST",
         "reported unknown",

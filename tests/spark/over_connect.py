@@ -371,4 +371,4 @@ def test_a_stream_with_wrong_columns_is_rejected(
     assert is_one_sentence(caught.value)
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest
-    assert "there is no column 'data'" in shown_first(output)
+    assert "input has no column 'data'" in shown_first(output)

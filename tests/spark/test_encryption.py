@@ -90,7 +90,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
         reasons = found.groupBy("data_error").count().collect()
         assert {(row.data_error, row["count"]) for row in reasons} == {
             (None, 200),
-            ("there is no key 'customer-1'", 100),
+            ("the key 'customer-1' does not exist", 100),
         }
         lost = found.where("data_error IS NOT NULL")
         assert lost.where("id IS NULL AND customer IS NULL").count() == 100
@@ -121,7 +121,7 @@ def test_a_read_needs_its_keys_in_tasks_only(
     reasons = [row.data_error for row in required.orderBy("transaction_id").collect()]
     assert reasons == [None, "the payload is not encrypted"]
     wrong = reader.option("encryptionKeys", "/no/such/directory")
-    with pytest.raises(BadConfig, match="there is no directory '/no/such/directory'"):
+    with pytest.raises(BadConfig, match="encryption keys: the directory '/no/such/directory'"):
         wrong.load(connect).collect()
     assert wrong.option("columns", "header").load(connect).count() == 2  # no payload, no key
 
@@ -223,7 +223,10 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     lacking = Write(
         connect, write.name, encryptionKeys=str(without(directory, used)), encryptionKey=other
     )
-    with pytest.raises(BadRequest, match=f"its row cannot be compared: there is no key '{used}'"):
+    with pytest.raises(
+        BadRequest,
+        match=f"cannot be read to compare it with the rows: the key '{used}' does not exist",
+    ):
         lacking.job().write_task(batches_of(rows), 0, 1)
     lacking.client.close()
     rotated = Write(connect, write.name, encryptionKeys=str(directory), encryptionKey=other)

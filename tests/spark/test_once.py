@@ -232,8 +232,8 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
     second = write.job()
     for task, part, why in (
         (0, rows, "another task has appended a row of this task"),
-        (0, rows[:40], "appended 60 rows, of which 20 .* not among the task's 40 rows"),
-        (1, rows[100:], "appended 40 rows, of which 40 .* not among the task's 20 rows"),
+        (0, rows[:40], "appended 60 rows, but 20 of them are not among the 40 rows that"),
+        (1, rows[100:], "appended 40 rows, but 40 of them are not among the 20 rows that"),
         (2, rows[116:] + rows[96:100], "another task has appended a row of this task"),
     ):
         with pytest.raises(BadRequest, match=why):
@@ -253,7 +253,7 @@ def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
     first.write_task(batches_of([]), 2, 0)
     second = write.job()
     only = second.write_task(batches_of(rows[:60]), 0, 1)
-    with pytest.raises(BadRequest, match="its task 1 has appended rows that are not"):
+    with pytest.raises(BadRequest, match="Task 1 of the earlier run has appended rows"):
         write.finish(second, only)
     third = write.job()  # task 2 had no rows, so it may be missing
     tasks = [
@@ -283,7 +283,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
         ConnectionSuperseded, match=r"removed after writeRetention; .* run the write again"
     ):
         write.finish(again, *tasks)
-    with pytest.raises(ConnectionSuperseded, match="and then removed"):
+    with pytest.raises(ConnectionSuperseded, match="and its state was removed"):
         job.write_task(batches_of(rows), 0, 2)
     assert write.in_log() == once(rows)
 
@@ -292,9 +292,9 @@ def test_a_write_that_is_done_rejects_other_rows(write: Write) -> None:
     monday, job = rows_of(1, 1), write.job()
     write.finish(job, job.write_task(batches_of(monday), 0, 0))
     for others, counts, hashes in (
-        (rows_of(2, 2), "finished with 1 row, and this run has 2 rows", False),
-        (rows_of(2, 1), "finished with 1 row, and this run has 1 row", True),
-        ([], "finished with 1 row, and this run has 0 rows", False),
+        (rows_of(2, 2), "completed with 1 row, but this run has 2 rows", False),
+        (rows_of(2, 1), "completed with 1 row, but this run has 1 row", True),
+        ([], "completed with 1 row, but this run has 0 rows", False),
     ):
         again = write.job()
         result = again.write_task(batches_of(others), 0, 1)
@@ -314,7 +314,10 @@ def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> N
     second = write.job()
     more = second.write_task(batches_of([*rows, b"more"]), 0, 1)
     write.finish(first, result)
-    with pytest.raises(BadRequest, match=r"with 20 rows, and this run has 21 rows\. .* was faster"):
+    with pytest.raises(
+        BadRequest,
+        match=r"with 20 rows, but this run has 21 rows\. .* completed first",
+    ):
         write.finish(second, more)
     assert write.in_log() == once([*rows, b"more"])
 
@@ -425,7 +428,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
     series[10].write_task(batches_of(rows_of(10, 20)), 0, 0)
     asyncio.run(forget_writes(write.connect, ["s-9"]))
-    with pytest.raises(ConnectionSuperseded, match="s-10 has begun"):
+    with pytest.raises(ConnectionSuperseded, match="s-10, has begun"):
         series[9].write_task(batches_of(rows_of(9, 20)), 0, 1)
     assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))
 
@@ -469,7 +472,7 @@ def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: 
     with pytest.raises(AttemptEnds):
         job.write_task(feed(), 0, 0)
     with pytest.raises(
-        BadRequest, match="several rows with the same header and data, but different"
+        BadRequest, match="several rows of this task have the same header and data, but different"
     ):
         job.write_task(iter([batch([7] * 10 + [8])]), 0, 1)
     assert job.write_task(iter([batch([7] * 12)]), 0, 2).committed == 12

@@ -79,7 +79,7 @@ def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenan
     grown = {each: after.high_water_marks[each] - before.high_water_marks[each] for each in (1, 3)}
     assert grown == {1: 1_000, 3: 1_000}
     assert sorted(int(row.data) for row in after.read().collect()) == list(range(2_000))
-    with pytest.raises(PermissionDenied, match="tenant is not granted"):
+    with pytest.raises(PermissionDenied, match="tenant has no grant"):
         waltz_spark.append(rows, tenant)
 
 

@@ -162,5 +162,5 @@ def test_a_table_gets_its_options_at_each_use(
     assert sql.sql(text).first()[0] == marks[1] + 2
     with pytest.raises(errors.BadConfig, match=r"did you mean 'minPartitions'\?"):
         sql.sql(f"SELECT * FROM log WITH (connect = '{connect}', minPartition = '3')").collect()
-    with pytest.raises(errors.BadConfig, match="no cluster is specified"):
+    with pytest.raises(errors.BadConfig, match="no cluster is given"):
         sql.table("log").write.option("connect", connect).insertInto("log")

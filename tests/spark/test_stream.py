@@ -209,7 +209,7 @@ WRONG = [
     ({"endingHighWaterMarks": "latest"}, "is for reading a batch, this is reading a stream"),
     ({"pollInterval": "soon"}, "integer from 0 to 3600000, found 'soon'"),
     ({"maxTransactionsPerTrigger": "0"}, "integer from 1"),
-    ({"startingTimestamp": "yesterday"}, "expected a time like"),
+    ({"startingTimestamp": "yesterday"}, "expected a time such"),
     (
         {"startingTimestamp": "2026-01-01", "startingHighWaterMarks": "latest"},
         "both set the start",

@@ -205,7 +205,7 @@ def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
     assert (again.already_committed, again.counts["committed"]) == (True, 4_000)
     with pytest.raises(BadConfig, match=r"there are no results in .* without option resultsPath"):
         assert again.committed
-    with pytest.raises(BadRequest, match=r"with 4000 rows, and this run has 3999 rows"):
+    with pytest.raises(BadRequest, match="with 4000 rows, but this run has 3999 rows"):
         right.where("data != '7'").write.format("waltz").mode("append").options(**options).save(
             place.connect
         )

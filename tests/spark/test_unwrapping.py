@@ -71,7 +71,7 @@ def test_a_rejected_row_is_raised_as_a_waltz_error(spark: SparkSession, connect:
     marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
     begun = json.dumps({str(partition): mark for partition, mark in marks.items()})
-    sentence = r"^partition \d: a row was rejected, transaction \d+ has written one of"
+    sentence = r"^partition \d: a row was rejected, because transaction \d+ has written one of"
     with pytest.raises(errors.LockFailed, match=sentence) as caught:
         write(locked(spark, 1), connect, onLockFailure="fail", clientHighWaterMarks=begun)
     assert is_one_sentence(caught.value)

@@ -185,7 +185,9 @@ def test_the_pages_ping_and_metrics_are_served():
 
 def test_a_port_in_use_is_named():
     async def taken(port):
-        with pytest.raises(BadConfig, match=f"http_port: cannot listen at 127.0.0.1:{port}"):
+        with pytest.raises(
+            BadConfig, match=f"http_port: the daemon cannot listen at 127.0.0.1:{port}:"
+        ):
             async with serve_pages(Metrics("server"), well, host="127.0.0.1", port=port):
                 pass
         return True

@@ -29,7 +29,7 @@ from waltz_core.errors import BadConfig, BadRequest
 # Ascending ranges first..last of partitions; None: all.
 Ranges: TypeAlias = tuple[tuple[int, int], ...] | None
 
-LIST_HINT: Final = "Hint: `access list` shows groups, grants and tokens."
+LIST_HINT: Final = "Hint: `access list` prints the groups, grants and tokens."
 TEXT_CHARACTERS_MAX: Final = 200
 REVISION_MAX: Final = (1 << 63) - 1
 
@@ -59,7 +59,10 @@ def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: in
     """
     author = "".join(each if each.isprintable() else "?" for each in changed_by)
     if revision > REVISION_MAX:
-        raise BadRequest(f"expected a revision of {REVISION_MAX} at most, found {revision}")
+        raise BadRequest(
+            f"cannot store the permissions: expected a revision number of at most {REVISION_MAX}, "
+            f"found {revision}"
+        )
     return replace(
         found, revision=revision, changed_by=author[:TEXT_CHARACTERS_MAX], changed_ms=now_ms
     )
@@ -90,7 +93,10 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
     found: dict[AccessVerb, None] = {}
     for word in text.split(","):
         if word.strip() not in known:
-            expected = f"expected one or more of {', '.join(known)}, such as read,append"
+            expected = (
+                f"expected one or more verbs of {', '.join(known)}, separated by commas, such as "
+                "read,append"
+            )
             raise BadConfig(f"{expected}, found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
@@ -100,7 +106,8 @@ def check_principal(name: str) -> None:
     """Raise BadConfig unless a principal of this name may have grants and limits."""
     if not is_principal(name) or (name in RESERVED and name != ANONYMOUS):
         raise BadConfig(
-            f"expected a principal of {PRINCIPAL_EXPECTED}, not a reserved one, found {name!r}"
+            f"expected a principal name of {PRINCIPAL_EXPECTED} that is not reserved, found "
+            f"{name!r}"
         )
 
 
@@ -120,9 +127,10 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
     lost = _replicated(before, count) - _replicated(after, count)
     if lost:
         raise BadRequest(
-            "the change would leave no principal with `replicate` for partitions "
-            f"{ranges_text(ranges_of(lost))}, so their servers could not open sessions; nothing "
-            "was changed. Hint: grant it to another principal first, or add --force."
+            "nothing was changed: after the change, no principal would have the verb "
+            f"`replicate` for partitions {ranges_text(ranges_of(lost))}, so their servers "
+            "could not open store sessions. Hint: grant `replicate` to another principal "
+            "first, or add --force."
         )
 
 
@@ -184,8 +192,8 @@ def revoke(
     if grants == old.grants:
         words = ",".join(each.value for each in verbs)
         raise BadRequest(
-            f"{holder} has no grant of {words} for partitions {ranges_text(partitions)}; nothing "
-            f"was changed. {LIST_HINT}"
+            f"nothing was changed: {holder} has no grant of {words} for partitions "
+            f"{ranges_text(partitions)}. {LIST_HINT}"
         )
     return replace(old, grants=grants)
 
@@ -286,8 +294,8 @@ def _check_group(old: Permissions, group: str) -> None:
     if group not in old.groups:
         names = ", ".join(old.groups) or "none"
         raise BadRequest(
-            f"there is no group {group!r}; the groups are: {names}. Hint: `access group add` "
-            "creates one."
+            f"there is no group {group!r}; the existing groups are: {names}. Hint: `access "
+            "group add` creates a group."
         )
 
 
@@ -305,7 +313,7 @@ def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissi
     }
     for key, value in given.items():
         if not 1 <= value < 1 << 63:
-            raise BadConfig(f"{key}: expected 1 to 2^63 - 1, found {value}")
+            raise BadConfig(f"limit {key}: expected a number from 1 to 2^63 - 1, found {value}")
     return replace(
         old, limits={**old.limits, name: replace(old.limits.get(name, PrincipalLimits()), **given)}
     )
@@ -329,7 +337,10 @@ def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissio
     if old.tokens.get(token_hash, token) != token or any(
         each.token_id == token.token_id for key, each in old.tokens.items() if key != token_hash
     ):
-        raise BadRequest(f"there is a token {token.token_id} already. Hint: try again.")
+        raise BadRequest(
+            f"a token with ID {token.token_id} exists already. Hint: repeat the command; it "
+            "creates another ID."
+        )
     return replace(old, tokens={**old.tokens, token_hash: token})
 
 
@@ -337,14 +348,14 @@ def check_token_principal(name: str) -> None:
     """Raise BadConfig unless a token may be for this principal."""
     check_principal(name)
     if name in RESERVED:
-        raise BadConfig(f"expected a principal that is not reserved, found {name!r}")
+        raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")
 
 
 def revoke_token(old: Permissions, token_id: str) -> Permissions:
     """Remove a token by its ID; raises BadRequest if there is none."""
     kept = {key: each for key, each in old.tokens.items() if each.token_id != token_id}
     if len(kept) == len(old.tokens):
-        raise BadRequest(f"there is no token {token_id!r}. {LIST_HINT}")
+        raise BadRequest(f"there is no token with ID {token_id!r}. {LIST_HINT}")
     return replace(old, tokens=kept)
 
 

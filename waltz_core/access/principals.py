@@ -45,13 +45,13 @@ def is_principal(text: str) -> bool:
 
 def compiled_pattern(pattern: str) -> "re.Pattern[str]":
     """Return the setting `principal_pattern` compiled; raises BadConfig."""
-    expected = f"principal_pattern: {pattern!r}: expected a regular expression with a group"
+    expected = f"setting principal_pattern: {pattern!r}: expected a regular expression with a group"
     try:
         made = re.compile(pattern)
     except re.error as error:
         raise BadConfig(f"{expected}: {error}") from error
     if not made.groups:
-        raise BadConfig(f'{expected}, such as "CN=(.+)", found none')
+        raise BadConfig(f'{expected}, such as "CN=(.+)", found an expression without a group')
     return made
 
 

@@ -44,7 +44,7 @@ REJECTION_BYTES: Final = 32 * 1024
 COUNT_RETRY_MS: Final = 1_000
 # A large request and a small limit give more than the 32 bits of the field in answers.
 RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
-_HINT: Final = "Hint: `waltz-core access limit` changes it."
+_HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 
 # The partition and the client ID of a feed.
 CountedFeed: TypeAlias = tuple[int, int]
@@ -113,9 +113,9 @@ class IssuedIdLimit:
         wait_ns = bucket.wait_ns(now_ns)
         if wait_ns:
             raise Overloaded(
-                f"{principal} is over this server's limit of client IDs: {IDS_AT_ONCE} at once, "
-                f"then {IDS_PER_S} per second. Hint: open fewer clients, or write with fewer "
-                "tasks.",
+                f"{principal} requests client IDs faster than this server permits: "
+                f"{IDS_AT_ONCE} IDs in a burst, and {IDS_PER_S} per second on average. Hint: "
+                "open fewer clients, or write with fewer Spark tasks.",
                 -(-wait_ns // 1_000_000),
             )
         bucket.take(1, now_ns)
@@ -208,7 +208,7 @@ class Quota:
     def _over(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1
         return Overloaded(
-            f"{self.principal} is over its limit of {limit} at this daemon. {_HINT}",
+            f"{self.principal} exceeds its limit of {limit} at this daemon. {_HINT}",
             min(retry_after_ms, RETRY_MS_MAX),
         )
 

@@ -23,8 +23,8 @@ class AccessVerb(Enum):
 class Scope(Enum):
     """The partitions for which the verbs must be granted."""
 
-    OWN = "the partition of the message, or each of its list"
-    ANY = "at least one partition"
+    OWN = "the partition that the message names, or each one if it names several"
+    ANY = "at least one partition, whichever it is"
     ALL = "all partitions"
 
 
@@ -47,8 +47,8 @@ class Requirement:
 class Exempt(Enum):
     """A message that requires no permission."""
 
-    ANSWER = "never a request: a port that receives it closes the connection"
-    CREDENTIAL = "the first message of a connection, which states its principal"
+    ANSWER = "an answer: a port that receives it as a request closes the connection"
+    CREDENTIAL = "the first message of a connection: it authenticates the client by a token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class Token:
         text = text.strip()
         if _TEXT.fullmatch(text) is None:
             raise BadConfig(
-                f"{where}: expected a token of {2 * TOKEN_BYTES} hexadecimal digits in lower case, "
-                f"found {len(text)} characters"
+                f"{where}: expected a token of {2 * TOKEN_BYTES} lower-case hexadecimal "
+                f"digits, found a text of {len(text)} characters"
             )
         return Token(bytes.fromhex(text))
 
@@ -45,7 +45,7 @@ class Token:
         return self.secret.hex()
 
     def __reduce__(self) -> Never:
-        raise TypeError("a token cannot be pickled")
+        raise TypeError("a token is a secret and cannot be pickled")
 
 
 def hash_of(secret: bytes) -> str:

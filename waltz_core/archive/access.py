@@ -132,8 +132,8 @@ class ArchiveAccess:
 
         if self._store is None or self._cache is None:
             raise ArchiveUnavailable(
-                f"partition {partition_id}: these IDs are in the archive, and this storage has no "
-                "`archive_url`"
+                f"partition {partition_id}: the requested transactions are only in the "
+                "archive, and this storage has no setting `archive_url`"
             )
         found = self._readers.get(partition_id)
         if found is None or found.manifest_name != manifest:

@@ -145,10 +145,14 @@ class ArchiveCheck:
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
         for each, wanted, actual in zip(names, expected, found, strict=True):
-            _expect(f"the {each} in ZooKeeper", _shown(wanted), _shown(actual))
+            _expect(f"the {each} that ZooKeeper has", _shown(wanted), _shown(actual))
         if manifest.newest:
             end = manifest.newest[-1].chain
-            _expect(f"the chain at {manifest.last}", _shown(manifest.chain), _shown(end))
+            _expect(
+                f"the chain hash at transaction {manifest.last}",
+                _shown(manifest.chain),
+                _shown(end),
+            )
 
     def check_next(self) -> bool:
         """Check the next file; return False if there is none.
@@ -205,7 +209,11 @@ class ArchiveCheck:
             bounds = (entries[0].first, entries[-1].last) if entries else None
             _expect("IDs", (stated.first, stated.last), bounds)
             for before, after in pairwise(entries):
-                _expect("the next first ID", before.last + 1, after.first)
+                _expect(
+                    "the first transaction ID after the previous object",
+                    before.last + 1,
+                    after.first,
+                )
         except (BadFormat, ChecksumMismatch) as error:
             self._skip_page(stated, error)
             return
@@ -252,9 +260,9 @@ class ArchiveCheck:
     def _problems(self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]) -> Iterator[str]:
         """Yield everything that is wrong with an object: its bytes, then its content."""
         if size != entry.file_bytes:
-            yield f"expected {entry.file_bytes} bytes, found {size}"
+            yield f"expected a file of {entry.file_bytes} bytes, found {size}"
         elif crc != entry.file_crc:
-            yield f"expected CRC-32 {entry.file_crc:08x}, found {crc:08x}"
+            yield f"expected a file with CRC-32 {entry.file_crc:08x}, found {crc:08x}"
         try:
             self._check_content(ArchiveObject(copy, entry.name), entry)
         except (BadFormat, ChecksumMismatch) as error:
@@ -263,13 +271,17 @@ class ArchiveCheck:
     def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
         """Rebuild the records, and compare with the manifest (rule 2)."""
         facts = opened.facts
-        _expect("the first ID", entry.first, facts.first)
+        _expect("the first transaction ID", entry.first, facts.first)
         writer = writer_of(entry.name) or self._identity[0]
         _expect("cluster key", writer.hex(), facts.cluster_key.hex())
         _expect("partition", self._identity[1], facts.partition_id)
         before = self._chain if entry.first else GENESIS_CHAIN
         if before is not None:
-            _expect(f"the chain before {entry.first}", _shown(before), _shown(facts.chain_before))
+            _expect(
+                f"the chain hash before transaction {entry.first}",
+                _shown(before),
+                _shown(facts.chain_before),
+            )
         chain, stamps = None, (0, 0)
         for batch in opened.verify():
             if self._is_stopped:
@@ -281,7 +293,7 @@ class ArchiveCheck:
                 )
             if batch.last == entry.last:
                 chain = batch.chain
-        _expect(f"the chain at {entry.last}", _shown(entry.chain), _shown(chain))
+        _expect(f"the chain hash at transaction {entry.last}", _shown(entry.chain), _shown(chain))
         _expect("commit times", (entry.commit_ms_min, entry.commit_ms_max), stamps)
 
 

@@ -172,8 +172,9 @@ def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[
     missing = sorted(own_files - {each.name for each in found})
     if missing:
         raise ObjectMissing(
-            f"archive: expected the {len(own_files)} files that the manifest lists in "
-            f"{' and '.join(folders)}, found that {len(missing)} are missing, such as {missing[0]}"
+            f"garbage collection of the archive stopped: of the {len(own_files)} files that "
+            f"the manifest lists in {' and '.join(folders)}, {len(missing)} do not exist, "
+            f"such as {missing[0]}"
         )
 
 
@@ -197,11 +198,12 @@ def _check_versions(found: "list[ListedFile]") -> None:
         of_session = list(group)
         if newest is not None and of_session[0].version < newest.version:
             raise BadRequest(
-                f"archive: expected a version above {newest.version} (manifest {newest.name} of "
-                f"session {newest.session_id}) from every later session, found "
-                f"{of_session[0].name}: ZooKeeper was rolled back. Nothing is deleted, because "
-                "backups may need files that ZooKeeper does not record any more. "
-                "Hint: docs/archive.md, section 'Garbage, and stores that hang'"
+                "garbage collection of the archive stopped, and nothing is deleted: expected "
+                f"each later session to write manifests with versions above {newest.version} "
+                f"(manifest {newest.name} of session {newest.session_id}), found "
+                f"{of_session[0].name}. ZooKeeper was rolled back, so backups may need files "
+                "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
+                "'Garbage, and stores that hang'."
             )
         newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)
 
@@ -225,8 +227,9 @@ def _check_origin(name: str, origin: FileOrigin, job: CollectionJob) -> None:
     is_own = (origin.session_id, origin.nonce) == (job.session_id, job.nonce)
     if origin.session_id >= job.session_id and not is_own:
         raise BadRequest(
-            f"archive: expected no file of another owner since session {job.session_id}, found "
-            f"{name}. Hint: this server may be fenced, and a later owner may have written the "
-            "file. Otherwise ZooKeeper was rolled back, or another cluster with the same key uses "
+            "garbage collection of the archive stopped: expected that no other owner has "
+            f"written files since session {job.session_id}, found {name}. Hint: a later owner "
+            "may have written the file, if this server has lost the partition. Otherwise "
+            "ZooKeeper was rolled back, or another cluster with the same cluster key uses "
             "this archive."
         )

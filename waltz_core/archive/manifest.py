@@ -125,8 +125,9 @@ class Manifest:
         """Return the next manifest, with one more object; raises BadFormat if there is a gap."""
         if entry.first != self.last + 1 or entry.last < entry.first:
             raise BadFormat(
-                f"manifest {self.version} of partition {self.partition_id}: expected an object "
-                f"from {self.last + 1} on, found {entry.first}..{entry.last}"
+                f"cannot add an object to manifest {self.version} of partition "
+                f"{self.partition_id}: expected its first transaction ID to be "
+                f"{self.last + 1}, found an object with the IDs {entry.first}..{entry.last}"
             )
         return replace(
             self,
@@ -235,7 +236,9 @@ class Manifest:
                 _expiries_in(values, name),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise BadFormat(f"manifest {name}: {type(error).__name__}: {error}") from error
+            raise BadFormat(
+                f"manifest {name} cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
         found._check(name)
         return found
 
@@ -245,16 +248,22 @@ class Manifest:
         for first, last in bounds:
             if first != reach + 1 or last < first:
                 raise BadFormat(
-                    f"manifest {name}: expected IDs from {reach + 1} on, found {first}..{last}"
+                    f"manifest {name}: the objects are not contiguous: expected the next one "
+                    f"to begin at transaction {reach + 1}, found one with the IDs "
+                    f"{first}..{last}"
                 )
             reach = last
         if reach != self.last or not 0 <= self.first <= self.last + 1:
             raise BadFormat(
-                f"manifest {name}: expected objects up to ID {self.last} and a first ID that is "
-                f"at most {self.last + 1}, found objects up to {reach} and first ID {self.first}"
+                f"manifest {name}: expected objects up to transaction {self.last} and a first "
+                f"available ID of at most {self.last + 1}, found objects up to transaction "
+                f"{reach} and the first available ID {self.first}"
             )
         if bounds and self.first < bounds[0][0]:
-            raise BadFormat(f"manifest {name}: no object has the first ID {self.first}")
+            raise BadFormat(
+                f"manifest {name}: expected an object that begins at the first available ID "
+                f"{self.first}, found none"
+            )
 
 
 class RecordedManifest(NamedTuple):
@@ -284,10 +293,11 @@ class RecordedManifest(NamedTuple):
         stated = (found.cluster_key, found.partition_id, found.last, found.chain)
         if stated != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
-                f"manifest {self.name or '(none)'}: expected partition {self.partition_id} of "
-                f"cluster {cluster_key.hex()} up to ID {self.last} with chain {self.chain.hex()}, "
-                f"found partition {found.partition_id} of cluster {found.cluster_key.hex()} "
-                f"up to ID {found.last} with chain {found.chain.hex()}"
+                f"manifest {self.name or '(none)'} is not the one that ZooKeeper records: "
+                f"expected partition {self.partition_id} of cluster {cluster_key.hex()} up to "
+                f"transaction {self.last} with chain hash {self.chain.hex()}, found partition "
+                f"{found.partition_id} of cluster {found.cluster_key.hex()} up to transaction "
+                f"{found.last} with chain hash {found.chain.hex()}"
             )
 
 
@@ -298,7 +308,8 @@ def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
     found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
     if found != (stated.first, stated.last):
         raise BadFormat(
-            f"manifest {stated.name}: expected {stated.first}..{stated.last}, found {found}"
+            f"manifest page {stated.name}: expected the transaction IDs "
+            f"{stated.first}..{stated.last}, found {found}"
         )
     return page
 
@@ -307,7 +318,7 @@ def check_crc(name: str, data: bytes, expected: int) -> None:
     """Raise ChecksumMismatch unless the bytes of a head or a page have this CRC-32."""
     if crc32(data) != expected:
         raise ChecksumMismatch(
-            f"manifest {name}: expected CRC {expected:08x}, found {crc32(data):08x}"
+            f"manifest {name} is corrupt: expected CRC {expected:08x}, found {crc32(data):08x}"
         )
 
 
@@ -329,21 +340,25 @@ def unframed(data: bytes, what: str) -> dict[str, Any]:
     """
     stated, _, body = data.partition(b"\n")
     if stated != b"%08x" % crc32(body):
-        raise ChecksumMismatch(f"{what}: expected CRC {crc32(body):08x}, found {stated[:20]!r}")
+        raise ChecksumMismatch(
+            f"{what} is corrupt: expected CRC {crc32(body):08x}, found {stated[:20]!r}"
+        )
     try:
         values = strict_json.from_json(body)
     except ValueError as error:
         raise BadFormat(f"{what}: {error}") from error
     found = values.get("format") if isinstance(values, dict) else None
     if not isinstance(values, dict) or found != FORMAT:
-        raise BadFormat(f"{what}: expected format {FORMAT}, found {found!r}")
+        raise BadFormat(f"{what}: expected file format {FORMAT}, found {found!r}")
     return values
 
 
 def _list_of(values: dict[str, Any], key: str, name: str) -> list[Any]:
     found = values.get(key)
     if not isinstance(found, list):
-        raise BadFormat(f"manifest {name}: expected a list of {key}, found {found!r:.80}")
+        raise BadFormat(
+            f"manifest {name}: expected a JSON list in field {key}, found {found!r:.80}"
+        )
     return found
 
 
@@ -370,7 +385,9 @@ def _fields_of(
     values: object, kind: type[ObjectEntry] | type[PageEntry] | type[Expiry], name: str
 ) -> tuple[Any, ...]:
     if not isinstance(values, dict) or set(values) != set(kind._fields):
-        raise BadFormat(f"manifest {name}: expected {kind.__name__}, found {values!r:.200}")
+        raise BadFormat(
+            f"manifest {name}: expected the values of {kind.__name__}, found {values!r:.200}"
+        )
     found: list[Any] = []
     for field in kind._fields:
         each = values[field]
@@ -382,14 +399,16 @@ def _fields_of(
             else:
                 found.append(_whole_number(each))
         except (TypeError, ValueError) as error:
-            raise BadFormat(f"manifest {name}: {field} of {kind.__name__}: {error}") from error
+            raise BadFormat(
+                f"manifest {name}: field {field} of {kind.__name__}: {error}"
+            ) from error
     return tuple(found)
 
 
 def _hex(text: object) -> bytes:
     found = bytes.fromhex(_text(text))
     if len(found) != _CHAIN_BYTES:
-        raise ValueError(f"expected {_CHAIN_BYTES} bytes, found {len(found)}")
+        raise ValueError(f"expected a chain hash of {_CHAIN_BYTES} bytes, found {len(found)} bytes")
     return found
 
 

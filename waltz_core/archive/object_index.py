@@ -60,14 +60,14 @@ class ObjectIndex:
         expected = (manifest.writer_of(entry).hex(), manifest.partition_id, entry.first)
         if found != expected:
             raise BadFormat(
-                f"object {entry.name}: expected cluster key, partition and first ID {expected}, "
-                f"found {found}"
+                f"archived object {entry.name}: expected cluster key, partition and first "
+                f"transaction ID {expected}, found {found}"
             )
         chain = self.chain_at(entry.last)
         if chain != entry.chain:
             raise ChecksumMismatch(
-                f"object {entry.name}: expected the chain {entry.chain.hex()} at {entry.last}, "
-                f"found {None if chain is None else chain.hex()}"
+                f"archived object {entry.name}: expected chain hash {entry.chain.hex()} at "
+                f"transaction {entry.last}, found {None if chain is None else chain.hex()}"
             )
 
     @property
@@ -99,7 +99,8 @@ class ObjectIndex:
         # They cover the IDs, too.
         if crc32(raw_records.record_crcs(piece.records, piece.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
-                f"object {self.name}: row group {group}: its records are not those of the chain"
+                f"archived object {self.name}: the records of row group {group} do not match "
+                "their chain hash"
             )
         offsets = raw_records.offsets_of(piece.lengths)
         return RowGroup(self.group_first(group), piece.records, piece.lengths, offsets)

@@ -113,7 +113,7 @@ class ObjectFacts(NamedTuple):
         try:
             values = strict_json.from_json(data)
             if values["format"] != FORMAT:
-                raise BadFormat(f"expected format {FORMAT}, found {values['format']!r}")
+                raise BadFormat(f"expected object format {FORMAT}, found {values['format']!r}")
             return ObjectFacts(
                 bytes.fromhex(values["cluster_key"]),
                 PartitionId(int(values["partition"])),
@@ -123,7 +123,7 @@ class ObjectFacts(NamedTuple):
                 Chain(bytes.fromhex(values["chain"])),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise BadFormat(f"its metadata is not valid: {error}") from error
+            raise BadFormat(f"the metadata of the Parquet file is not valid: {error}") from error
 
 
 class Piece(NamedTuple):
@@ -222,13 +222,15 @@ class ArchiveObject:
             stated = (self.footer.metadata or {})[_METADATA_KEY]
             schema = self._file.schema_arrow
         except _UNREADABLE as error:
-            raise BadFormat(f"object {name}: {_brief(error)}") from error
+            raise BadFormat(f"archived object {name}: {_brief(error)}") from error
         try:
             self.facts = ObjectFacts.from_bytes(stated)
         except BadFormat as error:
-            raise BadFormat(f"object {name}: {error}") from error
+            raise BadFormat(f"archived object {name}: {error}") from error
         if not schema.equals(SCHEMA):
-            raise BadFormat(f"object {name}: expected the columns {SCHEMA.names}, found others")
+            raise BadFormat(
+                f"archived object {name}: expected the columns {SCHEMA.names}, found other columns"
+            )
 
     @property
     def group_count(self) -> int:
@@ -244,10 +246,12 @@ class ArchiveObject:
         try:
             table = self._table([group]).combine_chunks()
             if table.num_rows == 0:
-                raise BadFormat(f"object {self.name}: row group {group} is empty")
+                raise BadFormat(f"archived object {self.name}: row group {group} is empty")
             return self._piece(_arrays(table))
         except _UNREADABLE as error:
-            raise BadFormat(f"object {self.name}: row group {group}: {_brief(error)}") from error
+            raise BadFormat(
+                f"archived object {self.name}: row group {group} cannot be read: {_brief(error)}"
+            ) from error
 
     def _table(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
         """Return the rows of some row groups; rule 6."""
@@ -270,15 +274,20 @@ class ArchiveObject:
         if raw_records.verified_crcs(records, lengths, first) is None:
             bad = raw_records.first_bad_record(records, lengths)
             if bad is None:
-                raise BadFormat(f"object {self.name}: the IDs from {first} on are not consecutive")
+                raise BadFormat(
+                    f"archived object {self.name}: the transaction IDs from {first} on are not "
+                    "consecutive"
+                )
             raise ChecksumMismatch(
-                f"object {self.name}: record {first + bad} does not match its CRC"
+                f"archived object {self.name}: transaction {first + bad} does not match its CRC"
             )
         return Piece(records, lengths, self._batches(columns, first))
 
     def _reject_nulls(self, columns: dict[str, pa.Array]) -> None:
         if any(each.null_count for name, each in columns.items() if name != "commit_time"):
-            raise BadFormat(f"object {self.name}: a column has nulls")
+            raise BadFormat(
+                f"archived object {self.name}: expected columns without nulls, found a null"
+            )
 
     def _batches(self, columns: dict[str, pa.Array], first: TransactionId) -> list[LineageEntry]:
         """Return the batches of a row group; their chains are empty until `verify` has them."""
@@ -292,10 +301,14 @@ class ArchiveObject:
         for values in (firsts, lasts, sessions, stamps):
             if (values != values[starts].repeat(reaches - starts)).any():
                 raise BadFormat(
-                    f"object {self.name}: the rows of a batch state different bounds of it"
+                    f"archived object {self.name}: the rows of one batch contradict each "
+                    "other about its first and last transaction ID"
                 )
         if (firsts > ids).any() or (ids > lasts).any():
-            raise BadFormat(f"object {self.name}: a row is outside of its batch")
+            raise BadFormat(
+                f"archived object {self.name}: the ID of a row is outside of the ID range of its "
+                "batch"
+            )
         rows = np.stack([firsts, lasts, sessions, stamps])[:, starts].T.tolist()
         return [
             LineageEntry(
@@ -335,14 +348,14 @@ class ArchiveObject:
             for group in range(self.group_count):
                 count = self.footer.row_group(group).num_rows
                 if count <= 0:
-                    raise BadFormat(f"object {self.name}: row group {group} is empty")
+                    raise BadFormat(f"archived object {self.name}: row group {group} is empty")
                 columns = _arrays(table.slice(first - self.facts.first, count))
                 self._reject_nulls(columns)
                 crcs = _values(columns["record_crc"], np.uint32).astype(">u4").tobytes()
                 outlines.append(GroupOutline(first, crcs, self._batches(columns, first)))
                 first = TransactionId(first + count)
         except _UNREADABLE as error:
-            raise BadFormat(f"object {self.name}: {_brief(error)}") from error
+            raise BadFormat(f"archived object {self.name}: {_brief(error)}") from error
         return outlines, list(self._chained(outlines))
 
     def _chained(self, outlines: Iterable[GroupOutline]) -> Iterator[LineageEntry]:
@@ -354,8 +367,8 @@ class ArchiveObject:
             for each in batches:
                 if open_batch is not None and each[:4] != open_batch[:4]:
                     raise BadFormat(
-                        f"object {self.name}: expected the rest of the batch up to "
-                        f"{open_batch.last}, found another batch"
+                        f"archived object {self.name}: expected the rest of the batch, up to "
+                        f"transaction {open_batch.last}, found another batch"
                     )
                 if open_batch is None:
                     self._expect(each.first, expected)
@@ -369,14 +382,15 @@ class ArchiveObject:
                     open_batch = None
         if open_batch is not None or expected != self.facts.last + 1 or chain != self.facts.chain:
             raise ChecksumMismatch(
-                f"object {self.name}: expected to end at {self.facts.last} with the chain "
-                f"{self.facts.chain.hex()}, found {expected - 1} and {chain.hex()}"
+                f"archived object {self.name}: expected the last transaction "
+                f"{self.facts.last} with chain hash {self.facts.chain.hex()}, found "
+                f"{expected - 1} with chain hash {chain.hex()}"
             )
 
     def _expect(self, found: int, expected: int) -> None:
         if found != expected:
             raise BadFormat(
-                f"object {self.name}: expected transaction ID {expected}, found {found}"
+                f"archived object {self.name}: expected transaction ID {expected}, found {found}"
             )
 
 

@@ -66,7 +66,7 @@ def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
     wanted, found = str(UUID(bytes=cluster_key)), pins_of(store, source_key)
     if wanted not in found:
         raise BadRequest(
-            f"archive {store.url}: expected a pin of cluster {wanted}, found "
+            f"archive {store.url}: expected a pin of the cluster with key {wanted}, found "
             f"{', '.join(found) or 'none'}"
         )
     for suffix in (TEMPORARY, ""):  # rule 3

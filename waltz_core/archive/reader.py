@@ -205,14 +205,15 @@ class ArchiveReader:
         manifest = self.manifest
         if 0 <= first < manifest.first:
             raise BelowStart(
-                f"archive of partition {manifest.partition_id}: expected IDs from "
-                f"{manifest.first} on, found {first}..{last}",
+                f"archive of partition {manifest.partition_id}: the requested transactions "
+                f"{first}..{last} are not available: the first available one is "
+                f"{manifest.first}",
                 manifest.first,
             )
         if not 0 <= first <= last <= manifest.last:
             raise BadRequest(
-                f"archive of partition {manifest.partition_id}: expected IDs up to "
-                f"{manifest.last}, found {first}..{last}"
+                f"archive of partition {manifest.partition_id}: the requested transactions "
+                f"{first}..{last} are not available: the last archived one is {manifest.last}"
             )
 
     def _part(self, first: TransactionId, last: TransactionId, bytes_max: int) -> _Part:

@@ -80,15 +80,15 @@ class RestoredRange:
         entries = [_intact_entry(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
-                f"archive {store.url}: expected objects of partition "
-                f"{saved.manifest.partition_id}, found that all have expired"
+                f"archive {store.url}: cannot restore partition "
+                f"{saved.manifest.partition_id}: all of its archived objects have expired"
             )
         if not existing:
             raise ObjectMissing(
-                f"archive {store.url}: expected objects of partition "
+                f"archive {store.url}: found no objects of partition "
                 f"{saved.manifest.partition_id} of cluster "
-                f"{UUID(bytes=saved.manifest.cluster_key)}, found none. Hint: is this the URL of "
-                "its archive?"
+                f"{UUID(bytes=saved.manifest.cluster_key)}. Hint: check that this is the URL "
+                "of the archive of that cluster."
             )
         kept = tuple(entries)
         if may_have_expired:
@@ -97,9 +97,9 @@ class RestoredRange:
         if missing or not kept:
             lost = (missing or entries)[0]
             raise ObjectMissing(
-                f"archive {store.url}: object {lost.name}, IDs {lost.first}..{lost.last}, does not "
-                "exist. Hint: if the oldest transactions have expired since the backup, use "
-                "--without-expired"
+                f"archive {store.url}: object {lost.name} with transactions "
+                f"{lost.first}..{lost.last} does not exist. Hint: if the oldest transactions "
+                "have expired since the backup, use --without-expired."
             )
         self.written: list[str] = []  # files of `write`, which are garbage if the restore fails
         manifest = saved.manifest
@@ -123,8 +123,8 @@ class RestoredRange:
             return None
         if not self.first <= last <= self.last:
             raise BadRequest(
-                f"partition {self._manifest.partition_id}: expected an end in {self.first}.."
-                f"{self.last}, the IDs in the archive, found {last}"
+                f"partition {self._manifest.partition_id}: expected a last transaction to "
+                f"restore in {self.first}..{self.last}, the IDs in the archive, found {last}"
             )
         with self._reader() as reader:
             _, (batch,) = reader.lineage(last, last, 1)
@@ -194,8 +194,9 @@ class RestoredRange:
         for each in self._manifest.newest:
             if each.name not in existing:
                 raise ObjectMissing(
-                    f"archive {self._store.url}: object {each.name}, IDs {each.first}.."
-                    f"{each.last}, was deleted during the restore. Hint: repeat it"
+                    f"archive {self._store.url}: object {each.name} with transactions "
+                    f"{each.first}..{each.last} was deleted while the restore ran. Hint: run "
+                    "the restore again."
                 )
 
     def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:

@@ -47,7 +47,7 @@ class SavedManifest(NamedTuple):
         manifest = self.manifest
         if len(self.pages) != len(manifest.pages):
             raise BadFormat(
-                f"manifest {self.name}: expected {len(manifest.pages)} pages, "
+                f"manifest {self.name}: expected {len(manifest.pages)} pages in the backup, "
                 f"found {len(self.pages)}"
             )
         found: list[ObjectEntry] = []
@@ -57,7 +57,8 @@ class SavedManifest(NamedTuple):
         for before, after in pairwise(found):
             if after.first != before.last + 1:
                 raise BadFormat(
-                    f"manifest {self.name}: expected an object from {before.last + 1} on, "
-                    f"found {after.first}..{after.last}"
+                    f"manifest {self.name}: the pages are not contiguous: expected an object "
+                    f"that begins at transaction {before.last + 1}, found one with the IDs "
+                    f"{after.first}..{after.last}"
                 )
         return found

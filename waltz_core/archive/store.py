@@ -187,9 +187,9 @@ class ArchiveStore:
                 found = self._files.get_file_info(folder)
             if rest and found.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
-                    f"archive: cannot {operation} {self._place(name)}: expected files in {folder}, "
-                    "found none. Hint: is the directory mounted, and does the URL name the archive "
-                    "of this cluster?"
+                    f"archive: cannot {operation} {self._place(name)}: folder {folder} has no "
+                    "files. Hint: check that the directory is mounted, and that the URL is "
+                    "that of the archive of this cluster."
                 ) from error
             raise
 
@@ -341,8 +341,9 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
     parts = urlsplit(url)
     if parts.password is not None:
         raise BadConfig(
-            f"archive {_without_password(url, parts.password)}: expected no password in the URL, "
-            "found one. Hint: docs/archive.md states where the credentials of each store come from."
+            f"archive {_without_password(url, parts.password)}: expected a URL without a "
+            "password, found one. Hint: docs/archive.md describes how each kind of store "
+            "gets its credentials."
         )
     try:
         if parts.scheme == "s3":
@@ -350,7 +351,7 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
             unknown = sorted(set(options) - set(_S3_OPTIONS))
             if unknown:
                 raise BadConfig(
-                    f"archive {url}: expected the options {', '.join(_S3_OPTIONS)}, "
+                    f"archive {url}: expected only the URL options {', '.join(_S3_OPTIONS)}, "
                     f"found {', '.join(unknown)}"
                 )
             with _known_region(options.get("region")):
@@ -361,7 +362,7 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
         found, base = arrow_fs.FileSystem.from_uri(_complete(url, os.environ))
     except (*_FAILURES, ValueError) as error:
         raise BadConfig(
-            f"archive {url}: {_reason(error)}. Hint: expected a URL such as "
+            f"archive {url} cannot be used: {_reason(error)}. Hint: use a URL such as "
             "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
             "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
@@ -403,7 +404,7 @@ def _complete(url: str, environment: Mapping[str, str]) -> str:
         secrets = [each for each in _AZURE_SECRETS if each in options]
         if secrets:
             raise BadConfig(
-                f"archive {url.partition('?')[0]}: expected no secrets in the URL, found "
+                f"archive {url.partition('?')[0]}: expected a URL without secrets, found "
                 f"{', '.join(secrets)}. Hint: set {AZURE_SAS_VARIABLE} in the environment."
             )
         added = environment.get(AZURE_SAS_VARIABLE, "").lstrip("?")
@@ -425,7 +426,7 @@ def _reported(operation: str, place: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         if operation == "write":  # The bucket is missing, which is no damage.
-            reason = "expected an existing bucket or folder for it, found none"
+            reason = "the bucket or the folder does not exist"
             raise ArchiveUnavailable(f"archive: cannot write {place}: {reason}") from error
         raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
     except _FAILURES as error:

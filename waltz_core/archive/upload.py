@@ -115,8 +115,9 @@ def _with_replacement(
     old = next((each for each in entries if each[1:4] == same), None)
     if old is None:
         raise BadFormat(
-            f"manifest {job.manifest}: expected an object with the IDs {job.first}..{job.end.last} "
-            f"and the chain {job.end.chain.hex()} of this log, found none"
+            f"manifest {job.manifest}: expected an object with transactions "
+            f"{job.first}..{job.end.last} and the chain hash {job.end.chain.hex()} of this "
+            "log, found none"
         )
     if old.name != replaced.name:
         return None
@@ -233,12 +234,13 @@ def _write_object(
     data = store.read(name)
     if crc32(data) != sink.crc:
         raise ChecksumMismatch(
-            f"object {name}: expected CRC {sink.crc:08x} as written, found {crc32(data):08x}"
+            f"archived object {name}: expected CRC {sink.crc:08x}, that of the written bytes, "
+            f"found {crc32(data):08x} when it was read back"
         )
     found = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
     if found.facts != facts or list(found.verify()) != batches:
-        raise ChecksumMismatch(f"object {name}: its batches are not those of the log")
+        raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
     stamps = [each.stamp_ms for each in batches if each.stamp_ms]
     return ObjectEntry(
         name,
@@ -284,4 +286,6 @@ def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
     """Write a file of a manifest; raises ArchiveUnavailable, or ChecksumMismatch if it differs."""
     store.write(name, data)
     if store.read(name) != data:
-        raise ChecksumMismatch(f"manifest {name}: expected the written bytes, read others")
+        raise ChecksumMismatch(
+            f"manifest {name}: found other bytes when it was read back than were written"
+        )

@@ -34,7 +34,7 @@ from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 OUTCOME_INTERRUPTED = "failed: interrupted"
-CONTINUE_HINT = "Completed steps are kept; run the same command again to continue"
+CONTINUE_HINT = "Completed steps are kept. Run the same command again to continue"
 
 Result: TypeAlias = Mapping[str, object] | None
 
@@ -119,7 +119,8 @@ def with_cluster_argument(function: VerbFunction) -> VerbFunction:
         "--connect",
         envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        help=f"the connect string, if it is no argument [default:  ${options.CONNECT_VARIABLE}]",
+        help="the connect string, unless it is given as argument [default:  "
+        f"${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)
     def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401
@@ -173,7 +174,8 @@ async def time_limit(
             yield
     except TimeoutError:
         raise Unavailable(
-            f"not done within {timeout_s:g} s, still waiting: {waits_for()}. {afterwards}"
+            f"the command did not finish within {timeout_s:g} s. It still waits for: "
+            f"{waits_for()}. {afterwards}"
         ) from None
 
 

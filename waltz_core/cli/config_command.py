@@ -14,7 +14,7 @@ from waltz_core.config.settings import load
 @options.argument(
     "kind",
     "KIND",
-    "the kind of settings: client, local, server, storage or tls",
+    "the kind of process: client, local, server, storage, or tls for a TLS file",
     type=options.NamedChoice(sorted(KINDS)),
 )
 @options.config_file
@@ -31,6 +31,6 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
 
 
 show_command.details = (
-    "For `client`, only this command reads a file and the variables WALTZ_CLIENT_...: an "
-    "application passes a `ClientConfig` to its client."
+    "Only this command reads a settings file and the variables WALTZ_CLIENT_... for "
+    "`client`. An application passes a `ClientConfig` to its client instead."
 )

@@ -77,7 +77,10 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
         BadConfig: Python runs without its assertions.
     """
     if not __debug__:
-        raise BadConfig("a daemon does not run under `python -O`: its assertions protect the log")
+        raise BadConfig(
+            "a daemon does not run under `python -O`, because the assertions that protect the "
+            "log would be disabled"
+        )
     keep_freed_memory()
     freeze_startup_objects()
     allow_open_files(getattr(config, "connections_max", 0))

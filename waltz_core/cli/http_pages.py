@@ -38,9 +38,7 @@ class Sample(NamedTuple):
 
 
 @verb
-@options.argument(
-    "address", "HOST:HTTP_PORT", "the host of the daemon, and its setting `http_port`"
-)
+@options.argument("address", "HOST:HTTP_PORT", "host of the daemon, and its setting `http_port`")
 @click.option(
     "--match", default="", metavar="TEXT", help="show only metrics whose name contains this text"
 )
@@ -73,14 +71,15 @@ def fetch(address: str, path: str) -> str:
         raise Unreachable(f"{address}: {error}") from None
     except http.client.HTTPException as error:
         raise RemoteProtocolError(
-            f"{address}: expected a daemon's HTTP port (`http_port`), found one that does not "
-            f"speak HTTP ({type(error).__name__})"
+            f"{address}: expected the HTTP port of a daemon (`http_port`), found a port that "
+            f"does not speak HTTP ({type(error).__name__})"
         ) from None
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK or len(body) > PAGE_BYTES_MAX:
         raise RemoteProtocolError(
-            f"{address}{path}: expected a page, found status {answer.status} and {len(body)} bytes"
+            f"{address}{path}: expected a page, found HTTP status {answer.status} and "
+            f"{len(body)} bytes"
         )
     return body.decode("utf-8", "replace")
 
@@ -95,7 +94,7 @@ def parse(page: str, address: str) -> list[Sample]:
             value = None if found is None else _number(found[3])
             if found is None or value is None:
                 raise RemoteProtocolError(
-                    f"{address}/metrics: expected lines like `name 1.0`, found {line!r:.100}"
+                    f"{address}/metrics: expected lines such as `name 1.0`, found {line!r:.100}"
                 )
             samples.append(Sample(found[1], found[2] or "", value))
     return samples

@@ -26,7 +26,8 @@ FIXED_OPTIONS = {
 _directory = click.option(
     "--directory",
     type=options.PATH,
-    help=f"the cluster's directory [default: {LocalConfig().directory}, or $WALTZ_LOCAL_DIRECTORY]",
+    help=f"the directory of the cluster [default: {LocalConfig().directory}, or "
+    "$WALTZ_LOCAL_DIRECTORY]",
 )
 
 
@@ -42,20 +43,23 @@ def _fixed(function: VerbFunction) -> VerbFunction:
 @options.config_file
 @_fixed
 @click.option(
-    "--zookeeper-auth", type=options.PATH, metavar="FILE", help="an auth file (docs/zookeeper.md)"
+    "--zookeeper-auth",
+    type=options.PATH,
+    metavar="FILE",
+    help="an auth file with the users of ZooKeeper (docs/zookeeper.md)",
 )
 @click.option(
     "--tls",
     "tls_file",
     type=options.PATH,
     metavar="FILE.toml",
-    help="TLS settings of all processes (docs/operations.md)",
+    help="a file with TLS settings for all processes (docs/operations.md)",
 )
 @click.option(
     "--archive",
     metavar="URL",
-    help="archive the transactions there, such as file:///tmp/archive (docs/archive.md); kept for "
-    "later starts [default: as before, none for a new cluster]",
+    help="archive the transactions at this URL, such as file:///tmp/archive (docs/archive.md); "
+    "later starts use it again [default: that of the previous start, none for a new cluster]",
 )
 @click.option(
     "--timeout-s",
@@ -117,8 +121,9 @@ def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) ->
         if origin and found != made[name]:
             where = flag if origin.startswith("flag ") else f"{origin}: {name}"
             raise BadConfig(
-                f"{where}: expected {made[name]}, with which the cluster in {cluster.directory} "
-                f"was created, found {found}. Hint: use another --directory for another cluster."
+                f"{where}: the cluster in {cluster.directory} was created with {made[name]}, "
+                f"which cannot be changed; found {found}. Hint: create another cluster with "
+                "another --directory."
             )
 
 
@@ -149,10 +154,10 @@ def status(*, as_json: bool, directory: Path | None) -> int:
 
 
 @verb
-@click.option("--keep-zookeeper", is_flag=True, help="stop servers and storages only")
+@click.option("--keep-zookeeper", is_flag=True, help="stop only servers and storages")
 @_directory
 def down(*, keep_zookeeper: bool, directory: Path | None) -> int:
     cluster = LocalCluster(Path(_settings(directory).config.directory))
     ended = cluster.down(keep_zookeeper=keep_zookeeper)
-    print_error(f"stopped {', '.join(ended)}" if ended else "nothing was running")
+    print_error(f"stopped {', '.join(ended)}" if ended else "no process of the cluster was running")
     return 0

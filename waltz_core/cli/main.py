@@ -36,8 +36,8 @@ NOUNS: Mapping[str, NounEntry] = {
         "run a whole cluster on this machine: up, status, down",
         {
             "local_command": {
-                "up": "start the cluster, except processes that run already",
-                "status": "show the running processes",
+                "up": "start the cluster; processes that already run stay as they are",
+                "status": "show the processes of the cluster and whether they run",
                 "down": "stop the processes that `up` started; keep the data",
             },
         },
@@ -49,22 +49,23 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "cluster": NounEntry(
-        "create, show, check and change a cluster: its storages, replicas, preferences",
+        "create, show, check and change a cluster: its storages, replicas and preferred owners",
         {
             "cluster.cluster_command": {
-                "create": "create a cluster's znodes in ZooKeeper",
-                "show": "show servers, storages, partitions",
-                "protect": "restrict the cluster's znodes to the users in the auth file",
+                "create": "create the znodes of a new cluster in ZooKeeper",
+                "show": "show the servers, storages and partitions of a cluster",
+                "protect": "restrict access to the cluster's znodes to the users in the auth file",
             },
             "cluster.cluster_roots": {
                 "list": "list the clusters in a ZooKeeper, or below one of its znodes",
-                "show-key": "print the cluster key, which every storage has",
+                "show-key": "print the cluster key, the ID of the cluster that every storage has",
                 "delete": (
-                    "delete a cluster's znodes from ZooKeeper; the records stay on the storages"
+                    "delete a cluster's znodes from ZooKeeper; the storages keep their records"
                 ),
             },
             "cluster.cluster_verify": {
-                "verify": "check each partition: assignment, server, connections, storages, quorum",
+                "verify": "check each partition: its assignment, server, connections, storages and "
+                "quorum",
             },
             "cluster.cluster_reach": {
                 "check-connectivity": (
@@ -76,22 +77,23 @@ NOUNS: Mapping[str, NounEntry] = {
                 "remove-storage": "move a storage's replicas away, then remove it from the cluster",
                 "set-admin-port": "change the admin port of a storage in ZooKeeper",
                 "replace-storage": (
-                    "move a storage's replicas to another one, or to its empty successor"
+                    "move a storage's replicas to another storage, or to an empty one at the "
+                    "same address"
                 ),
                 "add-replica": "add replicas of partitions to storages",
                 "remove-replica": "remove replicas of partitions from storages",
-                "move-replica": "move a replica from one storage to another",
-                "auto-assign": "spread all replicas evenly over groups and storages",
-                "remove-server": "remove a dead server from ZooKeeper",
+                "move-replica": "move replicas of partitions from one storage to another",
+                "auto-assign": "distribute all replicas evenly over groups and storages",
+                "remove-server": "remove a server that no longer runs from ZooKeeper",
             },
             "cluster.cluster_preferences": {
                 "prefer": "make a server the preferred owner of some partitions",
                 "unprefer": "remove a server's preference for some partitions",
-                "audit": "show the changes of the cluster: user, time and outcome",
+                "audit": "list the changes by commands: user, time and outcome",
             },
             "cluster.cluster_rescue": {
-                "accept-replicas": "accept one replica's log when there is no trusted quorum",
-                "rebuild-metadata": "rebuild a cluster's znodes from the storages",
+                "accept-replicas": "accept one replica's log if there is no trusted quorum",
+                "rebuild-metadata": "rebuild the znodes of a cluster from the data of its storages",
             },
         },
         (
@@ -114,15 +116,15 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "storage": NounEntry(
-        "run a storage daemon, administer storages",
+        "run a storage, administer storages",
         {
             "storage.storage_run": {
                 "run": "run a storage (sample: conf/storage.toml)",
             },
             "storage.storage_views": {
-                "list": "list the partitions of storages, and their state",
+                "list": "list the partitions of storages, and the state of each",
                 "validate": "check that each storage of a cluster answers at both of its ports",
-                "max-transaction-id": "print the last ID on disk",
+                "max-transaction-id": "print the last transaction ID that a storage has on disk",
             },
             "http_pages": {
                 "metrics": "show the metrics of one storage",
@@ -133,14 +135,14 @@ NOUNS: Mapping[str, NounEntry] = {
                 "availability": "take partitions offline or online",
                 "sync-partitions": "make storages match the assignment in ZooKeeper",
                 "recover-partition": (
-                    "copy transactions up to the confirmed low-water mark from another storage to "
-                    "an offline partition"
+                    "copy transactions up to the confirmed low-water mark from another "
+                    "storage to a partition that is offline"
                 ),
-                "mark-suspect": "mark replicas as suspect, as after a restore from a backup",
-                "re-seed": "delete replicas' logs and copy them from the others",
+                "mark-suspect": "mark replicas as suspect, such as after a restore from a backup",
+                "re-seed": "delete the logs of replicas and copy them from the other replicas",
             },
             "storage.storage_scrub": {
-                "scrub": "verify records on disk now, with progress",
+                "scrub": "verify the records on disk now, and show the progress",
             },
         },
         (
@@ -150,7 +152,7 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "server": NounEntry(
-        "run a server daemon, list servers, choose their partitions",
+        "run a server, list servers, choose which partitions they own",
         {
             "server.server_run": {
                 "run": "run a server (sample: conf/server.toml)",
@@ -183,21 +185,21 @@ NOUNS: Mapping[str, NounEntry] = {
                 "accept-0-13": "accept or reject the client IDs of Waltz 0.13 clients",
             },
             "access.access_groups": {
-                "group add": "add principals to a group; create it if there is none",
+                "group add": "add principals to a group; create the group if it does not exist",
                 "group remove": "remove principals from a group",
                 "group delete": "delete a group and its grants",
             },
             "access.access_tokens": {
-                "token create": "create a token of a principal, and write it to a new file",
+                "token create": "create a token for a principal and write it to a new file",
                 "token revoke": "revoke a token, or remove all that have expired",
             },
             "access.access_views": {
                 "list": "show the permissions, the tokens, and the daemons that use them",
-                "check": "check whether a principal has a verb; exit code 1 if it is denied",
+                "check": "check whether a principal has a verb; exit code 1 if not",
             },
             "access.access_copies": {
-                "export": "save the permissions in a file, with their secrets",
-                "import": "replace the permissions by those of a file",
+                "export": "save the permissions to a file, including the secrets",
+                "import": "replace the permissions with those of a file",
             },
         },
         (
@@ -214,19 +216,19 @@ NOUNS: Mapping[str, NounEntry] = {
         },
     ),
     "archive": NounEntry(
-        "show, verify, repair and expire the archive in an object store",
+        "show, verify, repair and expire the transactions in the object store",
         {
             "archive.archive_status": {
-                "status": "show what is archived of each partition, and how far the archive lags",
+                "status": "show the archived transactions of each partition, and the lag",
             },
             "archive.archive_verify": {
-                "verify": "read and verify every file of the archive, and replace wrong objects",
+                "verify": "read and verify every file of the archive, and replace corrupt objects",
             },
             "archive.archive_expire": {
-                "expire": "expire archived transactions: the log begins after them",
+                "expire": "expire archived transactions, so that the log begins after them",
             },
             "archive.archive_unpin": {
-                "unpin": "remove the pin of a restored cluster from an archive",
+                "unpin": "remove the pin by which a restored cluster keeps objects",
             },
         },
         (
@@ -237,18 +239,18 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "disk": NounEntry(
-        "show a storage's files, verify them, repair an index",
+        "show and verify the files of a storage, rebuild an index",
         {
             "disk.disk_control": {
                 "dump-control-file": "print the control files, also damaged ones",
             },
             "disk.disk_segment": {
-                "dump-segment": "print the records of segments, one a line",
-                "segment-statistic": "count sizes, IDs, batches and sessions of segments",
+                "dump-segment": "print the records of segments, one per line",
+                "segment-statistic": "print sizes, transaction IDs, batches, sessions of segments",
             },
             "disk.disk_verify": {
                 "verify": (
-                    "verify every checksum and every chain; exit code 1 if anything is wrong"
+                    "verify every checksum and chain hash; exit code 1 if anything is wrong"
                 ),
                 "repair-index": "rebuild wrong or missing .idx files from their .seg files",
             },
@@ -263,27 +265,27 @@ NOUNS: Mapping[str, NounEntry] = {
         {
             "zookeeper_command": {
                 "run": (
-                    "run one ZooKeeper server with a zoo.cfg (sample: conf/zoo.cfg) and "
-                    "$SERVER_JVMFLAGS"
+                    "run one ZooKeeper server with the given zoo.cfg (sample: conf/zoo.cfg) "
+                    "and $SERVER_JVMFLAGS"
                 ),
             },
         },
     ),
     "client": NounEntry(
-        "append, read and watch from the shell, check the guarantees of the log",
+        "append, read and watch transactions; check the guarantees of the log",
         {
             "client.client_command": {
-                "append": "append transactions, one for each line or argument",
-                "read": "print transactions of a partition",
+                "append": "append transactions, one for each argument or line of input",
+                "read": "print the transactions of a partition",
                 "watch": "print transactions as they are committed, until interrupted",
-                "high-water-mark": "print the ID of the last transaction",
+                "high-water-mark": "print the ID of the last transaction of each partition",
             },
             "client.client_export": {
                 "export": "write transactions as Parquet, CSV or JSON",
             },
             "client.client_check": {
-                "validate": "let clients write under one lock and check that all see the same log",
-                "produce": "append like one client of `validate`, without checks",
+                "validate": "let clients write with one lock, check that all see the same log",
+                "produce": "append transactions as one client of `validate` does, without checks",
                 "consume": "read and check the transactions of `client produce`",
             },
         },
@@ -296,15 +298,16 @@ NOUNS: Mapping[str, NounEntry] = {
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
     "config": NounEntry(
-        "show every setting and its source",
+        "show every setting and where its value comes from",
         {
             "config_command": {
-                "show": "show each setting with its source: default, file or environment",
+                "show": "show each setting and where its value comes from: default, file or "
+                "environment",
             },
         },
     ),
     "backup": NounEntry(
-        "save one consistent point of all partitions, without interrupting anything",
+        "save one consistent point in the log of all partitions, while the cluster runs",
         "backup.backup_command",
         ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
     ),
@@ -323,7 +326,7 @@ NOUNS: Mapping[str, NounEntry] = {
     ),
 }
 OVERVIEW = """\
-waltz-core: the quorum-replicated log with optimistic locking. To start:
+waltz-core: a quorum-replicated log with optimistic locking. To start:
 
   export WALTZ_CONNECT=$(waltz-core local up)         start a cluster on this machine
   waltz-core client append --partition 0 hello world  append two transactions to it
@@ -383,7 +386,7 @@ def run(words: list[str]) -> int:
     "--logging",
     "logging_path",
     type=click.Path(path_type=Path),
-    help="a logging.toml (sample: conf/logging.toml)",
+    help="file with log levels and outputs (sample: conf/logging.toml)",
 )
 def program(logging_path: Path | None) -> None:
     """Run and administer the quorum-replicated log with optimistic locking."""

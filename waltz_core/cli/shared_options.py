@@ -74,7 +74,7 @@ def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], 
 
 
 def timeout_s(
-    what: str = "seconds to wait at most",
+    what: str = "maximum seconds to wait",
     *,
     default_s: float = TIMEOUT_S,
     older: str = "--timeout",
@@ -111,19 +111,21 @@ connect = click.option(
     help=f"connect string, for example {CONNECT_EXAMPLE} [default: ${CONNECT_VARIABLE}]",
 )
 config_file = click.option(
-    "--config", type=PATH, help="a TOML file with settings; options override it"
+    "--config", type=PATH, help="a TOML file with settings; options of the command override it"
 )
 exit_with_parent = click.option("--exit-with-parent", is_flag=True, hidden=True)
 partition = click.option(
     "--partition", type=int, default=0, metavar="P", help="the partition [default: 0]"
 )
 partitions = argument("partitions", "PARTITIONS", "the partitions, for example 3, 0-6,9 or all")
-server = argument("server", "HOST:PORT", "the server, as `server list` shows it")
-storage_address = argument("address", "HOST:PORT", "the storage, by its address in the cluster")
+server = argument("server", "HOST:PORT", "address of the server, as `server list` prints it")
+storage_address = argument(
+    "address", "HOST:PORT", "address of the storage, as `cluster show` prints it"
+)
 tls = click.option(
     "--tls",
     metavar="FILE",
-    help="TLS settings, like ?tls=FILE in a connect string (docs/operations.md)",
+    help="a file with TLS settings, as ?tls=FILE in a connect string (docs/operations.md)",
 )
 
 
@@ -152,6 +154,6 @@ def files(what: str) -> Callable[[FC], FC]:
         multiple=True,
         metavar="P",
         callback=lambda _ctx, _parameter, value: list(value) or None,
-        help="only this partition of a storage directory; repeat it for several",
+        help="only this partition of a storage directory; repeat the option for several",
     )
     return lambda function: path(chosen(as_json(function)))

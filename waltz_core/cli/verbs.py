@@ -20,8 +20,9 @@ from waltz_core.config.settings import nearest
 
 USAGE_ERROR = 2
 NO_CLUSTER_SPECIFIED = (
-    "no cluster is specified. Hint: use --connect zk1:2181,zk2:2181/waltz/payments or set "
-    "$WALTZ_CONNECT (`waltz-core local up` starts a cluster on this machine and prints its value)"
+    "no cluster is given. Hint: use --connect zk1:2181,zk2:2181/waltz/payments, or set "
+    "$WALTZ_CONNECT. `waltz-core local up` starts a cluster on this machine and prints its "
+    "connect string"
 )
 
 VerbFunction: TypeAlias = Callable[..., Any]

@@ -15,10 +15,10 @@ from waltz_core.local import zookeeper_process
     "--config",
     type=options.PATH,
     required=True,
-    help="ZooKeeper's configuration file (sample: conf/zoo.cfg)",
+    help="the configuration file of ZooKeeper (sample: conf/zoo.cfg)",
 )
 @options.exit_with_parent
 def run_command(*, config: Path, exit_with_parent: bool) -> int:
     if not config.is_file():
-        raise BadConfig(f"no such file: {config}. Hint: conf/zoo.cfg is a sample.")
+        raise BadConfig(f"file {config} does not exist. Hint: conf/zoo.cfg is a sample.")
     return zookeeper_process.run(config, exit_with_parent=exit_with_parent)

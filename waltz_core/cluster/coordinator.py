@@ -168,8 +168,9 @@ class Coordinator:
         store = await self._nodes.read(self.paths.store, model.StoreParams.from_bytes)
         if params.partition_count != store.partition_count:
             raise errors.BadFormat(
-                f"{self.paths.root} has {params.partition_count} partitions, "
-                f"{self.paths.store} has {store.partition_count}: expected the same number"
+                f"the znodes contradict each other: {self.paths.root} has "
+                f"{params.partition_count} partitions, {self.paths.store} has "
+                f"{store.partition_count}"
             )
         return ClusterView(params, store)
 
@@ -220,16 +221,17 @@ class Coordinator:
             except errors.CoordinatorConflict as conflict:
                 await self._version_without_cluster()
                 raise errors.CoordinatorConflict(
-                    f"expected no znodes at {self.where}, found those of a cluster that another "
-                    f"command creates now, or the remains of an unfinished one ({conflict}). Hint: "
-                    "if no other command runs, delete them with `waltz-core cluster delete`."
+                    f"cannot create a cluster at {self.where}: it has znodes of a cluster "
+                    "that another command is creating, or the remains of an unfinished one "
+                    f"({conflict}). Hint: if no other command runs, delete the znodes with "
+                    "`waltz-core cluster delete`."
                 ) from conflict
 
     async def _version_without_cluster(self) -> int:
         """Return the version of the root, or NO_NODE; raises CoordinatorConflict for a cluster."""
         node = await self._znodes.get(self.paths.root)
         if node is not None and node.data:
-            raise errors.CoordinatorConflict(f"there is a cluster at {self.where} already")
+            raise errors.CoordinatorConflict(f"a cluster exists already at {self.where}")
         return NO_NODE if node is None else node.stat.version
 
     async def _is_own_creation(self, new: NewCluster) -> bool:
@@ -284,7 +286,9 @@ class Coordinator:
             node = await self._nodes.require(path)
             last_id = decode_node(path, node, model.decode_id)
             if last_id == model.INT32_MAX:
-                raise errors.BadFormat(f"{path}: no ID is left: all {last_id} are allocated")
+                raise errors.BadFormat(
+                    f"cannot allocate an ID from {path}: all IDs up to {last_id} are allocated"
+                )
             try:
                 await self._znodes.write(
                     [Set(path, model.encode_id(last_id + 1), node.stat.version)]
@@ -293,7 +297,8 @@ class Coordinator:
                 continue  # An ID that may have been allocated is skipped.
             return last_id + 1
         raise errors.CoordinatorUnavailable(
-            f"no ID from {path} in {ID_ATTEMPTS_MAX} attempts: too many concurrent requests"
+            f"cannot allocate an ID from {path}: other processes changed it during each of "
+            f"{ID_ATTEMPTS_MAX} attempts"
         )
 
     async def raise_ids(
@@ -312,7 +317,8 @@ class Coordinator:
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each of {ID_ATTEMPTS_MAX} attempts"
+            f"cannot change {path}: other processes changed it during each of "
+            f"{ID_ATTEMPTS_MAX} attempts"
         )
 
     # --- partitions
@@ -336,7 +342,7 @@ class Coordinator:
                 )
             before = after
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each attempt to read it"
+            f"cannot read {path}: other processes changed it during each attempt"
         )
 
     async def write_partition(
@@ -406,7 +412,7 @@ class Coordinator:
                 continue
             return new
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each attempt to write it"
+            f"cannot change {path}: other processes changed it during each attempt"
         )
 
     async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
@@ -428,7 +434,9 @@ class Coordinator:
                 await self._znodes.sync()
                 continue
             return storage_id
-        raise errors.CoordinatorUnavailable(f"{path} could not be registered")
+        raise errors.CoordinatorUnavailable(
+            f"the znode {path} could not be created to register this process"
+        )
 
     async def read_storage_ids(self) -> dict[ReplicaId, UUID]:
         """Read the registered ID of each storage."""

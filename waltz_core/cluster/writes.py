@@ -102,9 +102,14 @@ class WriteState:
         _check_kinds({"principal": "", **values}, "WriteState", {"principal": str})
         marks, summary = values["marks"], values.get("summary")
         if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
-            raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
+            raise errors.BadFormat(
+                "state of an exactly-once write: expected high-water marks by partition, found "
+                f"{marks!r:.200}"
+            )
         if summary is not None and not isinstance(summary, dict):
-            raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
+            raise errors.BadFormat(
+                f"state of an exactly-once write: expected a summary, found {summary!r:.200}"
+            )
         return WriteState(
             {int(name): mark for name, mark in marks.items()},
             values["keep_ms"],
@@ -132,7 +137,10 @@ class TaskState:
         values = _object(data, "TaskState", (_FORMAT_OF_TASKS,))
         _check_kinds(values, "TaskState", {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
-            raise errors.BadFormat(f"TaskState: expected names of runs, found {data!r:.200}")
+            raise errors.BadFormat(
+                "state of a task of an exactly-once write: expected names of runs, found "
+                f"{data!r:.200}"
+            )
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
 
 
@@ -174,8 +182,8 @@ class WriteRegistry:
         if self._principal is None or found.principal in (*_WITHOUT_OWNER, self._principal):
             return found
         raise errors.PermissionDenied(
-            f"write {path.rpartition('/')[2]} belongs to another principal than {self._principal}. "
-            "Hint: choose another name."
+            f"write {path.rpartition('/')[2]} belongs to another principal than "
+            f"{self._principal}. Hint: choose another writeId."
         )
 
     async def read_all(self) -> dict[str, BegunWrite]:
@@ -216,8 +224,8 @@ class WriteRegistry:
             if await self._try_write([CreateNode(path, _checked(made)), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(
-            f"znode {path} was not created in {ATTEMPTS_MAX} attempts: other changes came "
-            "first. Hint: start the write again."
+            f"cannot create znode {path}: other processes changed the registry of writes during "
+            f"each of {ATTEMPTS_MAX} attempts. Hint: start the write again."
         )
 
     async def _check_count(self, principal: str) -> None:
@@ -227,9 +235,9 @@ class WriteRegistry:
         await WriteRegistry(self._nodes).forget_expired()
         if await self._count(principal) >= WRITES_MAX:
             raise errors.BadRequest(
-                f"{principal} already has {WRITES_MAX} writes, the limit of a principal. Hint: "
-                "finished writes are removed after the time for which they are kept; shorten it "
-                "(option 'writeRetention')."
+                f"principal {principal} already has {WRITES_MAX} exactly-once writes in "
+                "ZooKeeper, which is the limit. Hint: finished writes are removed after "
+                "their retention; shorten it (option 'writeRetention')."
             )
 
     async def _count(self, principal: str) -> int:
@@ -257,7 +265,9 @@ class WriteRegistry:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
                 raise _superseded_error(
-                    write, None, f"the later write {name} has begun; the log removed this one"
+                    write,
+                    None,
+                    f"a later write, {name}, has begun, so the state of this one was removed",
                 )
 
     async def _fence(self) -> list[Operation]:
@@ -304,7 +314,7 @@ class WriteRegistry:
             if is_written and await self._take_ownership(write):
                 return new
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each attempt to write it"
+            f"cannot change {path}: other processes changed it during each attempt"
         )
 
     async def _take_ownership(self, write: str) -> bool:
@@ -328,9 +338,13 @@ class WriteRegistry:
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
-            raise _superseded_error(write, task, "it was completed or superseded, and then removed")
+            raise _superseded_error(
+                write,
+                task,
+                "a run of this write has completed it or taken over, and its state was removed",
+            )
         if state.is_done:
-            raise _superseded_error(write, task, "it is done")
+            raise _superseded_error(write, task, "the task has already finished")
 
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Check that this attempt may continue (rule 3).
@@ -344,7 +358,7 @@ class WriteRegistry:
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if found != attempt:
             raise _superseded_error(
-                write, task, f"attempt {found} has taken over from attempt {attempt}"
+                write, task, f"attempt {found} of the task has taken over from attempt {attempt}"
             )
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
@@ -383,11 +397,17 @@ class WriteRegistry:
             node = await self._znodes.get(path)
             if node is None:
                 raise _superseded_error(
-                    write, None, "it was completed or superseded, and then removed"
+                    write,
+                    None,
+                    "a run of this write has completed it or taken over, and its state was removed",
                 )
             found = self._state(path, node)
             if marks not in (None, found.marks):
-                raise _superseded_error(write, None, "it was removed, and begun again")
+                raise _superseded_error(
+                    write,
+                    None,
+                    "the state of the write was removed, and another run has begun it again",
+                )
             if found.is_done:
                 return found
             marks = found.marks
@@ -395,7 +415,7 @@ class WriteRegistry:
             if await self._try_write([Set(path, _checked(done), node.stat.version), *same]):
                 return done
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each attempt to write it"
+            f"cannot change {path}: other processes changed it during each attempt"
         )
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
@@ -497,8 +517,8 @@ def check_name(write: str) -> None:
         not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
     ):
         raise errors.BadRequest(
-            f"the name of a write: expected 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', "
-            f"'.' and '~', found {write!r:.250}"
+            f"name of an exactly-once write: expected 1 to {NAME_CHARACTERS_MAX} letters, "
+            f"digits, '-', '_', '.' and '~', found {write!r:.250}"
         )
 
 
@@ -506,8 +526,8 @@ def _checked(state: WriteState) -> bytes:
     data = state.to_bytes()
     if len(data) > NODE_BYTES_MAX:
         raise errors.TooLarge(
-            f"a write with its marks and its summary: expected at most {NODE_BYTES_MAX} bytes, "
-            f"found {len(data)}"
+            "state of an exactly-once write, with its marks and its summary: expected at "
+            f"most {NODE_BYTES_MAX} bytes, found {len(data)}"
         )
     return data
 

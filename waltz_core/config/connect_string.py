@@ -59,9 +59,9 @@ def parse_connect_string(text: str) -> ConnectString:
     options = _options(query) if question else {}
     if options is None:
         raise errors.BadConfig(
-            f"the connect string {text!r} ends in {question + query!r}: expected nothing, or "
-            f"?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE, with &token_file=FILE or "
-            f"&token_env=VARIABLE, after {EXPECTED.removeprefix('expected ')}"
+            f"the connect string {text!r} has the options {question + query!r}: expected "
+            "none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, also with &token_file=FILE "
+            f"or &token_env=VARIABLE, after {EXPECTED.removeprefix('expected ')}"
         )
     hosts, slash, root = place.partition("/")
     if not hosts and not slash:
@@ -74,7 +74,8 @@ def parse_connect_string(text: str) -> ConnectString:
     for name in names:
         if name in ("", ".", "..") or name != name.strip() or not name.isprintable():
             raise errors.BadConfig(
-                f"the connect string {text!r} has the name {name!r} in its cluster root: {EXPECTED}"
+                f"the connect string {text!r} has the component {name!r} in its cluster "
+                f"root: {EXPECTED}"
             )
     checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
     root = "/" + "/".join(names)
@@ -95,7 +96,7 @@ def split_address(address: str) -> tuple[str, int]:
         )
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 5
     if not (is_number and 1 <= int(digits) <= 65535):
-        raise errors.BadConfig(f"{address!r} has the port {digits!r}: expected 1..65535")
+        raise errors.BadConfig(f"{address!r} has the port {digits!r}: expected a port in 1..65535")
     return host, int(digits)
 
 
@@ -107,7 +108,7 @@ def check_address(address: str) -> None:
     except ValueError as error:
         raise errors.BadConfig(
             f"{address!r} has the host {host!r}, which is not a valid host name: {error}. "
-            "Hint: give the name, or the IP address, at which that process listens."
+            "Hint: use the name or the IP address at which that process listens."
         ) from error
 
 

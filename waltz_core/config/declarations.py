@@ -35,7 +35,8 @@ ACCESS_MODES = ("off", "report", "on")
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "ZooKeeper's hosts and the cluster's root. All processes of a cluster use the same value.",
+        "The hosts of ZooKeeper, followed by the root of the cluster. All processes of a "
+        "cluster use the same value.",
         example="127.0.0.1:2181/waltz/local",
     )
 
@@ -59,8 +60,9 @@ def _ms(default: int, doc: str, *, minimum: int = 1) -> Any:  # noqa: ANN401 - s
 def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `setting`
     return _ms(
         default,
-        "How long a start waits for a connection to ZooKeeper, and how long it repeats a request "
-        "that ZooKeeper does not answer. Too long hides a wrong address.",
+        "Time for which the process, when it starts, tries to connect to ZooKeeper, and for "
+        "which it repeats a request that ZooKeeper does not answer. If it is too long, a "
+        "wrong address is noticed late.",
     )
 
 
@@ -72,14 +74,14 @@ class ZooKeeperConfig(Config):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
     zookeeper_session_timeout_ms: int = _ms(
         4_000,
-        "Silence after which ZooKeeper ends this process's session. Too short: a pause of the "
-        "machine moves partitions. Too long: the partitions of a dead server wait that long "
-        "for a new owner.",
+        "ZooKeeper ends the session of this process after this time without a heartbeat. If "
+        "it is too short, a short pause of the machine moves partitions. If it is too long, "
+        "the partitions of a dead server are unavailable for longer.",
         minimum=500,
     )
     zookeeper_request_timeout_ms: int = _ms(
         10_000,
-        "Time that one request to ZooKeeper may take before ZooKeeper counts as unavailable.",
+        "Time that one request to ZooKeeper may take; after it, ZooKeeper counts as unavailable.",
     )
 
 
@@ -91,26 +93,31 @@ class TlsConfig(Config):
 
     tls: str = setting(
         "",
-        'Whether connections use TLS 1.2 or 1.3: "on" or "off". Empty: as ?tls= of `connect` '
-        "states, otherwise off. All processes of a cluster use the same value.",
+        'Whether connections use TLS 1.2 or 1.3: "on" or "off". If it is empty, ?tls= '
+        "in `connect` decides, and without it TLS is off. All processes of a cluster use the "
+        "same value.",
     )
     tls_certificate: str = setting(
         "",
-        "A PEM file: this process's certificate, followed by its chain. A daemon must have "
-        "one; a client presents it if the peer requests it.",
+        "A PEM file with the certificate of this process, followed by its chain of issuers. "
+        "A daemon must have a certificate; a client presents it if the peer requests one.",
     )
     tls_key: str = setting(
-        "", "A PEM file: the certificate's private key. Empty: it is in `tls_certificate`."
+        "",
+        "A PEM file with the private key of the certificate. If it is empty, the key is in "
+        "the file of `tls_certificate`.",
     )
     tls_authorities: str = setting(
         "",
-        "A PEM file: the trusted certificate authorities. Empty: those of the system.",
+        "A PEM file with the certificate authorities that this process trusts. If it is "
+        "empty, those of the operating system.",
     )
     tls_verify: str = setting(
         "",
-        'How the peer\'s certificate is verified: "name" (CA and host name), "chain" (CA only) '
-        'or "nothing". Empty: "nothing" if the connect string has ?tls=unverified and '
-        '`tls_authorities` is empty, otherwise "name".',
+        'How the certificate of the peer is verified: "name" (its authority and its host '
+        'name), "chain" (only its authority) or "nothing". If it is empty: "nothing" '
+        "if the connect string has ?tls=unverified and `tls_authorities` is empty, otherwise "
+        '"name".',
     )
 
     def validate(self) -> None:
@@ -119,77 +126,81 @@ class TlsConfig(Config):
         if self.tls_verify:
             self._check_one_of("tls_verify", TLS_CHECKS)
         if self.tls_key and not self.tls_certificate:
-            raise BadConfig("tls_key requires tls_certificate, which is not set")
+            raise BadConfig("setting tls_key requires setting tls_certificate, which is not set")
         super().validate()
 
 
 def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         default,
-        "Under TLS, whether the daemon accepts only peers whose certificate one of "
-        "`tls_authorities` has signed.",
+        "Whether the daemon, if it uses TLS, only accepts peers with a certificate that one "
+        "of `tls_authorities` has signed.",
     )
 
 
 def _access() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "off",
-        'Whether the daemon checks the permissions of its peers, for which it needs TLS: "off", '
-        '"report" or "on". Each connection has a principal, from its token or its certificate, and '
-        'an invalid token is rejected. "on" denies requests that are not granted; "report" only '
-        "logs them. Certificates are verified if a peer presents one, with `tls_authorities`.",
+        'Whether the daemon checks the permissions of its peers: "off", "report" or '
+        '"on". "on" rejects requests for which the peer has no permission, "report" '
+        "only logs them. Both need TLS. The token or the certificate of a connection "
+        "determines its principal; the daemon rejects invalid tokens. If a peer presents a "
+        "certificate, `tls_authorities` must verify it.",
     )
 
 
 def _tls_transition() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "For the switch of a running cluster to TLS, which `tls` must enable. Not empty: the "
-        "ports also accept plain TCP, from peers without a certificate, and the daemon connects "
-        'with plain TCP ("accept") or with TLS ("dial"). Empty: TLS only.',
+        "For the switch of a running cluster to TLS; needs `tls`. If it is not empty, the "
+        'ports also accept plain TCP, from peers without a certificate. With "accept", the '
+        'daemon connects to others with plain TCP; with "dial", with TLS. If it is empty, '
+        "the daemon uses only TLS.",
     )
 
 
 def _insecure_network() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         False,  # noqa: FBT003 - the name explains it
-        'Whether the daemon may listen on a non-loopback address without `tls = "on"` and '
-        '`access = "on"`, or with `tls_transition`. True: every host that can connect may read '
-        "and write; only for a private network.",
+        "Whether the daemon may listen on a non-loopback address although `tls` or `access` "
+        'is not "on", or `tls_transition` is set. If true, every host that can connect may '
+        "read and write, so use it only in a private network.",
     )
 
 
 def _http_host() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "127.0.0.1",
-        "The address of the pages at `http_port`, which have no access control: other hosts "
-        "that reach it may read metrics and addresses.",
+        "The address of the HTTP pages at `http_port`. The pages have no access control: "
+        "every host that can connect may read metrics and addresses.",
     )
 
 
 def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "CN=(.+)",
-        "A regular expression for a whole name of a client certificate: `CN=..`, `SUBJECT=..` "
-        "(RFC 4514), `URI=..` or `DNS=..`. Its first group is the principal.",
+        "A regular expression that must match a whole name in a client certificate: "
+        "`CN=..`, `SUBJECT=..` (RFC 4514), `URI=..` or `DNS=..`. Its first group is the name "
+        "of the principal.",
     )
 
 
 def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "The file of the audit log: administrative requests, denied requests and revisions of the "
-        "permissions, as JSON lines. An administrative request is rejected if the file cannot be "
-        "written. SIGHUP opens it again. Needs `access`. Empty: none.",
+        "The file of the audit log, to which the daemon writes administrative requests, "
+        "denied requests and revisions of the permissions as lines of JSON. If the file "
+        "cannot be written, the daemon rejects administrative requests. SIGHUP opens the "
+        "file again. Needs `access`. If it is empty, there is no audit log.",
     )
 
 
 def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         2_000,
-        "TLS handshakes that one host may begin at once; the daemon closes further connections. "
-        "Too few: after a restart, peers with many partitions connect slowly. Too many: a hostile "
-        "host delays the requests of others.",
+        "Number of TLS handshakes that one host may begin at once; the daemon closes "
+        "further connections. If it is too small, peers with many partitions connect slowly "
+        "after a restart. If it is too large, a hostile host delays the requests of others.",
         minimum=10,
         maximum=1_000_000,
     )
@@ -198,8 +209,9 @@ def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
 def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         100,
-        "TLS handshakes per second of one host after `handshake_burst_max`. Clients behind one "
-        "address share it. Too few and too many: as for the burst.",
+        "Number of TLS handshakes per second that one host may begin after its burst of "
+        "`handshake_burst_max`. Clients with the same IP address share it. Values that are "
+        "too small or too large have the same effects as for the burst.",
         minimum=1,
         maximum=1_000_000,
     )
@@ -207,7 +219,9 @@ def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
 
 def _check_audit(audit_log: str, access: str) -> None:
     if audit_log and access == "off":
-        raise BadConfig('audit_log requires access = "report" or "on", found "off"')
+        raise BadConfig(
+            'setting audit_log requires access = "report" or access = "on", found "off"'
+        )
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
@@ -221,13 +235,14 @@ def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None
             check_host(host)
         except ValueError as error:
             raise BadConfig(
-                f"{name} {host!r} is not a valid host name: {error}. Hint: give the name, or the "
-                "IP address, of this machine."
+                f"setting {name}: {host!r} is not a valid host name: {error}. Hint: use the "
+                "name or the IP address of this machine."
             ) from error
     if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
         raise BadConfig(
-            f"advertised_host: listen_host is {listen_host!r}, which other machines cannot "
-            "connect to. Hint: set advertised_host to this machine's name or address."
+            "setting advertised_host is required, because other machines cannot connect to "
+            f"listen_host {listen_host!r}. Hint: set advertised_host to the name or the "
+            "address of this machine."
         )
 
 
@@ -241,132 +256,146 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
-        "The directory of the log. It belongs to one storage of one cluster, permanently.",
+        "The directory of the log. It belongs permanently to one storage of one cluster.",
         example="data/storage",
     )
     listen_host: str = setting(
         "127.0.0.1",
-        'The address to listen at; "0.0.0.0" for all, which requires `advertised_host`.',
+        'The address at which the storage listens; "0.0.0.0" for all addresses, which '
+        "requires `advertised_host`.",
     )
-    port: int = _port(15_280, "Port for servers and readers. 0: any free one.")
+    port: int = _port(15_280, "Port for servers and readers; 0 uses any free port.")
     advertised_host: str = setting(
         "",
-        "The host under which servers connect to the storage, part of its identity. Empty: "
-        "`listen_host`.",
+        "The host name under which servers connect to the storage; it is part of the "
+        "storage's identity. If it is empty, `listen_host`.",
     )
-    admin_port: int = _port(15_281, "Port for administration. 0: any free one.")
+    admin_port: int = _port(15_281, "Port for administration requests; 0 uses any free port.")
     http_host: str = _http_host()
-    http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
+    http_port: int = _port(
+        0, "Port of the HTTP pages /metrics, /health and /ping; 0 disables them."
+    )
     segment_bytes_max: int = _bytes(
         1_000_000_000,
-        "Size at which a segment file is full and the next one begins. Too small: many files "
-        "and indexes. Too large: slow to check at a start and to copy.",
+        "Size of a segment file, after which the storage begins the next one. If it is too "
+        "small, there are many files and indexes. If it is too large, checks at the start "
+        "and copies of a segment take long.",
         minimum=4 * KIB,
         maximum=2_000_000_000,
     )
     open_files_max: int = setting(
         64,
-        "Files held open over all partitions; a segment has three. Too few: files are reopened "
-        "for appends and reads that alternate between many partitions. Too many: the process "
-        "reaches its limit on open files, which connections need, too. Files with unsynced "
-        "writes stay open beyond it, at most three for each partition.",
+        "Number of files that the storage keeps open, over all partitions; a segment has "
+        "three files. If it is too small, appends and reads that alternate between many "
+        "partitions reopen files. If it is too large, the process reaches the limit of the "
+        "operating system on open files, which connections need as well. Files with unsynced "
+        "writes stay open even over the limit, at most three for each partition.",
         minimum=8,
         maximum=65_536,
     )
     page_cache_bytes_max: int = _bytes(
         16 * MIB,
-        "Recently appended bytes of each file that stay in the page cache after a sync; the "
-        "storage releases older pages. Too small: readers that lag a little read from the "
-        "disk. Too large: memory fills with pages that are not read, at the cost of new ones.",
+        "Number of recently appended bytes of each file that stay in the page cache after a "
+        "sync; the storage drops older pages from the cache. If it is too small, readers "
+        "that lag a little read from the disk. If it is too large, pages that no reader uses "
+        "fill the memory, and newer pages are evicted.",
         minimum=0,
     )
     reserve_bytes: int = _bytes(
         64 * MIB,
-        "Space that is allocated in advance, and released when the disk is full, so that "
-        "truncation, repair and writes of low-water marks still work. Too small: a full disk also "
-        "stops repair.",
+        "Disk space that the storage allocates in advance. When the disk is full, the "
+        "storage releases this space, so that truncation, repair and writes of low-water "
+        "marks still work. If it is too small, a full disk also stops repair.",
         minimum=0,
         maximum=64 * GIB,
     )
     scrub_bytes_per_s: int = _bytes(
         4 * MIB,
-        "Rate at which old records are read again, over all partitions, so that the storage "
-        "finds silent corruption while other replicas can repair it. 0: no scrub. Too slow: a "
-        "terabyte takes weeks. Too fast: reads and syncs wait for it.",
+        "Rate at which the storage reads old records again, over all partitions, to find "
+        "silent corruption while other replicas can still repair it. 0 disables this scrub. "
+        "If it is too low, a terabyte takes weeks. If it is too high, reads and syncs wait "
+        "for it.",
         minimum=0,
         maximum=4 * GIB,
     )
     scrub_interval_ms: int = _ms(
         MS_MAX,
-        "Minimum time between the starts of two scrubs of one log. Too short: a small log is "
-        "read all day without need.",
+        "Minimum time between the starts of two scrubs of the same log. If it is too short, "
+        "the storage reads a small log all day without need.",
         minimum=0,
     )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - the name explains it
-        "Whether the disk keeps what it reports as synced. False: after every restart of the "
-        "machine a replica is suspect until it is repaired.",
+        "Whether the disk really keeps what it reports as synced, even if the power fails. "
+        "If false, a replica is suspect after every restart of the machine, until it is "
+        "repaired.",
     )
     writer_thread_count: int = setting(
         4,
-        "Threads that write and sync, one call at a time for a partition. Too few: partitions "
-        "wait for each other's syncs. Too many: they contend for the disk.",
+        "Number of threads that write and sync; each partition uses one of them at a time. "
+        "If it is too small, partitions wait for each other's syncs. If it is too large, the "
+        "threads contend for the disk.",
         minimum=1,
         maximum=64,
     )
     queue_bytes_max: int = _bytes(
         64 * MIB,
-        "Bytes of appends that wait for a writer thread, over all partitions. Over the limit, the "
-        "storage does not read from connections. Reads for clients have the same limit of their "
-        "own. Too small: each sync covers few appends. Too large: memory and latency.",
+        "Bytes of appends that may wait for a writer thread, over all partitions. Over the "
+        "limit, the storage stops reading from connections. Reads for clients have a "
+        "separate limit of the same size. If it is too small, each sync covers few appends. "
+        "If it is too large, memory use and latency grow.",
         minimum=32 * MIB,
     )
     archive_url: str = setting(
         "",
-        "Where this storage archives ranges of its partitions, such as file:///srv/archive or "
-        "s3://bucket/folder. All storages of a cluster use the same value. A copy of the cluster "
-        "has the same key and would delete the files: set another archive there. Empty: no "
-        "archive.",
+        "The URL to which this storage archives its partitions, such as file:///srv/archive "
+        "or s3://bucket/folder. All storages of a cluster use the same value. A copy of the "
+        "cluster has the same cluster key and would delete the files, so it needs another "
+        "archive. If it is empty, nothing is archived.",
     )
     archive_object_bytes: int = _bytes(
         64 * MIB,
-        "Size of the records of one object in the archive. Too small: many objects, which are slow "
-        "to read. Too large: memory, as an object is held until it is written and verified.",
+        "Size of the records in one object of the archive. If it is too small, there are "
+        "many objects, which are slow to read. If it is too large, memory use grows, because "
+        "the storage keeps an object in memory until it is written and verified.",
         maximum=GIB,
     )
     archive_age_ms: int = _ms(
         600_000,
-        "Age of the oldest transaction that is not archived yet, after which an object may be "
-        "smaller. Too short: many small objects. Too long: the archive lags if appends are rare.",
+        "Once the oldest transaction that is not archived is older than this, the storage "
+        "writes an object even if it is smaller than `archive_object_bytes`. If it is too "
+        "short, there are many small objects. If it is too long, the archive lags when "
+        "appends are rare.",
         minimum=0,
     )
     archive_bytes_per_s: int = _bytes(
         0,
-        "Rate at which this storage reads logs for the archive, and writes objects and reads them "
-        "back, over all partitions. Too slow: the archive lags, and the disk fills. Too fast: "
-        "appends and reads wait for the disk or the network. 0: no limit.",
+        "Rate at which this storage reads logs for the archive, writes objects and reads "
+        "them back, over all partitions. If it is too low, the archive lags and the disk "
+        "fills. If it is too high, appends and reads wait for the disk or the network. 0: no "
+        "limit.",
         minimum=0,
         maximum=4 * GIB,
     )
     local_retention_bytes: int = _bytes(
         0,
-        "Size of all logs over which the storage removes old segments that are archived. Too "
-        "small: reads of older transactions wait for the archive. Too large: the disk fills. 0: no "
-        "limit.",
+        "Size of all logs of the storage above which it removes the oldest archived "
+        "segments. If it is too small, reads of older transactions wait for the archive. If "
+        "it is too large, the disk fills. 0: no limit.",
         minimum=0,
     )
     local_retention_ms: int = setting(
         0,
-        "Age of the transactions of a segment over which the storage removes it, if it is "
-        "archived. Too short: reads of older transactions wait for the archive. Too long: the disk "
-        "fills. 0: no limit.",
+        "Age of transactions above which the storage removes their segment, if the segment "
+        "is archived. If it is too short, reads of older transactions wait for the archive. "
+        "If it is too long, the disk fills. 0: no limit.",
         minimum=0,
         maximum=100 * 365 * MS_MAX,
     )
     connections_max: int = setting(
         10_000,
-        "Concurrent connections; the storage rejects more. Servers have one for each "
-        "partition, and a second one while it moves.",
+        "Maximum number of connections; the storage rejects further ones. A server has one "
+        "connection for each partition, and a second one while the partition moves.",
         minimum=4,
         maximum=100_000,
     )
@@ -388,8 +417,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         self._check_one_of("tls_transition", TLS_TRANSITIONS)
         if self.tls_transition and self.access == "on":
             raise BadConfig(
-                f'tls_transition: expected no value with access = "on", which requires TLS, found '
-                f"{self.tls_transition!r}"
+                'setting tls_transition must be empty with access = "on", because access '
+                f"control requires TLS; found {self.tls_transition!r}"
             )
         _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "admin_port", "http_port")
@@ -405,216 +434,248 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",
-        'The address to listen at; "0.0.0.0" for all, which requires `advertised_host`.',
+        'The address at which the server listens; "0.0.0.0" for all addresses, which '
+        "requires `advertised_host`.",
     )
-    port: int = _port(15_180, "Port for clients. 0: any free one.")
+    port: int = _port(15_180, "Port for clients; 0 uses any free port.")
     advertised_host: str = setting(
-        "", "The host under which clients connect. Empty: `listen_host`."
+        "",
+        "The host name under which clients connect to the server. If it is empty, `listen_host`.",
     )
-    advertised_port: int = _port(0, "The port under which clients connect. 0: `port`.")
+    advertised_port: int = _port(
+        0, "The port under which clients connect to the server. If it is 0, `port`."
+    )
     http_host: str = _http_host()
-    http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
+    http_port: int = _port(
+        0, "Port of the HTTP pages /metrics, /health and /ping; 0 disables them."
+    )
     lock_slot_count: int = setting(
         1_048_573,
-        "Slots of a partition's lock table, 8 bytes each; preferably a prime number. Too few: the "
-        "server rejects appends of lagging clients although there is no conflict. Too many: the "
-        "server needs more memory, and moves of partitions take longer.",
+        "Number of slots in the lock table of a partition, 8 bytes each; preferably a prime "
+        "number. If it is too small, the server rejects appends of lagging clients although "
+        "there is no conflict. If it is too large, the server needs more memory, and moves "
+        "of partitions take longer.",
         minimum=101,
         maximum=134_217_689,
     )
     lock_table_bytes_max: int = _bytes(
         256 * MIB,
-        "Bytes of the lock tables of all partitions. Over the limit, the server shrinks all "
-        "tables.",
+        "Maximum memory of the lock tables of all partitions. Over the limit, the server "
+        "makes all tables smaller.",
         minimum=MIB,
     )
     lock_refill_count_max: int = setting(
         1_000_000,
-        "Number of recent transactions whose locks a new owner loads from the storages; it stops "
-        "after 8 MiB of locks. Too few: after a move the server rejects appends of clients that "
-        "lag more, without a real conflict. Too many: moves of partitions take longer. 0: none.",
+        "Number of recent transactions whose locks a new owner loads from the storages; it "
+        "stops after 8 MiB of locks. If it is too small, the server rejects appends of "
+        "lagging clients after a move although there is no conflict. If it is too large, "
+        "moves of partitions take longer. 0: the new owner loads no locks.",
         minimum=0,
         maximum=100_000_000,
     )
     feed_cache_bytes: int = _bytes(
         64 * MIB,
-        "Bytes of the headers of recent transactions, over all partitions. Too small: feeds that "
-        "lag a little read from storages.",
+        "Memory for the headers of recent transactions, over all partitions. If it is too "
+        "small, the server reads from storages for feeds that lag a little.",
         minimum=MIB,
     )
     transaction_cache_bytes: int = _bytes(
         128 * MIB,
-        "Bytes of recent transactions with their data, over all partitions. Too small: readers of "
-        "recent data cost the storages' disks.",
+        "Memory for recent transactions with their data, over all partitions. If it is too "
+        "small, reads of recent data need the disks of the storages.",
         minimum=MIB,
     )
     memory_bytes_max: int = _bytes(
         GIB,
-        "Bytes of all buffers, caches and tables of this server. Over the limit, the server "
-        "rejects appends as overloaded and does not read from connections.",
+        "Maximum memory of all buffers, caches and tables of this server. Over the limit, "
+        "the server rejects appends as overloaded and stops reading from connections.",
         minimum=64 * MIB,
     )
     connections_max: int = setting(
-        10_000, "Concurrent connections; the server rejects more.", minimum=4, maximum=100_000
+        10_000,
+        "Maximum number of connections; the server rejects further ones.",
+        minimum=4,
+        maximum=100_000,
     )
     connection_in_flight_bytes_max: int = _bytes(
         64 * MIB,
-        "Bytes of unanswered requests of one connection. Over the limit, the server does not read "
-        "from it.",
+        "Maximum bytes of unanswered requests of one connection. Over the limit, the server "
+        "stops reading from it.",
         minimum=16 * MIB,
     )
     connection_in_flight_count_max: int = setting(
         1_024,
-        "Unanswered appends and batches of one connection. Over the limit, the server does not "
-        "read from it.",
+        "Maximum number of unanswered appends and append batches of one connection. Over "
+        "the limit, the server stops reading from it.",
         minimum=1,
         maximum=1_000_000,
     )
     write_buffer_bytes_max: int = _bytes(
         MIB,
-        "Bytes of answers that one client has not read yet. Over the limit, the server pauses the "
-        "client's feed and requests until it has read some.",
+        "Maximum bytes of answers that one client has not read yet. Over the limit, the "
+        "server pauses the client's feed and requests until the client has read some.",
         minimum=64 * KIB,
     )
     partition_queue_bytes_max: int = _bytes(
         32 * MIB,
-        "Bytes of appends to one partition that wait for their lock check. Over the limit, the "
-        "server rejects appends as overloaded.",
+        "Maximum bytes of appends to one partition that wait for their lock check. Over the "
+        "limit, the server rejects appends as overloaded.",
         minimum=16 * MIB,
     )
     partition_in_flight_bytes_max: int = _bytes(
         4 * MIB,
-        "Bytes of records sent to replicas and not yet on a quorum of disks. Too small: the disks "
-        "idle between syncs. Too large: latency, and memory for each replica.",
+        "Maximum bytes of records that the server has sent to the replicas of a partition "
+        "and that a quorum has not synced yet. If it is too small, the disks idle between "
+        "syncs. If it is too large, latency grows, and the memory for each replica.",
         minimum=64 * KIB,
     )
     partition_in_flight_batches_max: int = setting(
-        64, "Batches sent to replicas and not yet on a quorum of disks.", minimum=1, maximum=65_536
+        64,
+        "Maximum number of batches that the server has sent to the replicas of a partition "
+        "and that a quorum has not synced yet.",
+        minimum=1,
+        maximum=65_536,
     )
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
-        "Whether the server splits large batches, and pauses between the pieces, while small "
-        "requests arrive; these then take at most twice as long as without large batches. False: "
-        "the client that sends most gets the largest share.",
+        "Whether the server splits large batches and pauses between the parts while clients "
+        "send small requests. A small request then takes at most twice as long as without "
+        "large batches. If false, the client that sends the most data gets the largest share.",
     )
     batch_rows_max: int = setting(
         16_384,
-        "Rows in one append batch of a client. Too many: appends of other clients wait for it.",
+        "Maximum number of rows in one append batch of a client. If it is too large, "
+        "appends of other clients wait for the batch.",
         minimum=1,
         maximum=1_000_000,
     )
     batch_bytes_max: int = _bytes(
-        8 * MIB, "Bytes of one append batch of a client.", minimum=5 * MIB, maximum=15 * MIB
+        8 * MIB, "Maximum bytes of one append batch of a client.", minimum=5 * MIB, maximum=15 * MIB
     )
     replica_lag_bytes_max: int = _bytes(
         16 * MIB,
-        "Bytes by which a replica may lag before the server catches it up from the logs of the "
-        "others instead of from memory. Too small: a short pause costs reads. Too large: memory "
-        "for each replica.",
+        "Bytes by which a replica may lag while the server still sends it the records from "
+        "memory; beyond that, the replica gets them from the logs of other replicas. If it "
+        "is too small, a short pause of a replica costs reads. If it is too large, each "
+        "replica needs more memory.",
         minimum=MIB,
     )
     checkpoint_interval_count: int = setting(
         250_000,
-        "Number of transactions after which low-water marks are raised. Too many: a recovery "
-        "compares more batches. Too few: the owner opens new sessions more often, each with a "
-        "short pause.",
+        "Number of transactions after which the server raises the low-water marks of the "
+        "replicas. If it is too large, a recovery compares more batches. If it is too small, "
+        "the server opens new store sessions more often, each with a short pause.",
         minimum=100,
         maximum=1_000_000_000,
     )
     feed_frame_count_max: int = setting(
-        4_096, "Transactions in one feed message.", minimum=1, maximum=65_536
+        4_096, "Maximum number of transactions in one feed message.", minimum=1, maximum=65_536
     )
     feed_grant_count_min: int = setting(
         10_000,
-        "Minimum number of transactions that the server feeds for one feed request of a client. "
-        "Too small: frequent round trips.",
+        "Minimum number of transactions that the server sends for one feed request of a "
+        "client. If it is too small, there are frequent round trips.",
         minimum=1,
         maximum=10_000_000,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Bytes of records in one answer to a reader.", minimum=64 * KIB, maximum=8 * MIB
+        4 * MIB,
+        "Maximum bytes of records in one answer to a reader.",
+        minimum=64 * KIB,
+        maximum=8 * MIB,
     )
     group: int = _group(
-        "The group of storages that this server is in. It reads from storages of this group "
-        "where possible. -1: from all of them in turn."
+        "The number of the group of storages in which this server runs. The server prefers "
+        "storages of this group for reads. -1: it reads from all storages in turn."
     )
     partition_fetches_max: int = setting(
-        8, "Concurrent reads from storages for one partition.", minimum=1, maximum=1_024
+        8,
+        "Maximum number of concurrent reads from storages for one partition.",
+        minimum=1,
+        maximum=1_024,
     )
     fence_count_max: int = setting(
         262_144,
-        "Disconnected clients of one partition whose latest connection the server remembers, to "
-        "reject older connections of the same client ID.",
+        "Number of disconnected clients of one partition for which the server remembers the "
+        "latest connection, so that it can reject older connections of the same client ID.",
         minimum=1_024,
         maximum=100_000_000,
     )
     retry_interval_ms_min: int = _ms(
-        50, "The first pause before a replica is tried again. Too short: wasted work."
+        50,
+        "The first pause before the server tries to connect to a replica again. If it is "
+        "too short, attempts are wasted.",
     )
     retry_interval_ms_max: int = _ms(
         2_000,
-        "The longest pause before a replica is tried again. Too long: a storage that has returned "
-        "stays unused.",
+        "The longest pause before the server tries to connect to a replica again. If it is "
+        "too long, a storage that runs again stays unused.",
     )
     quorum_timeout_ms: int = _ms(
         12_000,
-        "Time without a quorum after which a partition is assigned to another server, and "
-        "within which a replica must answer. Too short: slow disks move partitions. Too long: a "
-        "server that cannot connect to storages keeps them.",
+        "Time without a quorum after which the server assigns a partition to another "
+        "server; also the time within which a replica must answer. If it is too short, slow "
+        "disks make partitions move. If it is too long, a server that cannot connect to "
+        "storages keeps its partitions.",
         minimum=100,
     )
     slow_append_ms: int = _ms(
         250,
-        "An append that a replica acknowledges only after this time is logged as `append.slow`, at "
-        "most once a second for each replica. Too low: healthy disks are logged. 0: never.",
+        "If a replica acknowledges an append only after this time, the server logs "
+        "`append.slow`, at most once a second for each replica. If it is too low, the server "
+        "logs it for healthy disks. 0: never.",
         minimum=0,
     )
     archive_interval_ms: int = _ms(
         0,
-        "Pause between attempts to archive the committed transactions of a partition; the storages "
-        "need an `archive_url`. Too short: storages check their logs without need. Too long: "
-        "archive and removal of old segments lag. 0: nothing is archived.",
+        "Pause between attempts to archive the committed transactions of a partition; the "
+        "storages need an `archive_url`. If it is too short, storages check their logs "
+        "without need. If it is too long, the archive lags, and old segments are removed "
+        "late. 0: nothing is archived.",
         minimum=0,
     )
     archive_retention_ms: int = _ms(
         0,
-        "Age at which archived transactions expire: the log then begins after them, and their "
-        "objects are deleted a day later. Too short: they cannot be read any more. 0: the archive "
-        "keeps everything.",
+        "Age at which archived transactions expire: the log then begins after them, and "
+        "their objects are deleted a day later. If it is too short, readers lose transactions "
+        "that they still need. 0: archived transactions never expire.",
         minimum=0,
     )
     mark_staleness_ms_max: int = _ms(
         2_000,
-        "Maximum staleness of a mark that the server returns: the time for which an answer of a "
-        "quorum of replicas remains valid. Too long: a server that has lost its partitions "
-        "returns old marks. Too short: more queries to replicas.",
+        "Maximum staleness of a high-water mark that the server returns: an answer of a "
+        "quorum of replicas confirms the mark for this time. If it is too long, a server "
+        "that has lost its partitions returns old marks. If it is too short, the server "
+        "queries the replicas more often.",
     )
     balance: str = setting(
         "count",
-        'How partitions are spread over servers: by "count", the number of partitions, or by '
-        '"load", the work that they cause. All servers use the same value.',
+        'How servers share the partitions: "count" gives each server the same number of '
+        'partitions, "load" the same amount of work. All servers use the same value.',
     )
     balance_interval_ms: int = _ms(
         5_000,
-        'How often servers report loads and consider moves, if `balance` is "load". Too short: '
-        "more load on ZooKeeper.",
+        "How often servers publish their loads and consider moves, if `balance` is "
+        '"load". If it is too short, ZooKeeper has more load.',
         minimum=50,
     )
     balance_window_ms: int = _ms(
         30_000,
-        "Loads are means over about this time. Too short: peaks move partitions. Too long: a "
-        "slow response to a lasting change.",
+        "Time over which the server averages the load of a partition. If it is too short, "
+        "short peaks move partitions. If it is too long, the servers respond late to a "
+        "lasting change.",
         minimum=50,
     )
     balance_cooldown_ms: int = _ms(
         600_000,
-        "Minimum time for which a partition that was moved for its load stays. Too short: "
-        "partitions with varying loads move to and fro.",
+        "Minimum time for which a partition stays at a server after it was moved because of "
+        "its load. If it is too short, partitions with varying loads move to and fro.",
         minimum=50,
     )
     open_wait_ms: int = _ms(
         5_000,
-        "Time for which a read or mount waits for a store session before the server rejects it.",
+        "Time for which a read or a mount waits for an open store session before the server "
+        "rejects it.",
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=False)
@@ -634,8 +695,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         self._check_one_of("tls_transition", TLS_TRANSITIONS)
         if self.tls_transition and self.access == "on":
             raise BadConfig(
-                f'tls_transition: expected no value with access = "on", which requires TLS, found '
-                f"{self.tls_transition!r}"
+                'setting tls_transition must be empty with access = "on", because access '
+                f"control requires TLS; found {self.tls_transition!r}"
             )
         _check_audit(self.audit_log, self.access)
         self._check_ports_differ("port", "http_port")
@@ -647,8 +708,9 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
         if held > self.memory_bytes_max:
             raise BadConfig(
-                "memory_bytes_max: expected at least lock_table_bytes_max + feed_cache_bytes + "
-                f"transaction_cache_bytes ({held}), found {self.memory_bytes_max}"
+                "setting memory_bytes_max: expected at least the sum of "
+                "lock_table_bytes_max, feed_cache_bytes and transaction_cache_bytes "
+                f"({held}), found {self.memory_bytes_max}"
             )
 
 
@@ -658,77 +720,87 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "client"
 
-    server_connect_timeout_ms: int = _ms(5_000, "Time that connecting to a server may take.")
+    server_connect_timeout_ms: int = _ms(
+        5_000, "Time that a connection to a server may take to be established."
+    )
     request_timeout_ms: int = _ms(
         30_000,
-        "Time that an append may take before its outcome is unknown. Too short: unknown "
-        "outcomes while a partition moves. Too long: an application learns of a fault late.",
+        "Time after which the outcome of an append is unknown if no server has answered. If "
+        "it is too short, outcomes are unknown whenever a partition moves. If it is too "
+        "long, an application notices a fault late.",
         minimum=100,
     )
     mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
-    retry_interval_ms_min: int = _ms(50, "The first pause before a server is tried again.")
+    retry_interval_ms_min: int = _ms(
+        50, "The first pause before the client tries to connect to a server again."
+    )
     retry_interval_ms_max: int = _ms(
         2_000,
-        "The longest pause before a server is tried again. Too long: idle time after a server has "
-        "returned.",
+        "The longest pause before the client tries to connect to a server again. If it is "
+        "too long, the client idles although the server runs again.",
     )
     in_flight_count_max: int = setting(
         20_000,
-        "Transactions of one partition that wait for their outcome; beyond that, `submit` "
-        "waits. Too few: latency limits throughput. Too many: memory, and stale locks.",
+        "Maximum number of transactions of one partition that wait for their outcome; over "
+        "the limit, `submit` waits. If it is too small, latency limits the throughput. If it "
+        "is too large, memory use grows, and locks are checked against older marks.",
         minimum=1,
         maximum=10_000_000,
     )
     in_flight_bytes_max: int = _bytes(
         32 * MIB,
-        "Bytes of the transactions of one partition that wait for their outcome; beyond that, "
-        "`submit` waits.",
+        "Maximum bytes of the transactions of one partition that wait for their outcome; "
+        "over the limit, `submit` waits.",
         minimum=5 * MIB,
     )
     batch_rows_max: int = setting(
         10_000,
-        "Transactions sent in one append batch; the server may allow less.",
+        "Maximum number of transactions that the client sends in one append batch; the "
+        "server may have a lower limit.",
         minimum=1,
         maximum=1_000_000,
     )
     batch_bytes_max: int = _bytes(
         4 * MIB,
-        "Bytes sent in one append batch; the server may allow less.",
+        "Maximum bytes that the client sends in one append batch; the server may have a "
+        "lower limit.",
         minimum=64 * KIB,
         maximum=15 * MIB,
     )
     range_bytes_max: int = _bytes(
         4 * MIB,
-        "Bytes of records requested at once when reading.",
+        "Bytes of records that the client requests at once when it reads.",
         minimum=64 * KIB,
         maximum=8 * MIB,
     )
     group: int = _group(
-        "The group of storages that this client is in: reads of ranges from replicas use this "
-        "group where possible. -1: any."
+        "The number of the group of storages in which this client runs. The client prefers "
+        "replicas of this group for reads of ranges. -1: any group."
     )
     feed_ahead_count_max: int = setting(
         100_000,
         "Maximum number of transactions that the client has requested from the feed and not "
-        "applied yet. Too few: frequent round trips. Too many: memory.",
+        "applied yet. If it is too small, there are frequent round trips. If it is too "
+        "large, memory use grows.",
         minimum=100,
         maximum=100_000_000,
     )
 
     encryption_keys: str = setting(
         "",
-        "The keys of encrypted payloads: a directory with a file for each key, or "
-        '"module:function". Empty: payloads are neither encrypted nor decrypted.',
+        "Where the client finds the keys of encrypted payloads: a directory with a file for "
+        'each key, or a function "module:function". If it is empty, the client neither '
+        "encrypts nor decrypts payloads.",
     )
     encryption_key: str = setting(
         "",
-        "The ID of the key that encrypts appended payloads, unless an append names another one. "
-        "Empty: such payloads are not encrypted.",
+        "The ID of the key with which the client encrypts payloads, unless an append names "
+        "another key. If it is empty, these payloads are not encrypted.",
     )
     encryption_required: bool = setting(
         False,  # noqa: FBT003 - the name explains it
-        "Whether a payload that is not encrypted is read as None, with a reason. False: it is "
-        "returned.",
+        "Whether the client returns None, with a reason, for a payload that is not "
+        "encrypted. If false, it returns the payload.",
     )
 
     def validate(self) -> None:
@@ -738,7 +810,9 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
         for name in ("encryption_key", "encryption_required"):
             if getattr(self, name) and not self.encryption_keys:
-                raise BadConfig(f"{name} requires encryption_keys, which is not set")
+                raise BadConfig(
+                    f"setting {name} requires setting encryption_keys, which is not set"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -747,27 +821,38 @@ class LocalConfig(Config):
 
     kind: ClassVar[str] = "local"
 
-    directory: str = setting(".waltz", "The directory of data, configuration and logs.")
+    directory: str = setting(
+        ".waltz", "The directory for data, configuration and logs of the cluster."
+    )
     zookeeper_count: int = setting(
-        1, "ZooKeeper servers. Three tolerate the loss of one.", minimum=1, maximum=7
+        1, "Number of ZooKeeper servers. Three tolerate the loss of one.", minimum=1, maximum=7
     )
     storage_count: int = setting(
-        3, "Storages. Every partition has a replica on each.", minimum=1, maximum=9
+        3,
+        "Number of storages. Every partition has a replica on each of them.",
+        minimum=1,
+        maximum=9,
     )
-    server_count: int = setting(2, "Servers, which share the partitions.", minimum=1, maximum=16)
+    server_count: int = setting(
+        2, "Number of servers, which share the partitions.", minimum=1, maximum=16
+    )
     partition_count: int = setting(
-        4, "Partitions. Fixed for the life of the directory.", minimum=1, maximum=1_024
+        4,
+        "Number of partitions. It is fixed when the directory is created.",
+        minimum=1,
+        maximum=1_024,
     )
     port_base: int = setting(
         0,
-        "First of the consecutive ports of all processes: 3 for each storage, 2 for each server, 1 "
-        "for a single ZooKeeper server, or 3 for each of several. 0: the usual ports where they "
-        "are free, and random ones. Fixed for the life of the directory.",
+        "The first port. The processes use consecutive ports: 3 for each storage, 2 for "
+        "each server, and 1 for a single ZooKeeper server or 3 for each of several. 0: the "
+        "usual ports where they are free, otherwise random ones. It is fixed when the "
+        "directory is created.",
         minimum=0,
         maximum=65_000,
     )
     ready_timeout_ms: int = _ms(
-        300_000, "How long `up` waits until every partition accepts appends."
+        300_000, "Time for which `up` waits until every partition accepts appends."
     )
 
 

@@ -16,9 +16,9 @@ def check_host(host: str) -> None:
     if is_numeric(host):
         return
     if not host or not host.isprintable() or _NOT_IN_NAMES.intersection(host):
-        raise ValueError("expected a name, an IPv4 or an IPv6 address")
+        raise ValueError("expected a host name, an IPv4 address or an IPv6 address")
     if len(host.encode("idna")) > _NAME_BYTES_MAX:
-        raise ValueError(f"expected at most {_NAME_BYTES_MAX} bytes")
+        raise ValueError(f"expected a host name of at most {_NAME_BYTES_MAX} bytes")
 
 
 def is_numeric(host: str) -> bool:

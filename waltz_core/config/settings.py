@@ -59,7 +59,8 @@ class Config:
             port: int = getattr(self, name)
             if port and port in seen:
                 raise BadConfig(
-                    f"{name}: expected a port other than {seen[port]}'s, both are {port}"
+                    f"setting {name}: expected another port than that of {seen[port]}, found "
+                    f"{port} for both"
                 )
             seen[port] = name
 
@@ -68,13 +69,13 @@ class Config:
         found = getattr(self, name)
         if found not in words:
             known = ", ".join(each or "nothing" for each in words)
-            raise BadConfig(f"{name}: expected one of {known}, found {found!r}")
+            raise BadConfig(f"setting {name}: expected one of {known}, found {found!r}")
 
     def _check_at_most(self, smaller: str, greater: str) -> None:
         """Check that one setting does not exceed another."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
-            raise BadConfig(f"{smaller}: expected at most {greater} ({high}), found {low}")
+            raise BadConfig(f"setting {smaller}: expected at most {greater} ({high}), found {low}")
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -176,12 +177,14 @@ def _typed(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa
         try:
             return int(value)
         except ValueError:
-            raise BadConfig(f"{origin}: {name}: expected a whole number, found {value!r}") from None
+            raise BadConfig(
+                f"{origin}: setting {name}: expected an integer, found {value!r}"
+            ) from None
     if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if type(value) is not wanted:
-        expected = {int: "a whole number", bool: "true or false", str: "a text"}[wanted]
-        raise BadConfig(f"{origin}: {name}: expected {expected}, found {value!r}")
+        expected = {int: "an integer", bool: "true or false", str: "a text"}[wanted]
+        raise BadConfig(f"{origin}: setting {name}: expected {expected}, found {value!r}")
     assert isinstance(value, str | int | bool)
     return value
 
@@ -199,7 +202,10 @@ def _check(where: str, value: Value, each: Any) -> None:  # noqa: ANN401 - a `Fi
 def _missing(config_type: type[Config], name: str) -> str:
     kind, flag = config_type.kind, name.replace("_", "-")
     variable = "WALTZ_CONNECT" if name == "connect" else f"WALTZ_{kind.upper()}_{name.upper()}"
-    return f"{kind}: {name} is required: set it in {kind}.toml, as {variable}, or by --{flag}"
+    return (
+        f"{kind}: setting {name} is required. Hint: set it in {kind}.toml, in the environment as "
+        f"{variable}, or with the option --{flag}"
+    )
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -234,7 +240,7 @@ def sample_toml(config_type: type[Config]) -> str:
     doc = (config_type.__doc__ or "").strip()
     lines = [
         f"# {doc}",
-        "# Written by `make docs`. A line in comment shows the default.",
+        "# Written by `make docs`. A line that is commented out has the default.",
     ]
     for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
         lines.append("")
@@ -272,5 +278,5 @@ def literal(name: str, value: Value) -> str:
         return str(value) if name.endswith("port") else f"{value:_}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     if not value.isprintable():
-        raise BadConfig(f"expected a text without control characters, found {value!r}")
+        raise BadConfig(f"expected a string without control characters, found {value!r}")
     return f'"{escaped}"'

@@ -105,8 +105,9 @@ class Encryption:
         size = len(data) + ENVELOPE_BYTES + len(chosen)
         if size > TRANSACTION_BYTES_MAX:
             raise errors.TooLarge(
-                f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes, found {size} "
-                f"after encryption, which adds {size - len(data)}"
+                "transaction data is too large after encryption, which adds "
+                f"{size - len(data)} bytes: expected at most {TRANSACTION_BYTES_MAX} bytes, "
+                f"found {size}"
             )
         return _EncryptionCall(self.keys, chosen, partition).encrypt(data, header)
 
@@ -182,8 +183,8 @@ class _EncryptionCall:
         key = keys.find(key_id)
         if key is None:
             raise errors.BadConfig(
-                f"encryption key {key_id!r}: expected a key in {keys.name}, found none. Hint: "
-                "create it before it is used."
+                f"encryption key {key_id!r}: {keys.name} has no such key. Hint: create the "
+                "key before you use it."
             )
         encoded_key_id = _encoded_key_id(key_id)
         salt = os.urandom(SALT_BYTES)
@@ -222,7 +223,8 @@ class _DecryptionCall:
         if len(data) < expected:
             return DecryptedPayload(
                 None,
-                f"the envelope is damaged: expected {expected} bytes or more, found {len(data)}",
+                f"the encrypted payload is damaged: expected at least {expected} bytes, "
+                f"found {len(data)}",
             )
         found = self._head(data[:head_bytes])
         if isinstance(found, str):
@@ -246,13 +248,13 @@ class _DecryptionCall:
         encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
         key_id = _key_id_of(encoded_key_id)
         if not is_key_id(key_id):
-            return f"the envelope is damaged: {key_id!r} is not a key ID"
+            return f"the encrypted payload is damaged: {key_id!r} is not a key ID"
         key = self._keys.find(key_id)
         if key is None:
-            return f"there is no key {key_id!r}"
+            return f"the key {key_id!r} does not exist"
         mismatch = (
-            f"the payload does not match key {key_id!r}: it was changed or moved, or the key was "
-            "replaced"
+            f"the payload cannot be decrypted with key {key_id!r}: the payload was changed "
+            "or copied from another transaction, or the key was replaced"
         )
         return _Head(key.derived(salt), encoded_key_id, mismatch)
 

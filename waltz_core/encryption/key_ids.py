@@ -18,7 +18,7 @@ def check_key_id(key_id: object, where: str) -> str:
     """Return a key ID; raises BadConfig for any other value, with `where` it was found."""
     if not isinstance(key_id, str) or not is_key_id(key_id):
         raise errors.BadConfig(
-            f"{where}: expected a key ID, 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', '_' and "
-            f"'-', which begins with a letter or a digit; found {str(key_id)[:200]!r}"
+            f"{where}: expected a key ID of 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', "
+            f"'_' and '-' that begins with a letter or a digit; found {str(key_id)[:200]!r}"
         )
     return key_id

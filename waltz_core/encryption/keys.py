@@ -86,7 +86,8 @@ class KeyCache:
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
-            "encryption keys cannot be sent to another process: open them there, by their reference"
+            "encryption keys cannot be sent to another process. Hint: open them there, by "
+            "the same setting encryption_keys."
         )
 
     def is_cached(self, key_id: str) -> bool:
@@ -154,8 +155,8 @@ def keys_of(reference: str) -> KeyCache:
     directory = Path(reference)
     if not directory.is_dir():
         raise errors.BadConfig(
-            f"encryption keys: there is no directory {reference!r}. Hint: a function that returns "
-            "keys is given as 'module:function'."
+            f"encryption keys: the directory {reference!r} does not exist. Hint: to name a "
+            "function that returns keys, use 'module:function'."
         )
     return KeyCache(KeyDirectory(directory), reference)
 
@@ -174,17 +175,19 @@ class KeyDirectory:
         except (FileNotFoundError, PermissionError) as error:
             if not self._directory.is_dir():  # rule 3
                 raise errors.Unavailable(
-                    f"encryption keys: directory {str(self._directory)!r} does not exist any more"
+                    f"encryption keys: the directory {str(self._directory)!r} no longer exists"
                 ) from error
             return None
         except OSError as error:
-            raise errors.Unavailable(f"encryption key {str(path)!r}: {error}") from error
+            raise errors.Unavailable(
+                f"encryption key {str(path)!r} cannot be read: {error}"
+            ) from error
         try:
             return bytes.fromhex(text.decode("ascii").strip())
         except ValueError:
             raise errors.BadConfig(
-                f"encryption key {str(path)!r}: expected {2 * KEY_BYTES} hexadecimal digits. Hint: "
-                f"create a key with: openssl rand -hex {KEY_BYTES}"
+                f"encryption key {str(path)!r}: expected {2 * KEY_BYTES} hexadecimal digits. "
+                f"Hint: create a key with: openssl rand -hex {KEY_BYTES}"
             ) from None
 
 
@@ -194,8 +197,8 @@ def _function(reference: str) -> KeyProvider:
         function: Any = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise errors.BadConfig(
-            f"encryption keys: {reference!r} cannot be imported ({error}): expected a function of "
-            "a module that each process can import"
+            f"encryption keys: {reference!r} cannot be imported ({error}). Hint: it must be "
+            "a function in a module that each process can import."
         ) from None
     if not callable(function):
         raise errors.BadConfig(

@@ -144,17 +144,25 @@ class LegacyClientAdapter:
             ended_s = self._ended_s.get(partition_id)
             if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
                 return EndConnection(
-                    f"the client sends requests for partition {partition_id} after its mount ended"
+                    f"the client sends requests for partition {partition_id}, but its mount "
+                    "of the partition has ended"
                 )
         if isinstance(message, MountRequest):
             self._ended_s.pop(partition_id, None)
             if message.client_high_water_mark < BEFORE_FIRST:
                 return EndConnection(
-                    f"mount: expected a mark of -1 or more, found {message.client_high_water_mark}"
+                    "mount request: expected a high-water mark of -1 or more, found "
+                    f"{message.client_high_water_mark}"
                 )
             self._mounts[partition_id] = _Mount(message.req_id)
         if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-            return None if message.partitions else EndConnection("preferences: found no partition")
+            return (
+                None
+                if message.partitions
+                else EndConnection(
+                    "change of preferences: expected at least one partition, found none"
+                )
+            )
         return None
 
     # -----------------------------------------------------------------------------------------
@@ -201,7 +209,7 @@ class LegacyClientAdapter:
             return self._mount_ended(req_id.partition_id)
         if reason is Reason.TOO_LARGE:
             return InexpressibleError(
-                f"append {req_id} is too large, and the client will keep sending it"
+                f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
             )
         return None  # In the log, or (OVERLOADED) rejected until the client's next flush.
 

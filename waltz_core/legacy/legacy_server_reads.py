@@ -120,8 +120,8 @@ class LegacyServerReads:
             is_over = feed.is_closed or found[-1].transaction_id == query.last
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
-                f"{reader.timeout_s:.3g} s"
+                f"{reader.owner.address} sent no feed of partition {reader.partition_id} "
+                f"within {reader.timeout_s:.3g} s"
             ) from error
         finally:  # also when the caller is cancelled
             self._leave(reader.partition_id, feed, is_over=is_over)
@@ -222,7 +222,7 @@ class HeaderFeed:
         except errors.RemoteProtocolError as error:
             raise errors.Unreachable(str(error)) from error
         if (link.version or 0) > VERSION_MAX:
-            link.abort("not a 0.13 server")
+            link.abort("it is not a Waltz 0.13 server")
             raise errors.Unreachable(
                 f"{address}: expected a Waltz 0.13 server, found a later version"
             )
@@ -267,14 +267,15 @@ class HeaderFeed:
                     self._next += 1
                 case messages.MountResponse(state=messages.MountState.NOT_READY):
                     raise errors.NotOwned(
-                        f"{self._owner.address} is not ready for partition {self._partition_id}"
+                        f"server {self._owner.address} is not ready for partition "
+                        f"{self._partition_id}"
                     )
                 case messages.MountResponse():  # the end of the log, or before it
                     self.close()
                     return found
                 case _:
                     raise errors.RemoteProtocolError(
-                        f"{self._owner.address}: expected transaction {self._next} of partition "
-                        f"{self._partition_id}, found {message!r:.200}"
+                        f"server {self._owner.address}: expected transaction {self._next} of "
+                        f"partition {self._partition_id}, found {message!r:.200}"
                     )
         return found

@@ -179,7 +179,9 @@ class LegacyServerPartition:
                 self._append(message, now_ms)
             case _:
                 name = type(message).__name__
-                raise errors.LocalProtocolError(f"{name}: Waltz 0.13 has no such request")
+                raise errors.LocalProtocolError(
+                    f"{name}: the protocol of Waltz 0.13 has no such request"
+                )
         return self._taken()
 
     def receive(
@@ -233,8 +235,8 @@ class LegacyServerPartition:
         if self._phase is _Phase.MOUNTING:  # rule 5
             self._out.append(
                 CloseLink(
-                    f"a mount of partition {self._partition_id} got no answer: the server may "
-                    "have another connection of this client ID"
+                    f"the server did not answer the mount of partition {self._partition_id}. "
+                    "It may have another connection of this client ID"
                 )
             )
             return
@@ -268,7 +270,7 @@ class LegacyServerPartition:
             and message.req_id == mount.req_id
         ):
             if mark < BEFORE_FIRST:
-                self._fail_mount("there is no store session yet")
+                self._fail_mount("the server has no store session for the partition yet")
                 return
             self._known = mark
             is_latest = mount.high_water_mark == LATEST_MARK
@@ -299,7 +301,10 @@ class LegacyServerPartition:
             self._to_server(messages.FeedRequest(message.req_id, self._mark))
             self._to_server(messages.FlushRequest(message.req_id))
         elif message.state == MountState.CLIENT_AHEAD and self._mark > self._known:
-            text = f"the client's mark {self._mark} is above the log's {self._known}"
+            text = (
+                f"the client's high-water mark {self._mark} is above {self._known}, the last "
+                "transaction of the log"
+            )
             self._fail_mount(text, errors.ClientAhead)
         else:
             self._fail_mount("the server is not ready for the partition")
@@ -307,7 +312,7 @@ class LegacyServerPartition:
     def _mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
         assert self._mount is not None
         if not is_owner:
-            self._fail_mount("it moved during the mount")
+            self._fail_mount("the partition moved to another server during the mount")
             return
         self._phase = _Phase.MOUNTED
         limits = (BATCH_ROWS_MAX, BATCH_BYTES_MAX, IN_FLIGHT_BYTES_MAX)
@@ -424,7 +429,7 @@ class LegacyServerPartition:
         mark = TransactionId(message.high_water_mark)
         if self._phase is _Phase.FLUSHING and message.req_id == self._feed_id:
             if mark < BEFORE_FIRST:
-                self._fail_mount("there is no store session any more")
+                self._fail_mount("the server no longer has a store session for the partition")
             else:
                 self._flush_mark = mark
         elif self._flush is None or message.req_id != self._flush.req_id:
@@ -499,8 +504,9 @@ class LegacyServerPartition:
 def exactly_once_error(address: str) -> errors.UsageError:
     """Return the error of an exactly-once write at a 0.13 server."""
     return errors.UsageError(
-        f"{address} is a Waltz 0.13 server, which does not support exactly-once writes: it forgets "
-        "the fenced writers when a connection ends"
+        f"server {address} runs Waltz 0.13, which does not support exactly-once writes, "
+        "because it does not remember which writers are superseded after their connection "
+        "has ended"
     )
 
 

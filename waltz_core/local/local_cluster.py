@@ -185,11 +185,13 @@ class LocalCluster:
     ) -> None:
         self.directory = directory.absolute()
         if zookeeper_count < 1:
-            raise BadConfig(f"zookeeper_count: expected at least 1, found {zookeeper_count}")
+            raise BadConfig(
+                f"argument zookeeper_count: expected at least 1, found {zookeeper_count}"
+            )
         if not insecure_network and not is_loopback(host):
             raise BadConfig(
-                f"host: expected a loopback address, found {host!r}. Hint: insecure_network=True "
-                "permits it, without access control."
+                f"argument host: expected a loopback address, found {host!r}. Hint: "
+                "insecure_network=True permits other addresses, without access control."
             )
         self._counts = (zookeeper_count, storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
@@ -247,7 +249,7 @@ class LocalCluster:
             if found.name == name:
                 return found
         names = ", ".join(member.name for member in self._loaded().members)
-        raise BadConfig(f"no member {name!r} in this cluster; its members: {names}")
+        raise BadConfig(f"this cluster has no process {name!r}; its processes are {names}")
 
     def log_path(self, name: str) -> Path:
         """Return the log file of a member."""
@@ -402,7 +404,7 @@ class LocalCluster:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise BadConfig(
-                    f"another command is starting or ending the cluster in {self.directory}"
+                    f"another command is starting or stopping the cluster in {self.directory}"
                 ) from None
             yield
 
@@ -419,10 +421,13 @@ class LocalCluster:
                 self._state.archive_url = raw.get("archive_url", "")
             except FileNotFoundError:
                 raise BadConfig(
-                    f"no local cluster in {self.directory}: start one with `waltz-core local up`"
+                    f"there is no local cluster in {self.directory}. Hint: `waltz-core local "
+                    "up` starts one."
                 ) from None
             except (ValueError, KeyError, TypeError) as error:
-                raise BadConfig(f"{path}: expected a cluster state file: {error}") from None
+                raise BadConfig(
+                    f"{path} is not the state file of a local cluster: {error}"
+                ) from None
         return self._state
 
     def _load_or_create(self) -> None:
@@ -468,15 +473,15 @@ class LocalCluster:
             return
         if state.archive_url:
             raise BadConfig(
-                f"archive: expected {state.archive_url}, which the cluster in {self.directory} "
-                f"uses, found {url}"
+                f"argument archive: the cluster in {self.directory} uses "
+                f"{state.archive_url}, which cannot be changed; found {url}"
             )
         daemons = [each for each in self.members if each.kind != "zookeeper"]
         running = [each.name for each in daemons if each.process() is not None]
         if running:
             raise BadConfig(
-                f"archive: expected no running storage or server, found {', '.join(running)}. "
-                "Hint: run `waltz-core local down` first."
+                "an archive can only be added while no storage and no server runs, but "
+                f"{', '.join(running)} run. Hint: run `waltz-core local down` first."
             )
         state.archive_url = url
         self._save()
@@ -488,8 +493,8 @@ class LocalCluster:
             self._held.append(held)
         elif not ports.is_free(port, self._host):  # otherwise old connections linger there
             raise BadConfig(
-                f"--port-base {self._port_base}: port {port} is taken by another program. "
-                "Hint: give another port base, or none."
+                f"--port-base {self._port_base}: another program uses port {port}. Hint: "
+                "choose another port base, or omit the option."
             )
         return port
 
@@ -533,8 +538,9 @@ class LocalCluster:
                 continue
             if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(
-                    f"port {port} of {member.name} is taken by another program; {reason}, "
-                    "so free that port and start again"
+                    f"another program uses port {port} of {member.name}. The process cannot "
+                    f"use another port, because {reason}. Hint: free the port, then start the "
+                    "cluster again."
                 )
             setattr(member, name, self._choose_port(state.ports))
             self._save()
@@ -545,9 +551,9 @@ class LocalCluster:
             return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
-            return "the other ZooKeeper servers know it by that port" if is_known else ""
+            return "the other ZooKeeper servers are configured with that port" if is_known else ""
         if member.kind == "storage" and name != "http_port" and self._created.exists():
-            return "a storage is known by its address"
+            return "the address of a storage is its identity"
         return ""
 
     # -- the processes ----------------------------------------------------------------------
@@ -634,7 +640,7 @@ class LocalCluster:
             )
         if creating.returncode != 0:
             raise Unreachable(
-                f"the cluster could not be created: {output.strip()}\n"
+                f"the local cluster could not be created: {output.strip()}\n"
                 f"{self._tail(self.zookeepers[0].name)}"
             )
         self._created.touch()
@@ -652,7 +658,7 @@ class LocalCluster:
                     show_line("waiting for ZooKeeper to create the cluster")
                     next_line += PROGRESS_EVERY_S
                 self._check_alive(self.zookeepers)
-            raise Unreachable(f"creating the cluster in {self.directory} timed out")
+            raise Unreachable(f"the cluster in {self.directory} could not be created in time")
         finally:
             creating.kill()
 
@@ -665,7 +671,7 @@ class LocalCluster:
             try:
                 # A server that registers later would take over partitions that are in use by then.
                 if missing := self._unregistered():
-                    last = f"not registered: {', '.join(sorted(missing))}"
+                    last = f"not registered in ZooKeeper yet: {', '.join(sorted(missing))}"
                 else:
                     with WaltzClient(self.connect) as client:
                         client.high_water_marks()
@@ -695,7 +701,9 @@ class LocalCluster:
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                show_line(f"waiting for {', '.join(each.name for each in waiting)}")
+                show_line(
+                    f"waiting until these processes end: {', '.join(each.name for each in waiting)}"
+                )
                 next_line += PROGRESS_EVERY_S
             waiting = [each for each in waiting if not self._serves(each)]
             time.sleep(0.05)
@@ -737,7 +745,7 @@ class LocalCluster:
         for member in members:
             if member.process() is None:
                 raise Unreachable(
-                    f"{member.name} ended while the cluster was starting; the end of its log "
+                    f"{member.name} ended while the cluster was starting. The end of its log "
                     f"({self.log_path(member.name)}):\n{self._tail(member.name)}"
                 )
 

@@ -69,4 +69,4 @@ def choose(taken: set[int], host: str) -> tuple[int, socket.socket]:
         held = None if port in taken else hold(port, host)
         if held is not None:
             return port, held
-    raise Unreachable(f"no free port between {FIRST} and {LAST} on {host}")
+    raise Unreachable(f"there is no free port between {FIRST} and {LAST} on {host}")

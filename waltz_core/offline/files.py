@@ -54,7 +54,9 @@ class OpenFile:
                 size -= len(data)
                 offset += len(data)
         except OSError as error:
-            raise DiskFailed(f"cannot read {self.path} at {offset}: {error.strerror}") from error
+            raise DiskFailed(
+                f"cannot read {self.path} at offset {offset}: {error.strerror}"
+            ) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def size(self) -> int:
@@ -136,7 +138,8 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     if path.is_file():
         if first_of(path.name) is None:
             raise BadRequest(
-                f"{path}: expected a segment, named by {_NAME_DIGITS} digits and {SEGMENT_SUFFIX}"
+                f"{path}: expected a segment file, whose name has {_NAME_DIGITS} digits and "
+                f"ends in {SEGMENT_SUFFIX}"
             )
         return [path]
     if not path.is_dir():
@@ -150,7 +153,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
         for first in first_ids_in(directory)
     ]
     if not found:
-        raise BadRequest(f"{path}: expected segments, found none")
+        raise BadRequest(f"{path}: the directory has no segments")
     return found
 
 
@@ -160,7 +163,7 @@ def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
     missing = [number for number in partitions or [] if number not in here]
     if missing:
         raise BadRequest(
-            f"{directory}: expected partition {missing[0]}, found "
+            f"{directory} has no partition {missing[0]}; it has "
             f"{', '.join(map(str, here)) or 'none'}"
         )
     return here if partitions is None else sorted(set(partitions))
@@ -207,8 +210,8 @@ def _lock_shared(file: OpenFile, directory: Path, *, is_old: bool) -> None:
             fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise DiskFailed(
-            f"{directory}: a storage runs on this directory and changes its files. Hint: stop it "
-            "first, or use a copy of the directory."
+            f"{directory}: a running storage uses this directory and changes its files. "
+            "Hint: stop the storage first, or use a copy of the directory."
         ) from error
     except OSError as error:
         raise DiskFailed(f"cannot lock {file.path}: {error.strerror}") from error

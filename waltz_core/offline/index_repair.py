@@ -99,8 +99,8 @@ def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
             is_old = name == CONTROL_NAME
             if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole()):
                 raise DiskFailed(
-                    f"{directory}: expected a storage that is stopped, found {name} locked; "
-                    "another process has the directory"
+                    f"{directory}: another process, such as a storage, uses the directory "
+                    f"and holds the lock on {name}. Hint: stop that process first."
                 )
         yield
 
@@ -129,9 +129,11 @@ def _good_header(file: File, path: Path, first: int) -> bytes:
     header = file_header(data)
     wrong = list(header.wrong)
     if header.first != first:
-        wrong.append(f"expected first ID {first}, found {header.first}")
+        wrong.append(f"expected first transaction ID {first}, found {header.first}")
     if wrong:
-        raise BadFormat(f"{path}: header: {wrong[0]}; no index is built for such a segment")
+        raise BadFormat(
+            f"{path}: the header is wrong: {wrong[0]}. No index is built for such a segment"
+        )
     return data
 
 

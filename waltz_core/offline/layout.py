@@ -67,7 +67,9 @@ def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
     """Note reserved bytes that are not zero; `offset` is their offset in the structure."""
     for position, value in enumerate(reserved):
         if value:
-            wrong.append(f"expected zero in reserved byte {offset + position}, found {value:#04x}")
+            wrong.append(
+                f"expected reserved byte {offset + position} to be zero, found {value:#04x}"
+            )
             return
 
 
@@ -129,9 +131,12 @@ def control_entry(data: Bytes, position: int) -> ControlEntry:
     infos = _info(body[4:40]), _info(body[40:76])
     good = [index for index in (0, 1) if not infos[index].wrong]
     if not good:
-        wrong.append("both structures are wrong, so neither is used")
+        wrong.append("both copies of the structure are wrong, so neither is used")
     elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
-        wrong.append(f"both structures have sequence {infos[0].sequence}, so neither is used")
+        wrong.append(
+            f"both copies of the structure have the sequence number {infos[0].sequence}, so "
+            "neither is used"
+        )
         good = []
     current = max(good, key=lambda index: infos[index].sequence, default=None)
     return ControlEntry(number, infos, current, tuple(wrong))
@@ -145,7 +150,7 @@ def _info(data: bytes) -> ControlInfo:
         if value < -1:
             wrong.append(f"expected a {what} of at least -1, found {value}")
     if flags & ~(AVAILABLE | ASSIGNED):
-        wrong.append(f"expected flags of {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
+        wrong.append(f"expected only the flags {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
     return ControlInfo(session, mark, local, flags, sequence, tuple(wrong))
 
 
@@ -216,7 +221,7 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
         wrong.append(f"expected flags below {2 * SHORTENED:#x}, found {flags:#x}")
     if sequence % 2 == position:
         wrong.append(
-            f"expected {'an odd' if position == 0 else 'an even'} sequence, found {sequence}"
+            f"expected {'an odd' if position == 0 else 'an even'} sequence number, found {sequence}"
         )
     if not 0 <= count <= _DAMAGED_MAX:
         wrong.append(f"expected 0 to {_DAMAGED_MAX} damaged ranges, found {count}")
@@ -226,9 +231,12 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
     _expect_zero(wrong, body[end:-32], end)
     first, start_chain, back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
     if first < 0:
-        wrong.append(f"expected a first ID of at least 0, found {first}")
+        wrong.append(f"expected a first transaction ID of at least 0, found {first}")
     if back > last_session + 1:
-        wrong.append(f"expected at most {last_session + 1} sessions back, found {back}")
+        wrong.append(
+            f"expected that the replica was in sync at most {last_session + 1} sessions before "
+            f"its last one, found {back}"
+        )
     wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
     return ControlSlot(
         version,
@@ -265,7 +273,7 @@ def _wrong_slot_values(
     previous = -1
     for first, last in damaged:
         if not previous < first <= last:
-            wrong.append(f"expected damaged ranges in order, found {first}..{last}")
+            wrong.append(f"expected damaged ranges in ascending order, found {first}..{last}")
         previous = last
     return wrong
 
@@ -347,9 +355,9 @@ def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     _expect_crc(wrong, body[:-4], stated, crc32(struct.pack(">q", position), segment_crc))
     _expect_zero(wrong, reserved, 56)
     if not 0 <= first <= last:
-        wrong.append(f"expected 0 <= first <= last, found {first}..{last}")
+        wrong.append(f"expected IDs with 0 <= first <= last, found {first}..{last}")
     elif not -1 <= synced < first:
-        wrong.append(f"expected a synced ID of -1 to {first - 1}, found {synced}")
+        wrong.append(f"expected a synced transaction ID of -1 to {first - 1}, found {synced}")
     if session < RECONSTRUCTED:
-        wrong.append(f"expected a session of at least {RECONSTRUCTED}, found {session}")
+        wrong.append(f"expected a session number of at least {RECONSTRUCTED}, found {session}")
     return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(wrong))

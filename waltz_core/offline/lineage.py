@@ -144,7 +144,8 @@ class ChainCheck:
             self._add(
                 segment,
                 offset,
-                f"batch {entry.first}..{entry.last}: the log ends at {last}, without {missing}",
+                f"batch {entry.first}..{entry.last}: the log ends at transaction {last}, "
+                f"without {missing}",
                 is_wrong=self._is_wrong(entry.last),
             )
             self._is_whole = False
@@ -153,7 +154,7 @@ class ChainCheck:
             self._add(
                 self._firsts[-1],
                 None,
-                f"the batches do not cover {records_text(self.end.last + 1, last)}",
+                f"no batch has {records_text(self.end.last + 1, last)}",
                 is_wrong=self._is_wrong(self.end.last + 1),
             )
 
@@ -183,8 +184,8 @@ class ChainCheck:
             self._add(
                 segment,
                 offset,
-                f"batch {entry.first}..{entry.last}: expected chain {found.hex()} for these "
-                f"records, found {entry.chain.hex()}",
+                f"batch {entry.first}..{entry.last}: expected chain hash {found.hex()} for "
+                f"these records, found {entry.chain.hex()}",
                 is_wrong=self._is_wrong(entry.last),
             )
         self.count += 1
@@ -201,7 +202,7 @@ class ChainCheck:
         for position, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
-                lost = "is missing: its batches are lost"
+                lost = "the file is missing: its batches are lost"
                 self._add(first, None, lost, is_wrong=self._is_wrong(-1))
                 self._is_chain_known = False
                 continue
@@ -226,13 +227,13 @@ class ChainCheck:
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
         """Check errors and chain; `SegmentCheck` compares the header with that of `.seg`."""
         for error in header.wrong:
-            what = f"header: {error}; its batches are unknown"
+            what = f"header: {error}; the batches of the file cannot be read"
             self._add(first, 0, what, is_wrong=self._is_wrong(-1))
         if not header.wrong and is_sure and header.chain_before != self.end.chain:
             self._add(
                 first,
                 40,
-                f"header: expected chain {self.end.chain.hex()} before the first batch, "
+                f"header: expected chain hash {self.end.chain.hex()} before the first batch, "
                 f"found {header.chain_before.hex()}",
                 is_wrong=self._is_wrong(-1),
             )
@@ -263,8 +264,8 @@ class ChainCheck:
         self._add(
             first,
             placed.offset,
-            f"batch {entry.first}..{entry.last}: expected in the segment that holds its last "
-            "record",
+            f"batch {entry.first}..{entry.last}: expected the entry in the file of the "
+            "segment that has the last record of the batch",
             is_wrong=self._is_wrong(-1 if entry.last < first else _SPARE),
         )
         return False
@@ -277,7 +278,8 @@ class ChainCheck:
                 self._add(
                     first,
                     placed.offset,
-                    f"batch {entry.first}..{entry.last}: expected it to begin at {before + 1}",
+                    f"batch {entry.first}..{entry.last}: expected the batch to begin at "
+                    f"transaction {before + 1}",
                     is_wrong=self._is_wrong(entry.last),
                 )
             self._is_chain_known = False

@@ -151,13 +151,16 @@ def _fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
     """Return why the bytes at an offset cannot be the expected record; empty if they can."""
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
-        return f"expected at least {RECORD_FRAME_BYTES} bytes, found {size - offset}"
+        return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"
     found = fields(file.pread(RECORD.size, offset))
     if found.transaction_id != due:
-        return f"expected ID {due}, found {found.transaction_id}"
+        return f"expected transaction ID {due}, found {found.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
     if not 0 <= found.data_bytes <= space:
-        return f"expected at most {space} bytes of data, found a length of {found.data_bytes}"
+        return (
+            f"expected a record with at most {space} bytes of data, found a length of "
+            f"{found.data_bytes}"
+        )
     return ""
 
 
@@ -166,10 +169,7 @@ def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
     if not why:
         record = file.pread(_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
-        why = (
-            f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; "
-            "no valid record begins after it"
-        )
+        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
     behind = _find(file, offset + 1, due, size)
     next_id, end = behind if behind is not None else (None, size)
     return Gap(due, next_id, offset, end, why)

@@ -58,8 +58,8 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
             logs = _verify_partition(path, findings)
         else:
             raise BadRequest(
-                f"{path}: expected a storage directory with {CONTROL_NAME}, a partition's "
-                "directory, or a .seg file"
+                f"{path}: expected a storage directory with {CONTROL_NAME}, the directory of "
+                "a partition, or a .seg file"
             )
     return Verified(path, logs, findings, time.perf_counter() - began)
 
@@ -86,23 +86,28 @@ def _check_assignment(control: Control, here: list[int], findings: Findings) -> 
             session = -1 if entry.info is None else entry.info.session
             findings.in_file(str(number)).found(
                 None,
-                f"is missing: partition {number} is assigned, its last session is {session}",
+                f"the directory is missing, but partition {number} is assigned to the "
+                f"storage and had session {session}",
                 is_wrong=session >= 0,  # before the first session there may be no files yet
             )
     for number in here:
         report = findings.in_file(str(number))
         count = control.header.partition_count
         if number >= count:
-            report.wrong(None, f"expected a partition below {count}, as the control file has it")
+            report.wrong(
+                None, f"expected a partition below {count}, the partition count of the control file"
+            )
         elif number < len(control.entries) and not is_assigned(control.entries[number]):
-            report.note(None, f"found partition {number}, which is not assigned")
+            report.note(
+                None, f"the directory has partition {number}, which is not assigned to the storage"
+            )
 
 
 def _verify_partition(directory: Path, findings: Findings) -> dict[int, FoundLog]:
     """Verify a partition's directory, with its storage's control file if it is in a storage."""
     parent = directory.absolute().parent
     if not directory.absolute().name.isdecimal():
-        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
+        raise BadRequest(f"{directory}: expected a directory whose name is a partition number")
     number = int(directory.absolute().name)
     control = read_control(parent / CONTROL_NAME)
     return {number: _verify_one(parent, number, control, findings)}

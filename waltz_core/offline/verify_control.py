@@ -85,11 +85,11 @@ def check_control(control: Control | None, findings: Findings) -> None:
     """Report the errors of the control file."""
     report = findings.in_file(CONTROL_NAME)
     if control is None:
-        report.wrong(None, "is missing; the storage will not start without it")
+        report.wrong(None, "the file is missing; without it the storage does not start")
         return
     header = control.header
     if header.wrong:
-        report.wrong(0, f"header: {'; '.join(header.wrong)}; the storage will not start")
+        report.wrong(0, f"header: {'; '.join(header.wrong)}; the storage does not start")
     expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
     if header.partition_count >= 0 and control.size != expected:
         report.wrong(
@@ -105,7 +105,9 @@ def check_control(control: Control | None, findings: Findings) -> None:
             if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
                 what = "; ".join(info.wrong)
-                report.wrong(offset, f"partition {position}, structure {number + 1}: {what}")
+                report.wrong(
+                    offset, f"partition {position}, copy {number + 1} of its structure: {what}"
+                )
 
 
 def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
@@ -114,11 +116,11 @@ def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
     data = read_all(directory / ID_NAME)
     if data is None:
         if has_slots:
-            report.wrong(None, "is missing: the storage ID is unknown")
+            report.wrong(None, "the file is missing, so the storage ID is unknown")
         return
     wrong = storage_id(data)[1]
     if wrong:
-        report.wrong(0, f"{'; '.join(wrong)}; the storage will not start")
+        report.wrong(0, f"{'; '.join(wrong)}; the storage does not start")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -133,9 +135,12 @@ def expected_log(
     slots = read_slots(directory / str(number) / SLOTS_NAME)
     _check_blocks(directory / str(number) / SLOTS_NAME, report)
     if slots is None and has_batches(directory / str(number)):
-        report.wrong(None, "is missing, and there are batches: the promise is lost")
+        report.wrong(
+            None,
+            "the file is missing although there are batches; the promised session is lost with it",
+        )
     elif slots is None:
-        report.note(None, "is missing: only Waltz 0.13 has written here")
+        report.note(None, "the file is missing: only Waltz 0.13 has written to this directory")
     current = None if slots is None else _check_slots(slots, number, report)
     key = None
     info: ControlInfo | None = None
@@ -175,7 +180,7 @@ def _check_blocks(path: Path, report: FileFindings) -> None:
         if any(rest):
             position = len(rest) - len(rest.lstrip(b"\0"))
             at = block + SLOT_BYTES + position
-            report.wrong(at, f"expected zero after the slot, found {rest[position]:#04x}")
+            report.wrong(at, f"expected zeros after the slot, found {rest[position]:#04x}")
 
 
 def _check_slots(
@@ -192,14 +197,17 @@ def _check_slots(
     current = current_slot(slots, number)
     good = [slot for slot in slots if not slot.wrong and slot.partition == number]
     if current is None:
-        report.wrong(None, "no slot is valid; the partition will not open")
+        report.wrong(None, "no control slot is valid; the storage cannot open the partition")
     elif len(good) == 1:
-        report.wrong(None, "only one slot is valid; a promise may be lost with the other")
+        report.wrong(
+            None,
+            "only one control slot is valid; the other one may have had a later promised session",
+        )
     elif abs(slots[0].sequence - slots[1].sequence) != 1:
         report.wrong(
             None,
-            f"expected two consecutive sequences, found {slots[0].sequence} and "
-            f"{slots[1].sequence}",
+            "expected consecutive sequence numbers in the two slots, found "
+            f"{slots[0].sequence} and {slots[1].sequence}",
         )
     return current
 
@@ -219,21 +227,29 @@ def compare(
     if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
         of_old.wrong(
             None,
-            f"partition {expected.partition}: expected a log up to the low-water mark "
-            f"{info.local_low_water_mark}, found one that ends at {seen.last}",
+            f"partition {expected.partition}: the log ends at transaction {seen.last}, below "
+            f"its low-water mark {info.local_low_water_mark}",
         )
     if expected.slot is None:
         return
     report = findings.in_file(f"{expected.partition}/{SLOTS_NAME}")
     if is_unbatched:
-        report.note(None, "records have no batches; the next start of the storage creates them")
+        report.note(
+            None,
+            "some records belong to no batch; the next start of the storage creates batches for "
+            "them",
+        )
     elif expected.is_adopted:
-        report.note(None, "Waltz 0.13 has written here since; the next start adopts its records")
+        report.note(
+            None,
+            "Waltz 0.13 has written to this log since; the next start of the storage adopts the "
+            "records",
+        )
     elif info is not None and info.session != expected.slot.last_session:
         of_old.note(
             None,
-            f"partition {expected.partition}: expected session {expected.slot.last_session}, as in "
-            f"the slot, found {info.session}",
+            f"partition {expected.partition}: expected session {expected.slot.last_session}, "
+            f"as in the control slot, found {info.session}",
         )
     _compare_marks(expected, expected.slot, seen, report)
     _compare_damage(expected.slot, seen, report)
@@ -251,15 +267,13 @@ def _compare_marks(
         marks.append(("acked ID", slot.acked))
     for what, mark in marks:
         if mark > seen.last:
-            report.wrong(
-                None, f"expected a log up to the {what} {mark}, found one that ends at {seen.last}"
-            )
+            report.wrong(None, f"the log ends at transaction {seen.last}, below its {what} {mark}")
     at_start = seen.chains_at.get(slot.start, slot.start_chain)
     if at_start != slot.start_chain:
         report.wrong(
             None,
-            f"start of the log after {slot.start}: expected chain {slot.start_chain.hex()}, "
-            f"found {at_start.hex()}",
+            f"the log begins after transaction {slot.start}: expected chain hash "
+            f"{slot.start_chain.hex()} there, found {at_start.hex()}",
         )
     if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > seen.last:
         return
@@ -267,11 +281,15 @@ def _compare_marks(
     if found != slot.acked_chain:
         shown = found.hex() if found is not None else "no batch that ends there"
         report.wrong(
-            None, f"acked ID {slot.acked}: expected chain {slot.acked_chain.hex()}, found {shown}"
+            None,
+            f"the acked marker is at transaction {slot.acked}: expected chain hash "
+            f"{slot.acked_chain.hex()} there, found {shown}",
         )
     if not slot.is_dirty and slot.acked < seen.last:
         report.wrong(
-            None, f"closed with the acked ID {slot.acked}, but the log continues to {seen.last}"
+            None,
+            f"the log was closed with its acked marker at transaction {slot.acked}, but it "
+            f"continues to {seen.last}",
         )
 
 
@@ -283,21 +301,33 @@ def _is_unbatched(slot: ControlSlot) -> bool:
 def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
     for first, last in slot.damaged:
         if last > seen.last:
-            report.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
+            report.wrong(
+                None,
+                f"records {first}..{last} are listed as damaged, but the log ends at transaction "
+                f"{seen.last}",
+            )
         elif not any(low <= last and first <= high for low, high in seen.bad):
             report.note(
-                None, f"damaged {first}..{last}: all records can be read and have valid CRCs"
+                None,
+                f"records {first}..{last} are listed as damaged, but all of them can be read "
+                "and have valid CRCs",
             )
 
 
 def _note_state(slot: ControlSlot, report: FileFindings) -> None:
     if slot.is_dirty:
-        report.note(None, f"was not closed; known to be synced up to {slot.acked}")
+        report.note(
+            None,
+            "the log was not closed properly; it is known to be synced up to transaction "
+            f"{slot.acked}",
+        )
     if slot.is_suspect:
-        report.note(None, "suspect: the log is not trusted until it is repaired")
+        report.note(None, "the replica is suspect: its log is not trusted until it is repaired")
     if slot.flags & TRUNCATE:
         report.note(
-            None, f"truncation after {slot.truncate_to} was begun; the next start finishes it"
+            None,
+            f"a truncation after transaction {slot.truncate_to} was begun; the next start of "
+            "the storage completes it",
         )
 
 

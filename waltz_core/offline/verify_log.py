@@ -117,7 +117,10 @@ class _LogCheck:
         first = self._start.last + 1
         while len(self._firsts) > 1 and self._firsts[1] <= first:
             path = segment_path(Path(self._directory.name), self._firsts.pop(0), ".seg")
-            note = f"ends before {first}, where the log begins; the next start removes it"
+            note = (
+                f"the segment ends before transaction {first}, where the log begins; the next "
+                "start of the storage removes it"
+            )
             self._findings.in_file(str(path)).note(None, note)
 
     # ---- what may be torn (rule 1)
@@ -177,7 +180,7 @@ class _LogCheck:
 
     def _report_missing(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
-        what = f"{records_text(due, first - 1)}: expected in an earlier segment, found in none"
+        what = f"no segment has {records_text(due, first - 1)}"
         self._findings.in_file(str(path)).wrong(None, what)
         self._seen.lose(due, first - 1)
         if self._chain is not None:
@@ -194,8 +197,12 @@ class _LogCheck:
                 continue
             file = self._findings.in_file(f"{self._directory.name}/{name}")
             if name.endswith(".tmp"):
-                file.note(None, "was never finished; the next start removes it")
+                file.note(
+                    None, "the file was never completed; the next start of the storage removes it"
+                )
             elif name.endswith((".idx", ".chn")):
-                file.note(None, "has no .seg file; the next start removes it")
+                file.note(
+                    None, "the file has no .seg file; the next start of the storage removes it"
+                )
             else:
-                file.note(None, "is not a file of a storage")
+                file.note(None, "the file does not belong to a storage")

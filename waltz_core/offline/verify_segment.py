@@ -128,7 +128,10 @@ class SegmentCheck:
                     break
                 due = self._gap(part) if isinstance(part, Gap) else self._run(part, index)
         if self._next_first is not None and due < self._next_first:
-            what = f"ends with record {due - 1}, the next segment begins with {self._next_first}"
+            what = (
+                f"the segment ends with record {due - 1}, but the next segment begins with "
+                f"{self._next_first}"
+            )
             report.wrong(size, what)
             self._lose(due, self._next_first - 1)
         self._seen.bytes_read += size
@@ -176,8 +179,8 @@ class SegmentCheck:
             if times[suffix] == times[other]:
                 self._report[outlier].note(
                     _CREATED_AT,
-                    f"header: created at {times[outlier]} ms, {suffix} and {other} at "
-                    f"{times[suffix]}; nothing depends on it",
+                    f"header: created at {times[outlier]} ms, but {suffix} and {other} at "
+                    f"{times[suffix]}; this has no effect",
                 )
 
     # ---- records
@@ -225,7 +228,7 @@ class SegmentCheck:
             parts.append(f"expected CRC {expected:08x}, found {found:08x}")
         found, expected = fields(record).data_crc, crc32(record[36:-4])
         if found != expected:
-            parts.append(f"expected CRC {expected:08x} of its data, found {found:08x}")
+            parts.append(f"expected CRC {expected:08x} of the data, found {found:08x}")
         self._report_lost(run.offset + start, number, number, "; ".join(parts))
 
     def _gap(self, gap: Gap) -> int:
@@ -237,8 +240,14 @@ class SegmentCheck:
             self._lose(gap.first, reach - 1)
             return reach
         is_wrong = self._is_wrong(gap.first)
-        tail = "" if is_wrong else "; never acknowledged, the next start truncates it"
-        what = f"bytes {gap.offset}..{gap.end - 1} hold no record from {gap.first} on: {gap.why}"
+        tail = (
+            ""
+            if is_wrong
+            else ("; never acknowledged, so the next start of the storage truncates it")
+        )
+        what = (
+            f"bytes {gap.offset}..{gap.end - 1} have no valid record from {gap.first} on: {gap.why}"
+        )
         self._report[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
         return gap.first
 
@@ -252,7 +261,7 @@ class SegmentCheck:
         slot = self._expected.slot
         tail = ""
         if not is_wrong:
-            tail = "; never acknowledged, the next start truncates from here on"
+            tail = "; never acknowledged, so the next start of the storage truncates the log there"
         elif slot is not None:
             tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
         what = f"{records_text(first, last)}: {why}{tail}"
@@ -264,7 +273,7 @@ class SegmentCheck:
         # The tail of a file that a failed write has ended may be back: that truncation is not
         # synced.
         is_wrong = slot is None or not slot.is_dirty
-        what = f"continues with record {self._next_first}, with which the next segment begins"
+        what = f"the segment has record {self._next_first}, with which the next segment begins"
         self._report[".seg"].found(offset, what, is_wrong=is_wrong)
 
 
@@ -280,7 +289,7 @@ class _IndexCheck:
         self._is_wrong = is_wrong
         self._exists = path.exists()
         if not self._exists:
-            report.wrong(None, "is missing; waltz-core disk repair-index rebuilds it")
+            report.wrong(None, "the file is missing; waltz-core disk repair-index rebuilds it")
 
     def compare(self, run: RecordRun) -> None:
         """Compare the entries of a run."""
@@ -296,10 +305,11 @@ class _IndexCheck:
         differ = np.flatnonzero(found != expected)
         if differ.size:
             at = int(differ[0])
-            more = f", and {differ.size - 1} more after it" if differ.size > 1 else ""
+            more = f", and {differ.size - 1} more entries after it" if differ.size > 1 else ""
             self._report.found(
                 FILE_HEADER_BYTES + OFFSET_BYTES * (position + at),
-                f"record {run.first + at}: expected offset {expected[at]}, found {found[at]}{more}",
+                f"index entry of record {run.first + at}: expected offset {expected[at]}, "
+                f"found {found[at]}{more}",
                 is_wrong=self._is_wrong(run.first + at),
             )
 
@@ -318,6 +328,7 @@ class _IndexCheck:
             transaction_id = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
             self._report.found(
                 where,
-                f"expected {expected} bytes, for {due - self._first} records, found {size}",
+                f"expected {expected} bytes, for the index of {due - self._first} records, "
+                f"found {size}",
                 is_wrong=self._is_wrong(transaction_id),
             )

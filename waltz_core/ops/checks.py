@@ -18,13 +18,13 @@ from waltz_core.records.record import PartitionId
 
 # check -> its condition, in the order of `verify` of Waltz 0.13
 CHECKS: Final = {
-    "assignment": "ZooKeeper has a server and replicas for it, spread over groups",
-    "server": "its owner serves it",
-    "connectivity": "its owner reaches its storages",
+    "assignment": "ZooKeeper assigns it a server and replicas, spread over groups of storages",
+    "server": "the server that owns it answers for it",
+    "connectivity": "the server that owns it can connect to its storages",
     "storage": "its storages answer, and each has its replica",
-    "quorum": "a quorum of its replicas is engaged",
-    "recovery": "every replica is engaged in the newest session",
-    "health": "its owner has an open session",
+    "quorum": "a quorum of its replicas is in sync",
+    "recovery": "every replica is in sync in the newest store session",
+    "health": "the server that owns it has an open store session",
 }
 
 
@@ -54,8 +54,8 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
     return found + [
         FailedCheck(
             "assignment",
-            f"partition {each}: its replicas are in fewer groups than they could be: "
-            "`waltz-core cluster auto-assign` spreads them",
+            f"partition {each}: its replicas are in fewer groups of storages than possible. "
+            "Hint: `waltz-core cluster auto-assign` spreads them",
             (each,),
         )
         for each in changes.sharing_groups(cluster.assigned, cluster.groups)
@@ -72,11 +72,11 @@ def _of_assignment(
             "assignment", "the assignment does not match the live servers yet", chosen
         )
     if not cluster.servers:
-        yield FailedCheck("assignment", "no server is registered: start one", chosen)
+        yield FailedCheck("assignment", "no server is registered. Hint: start one", chosen)
         return
     for each in standings:
         if each.owner is None:
-            text = f"partition {each.partition_id} has no server"
+            text = f"partition {each.partition_id} is assigned to no server"
             yield FailedCheck("assignment", text, (each.partition_id,))
 
 
@@ -91,10 +91,10 @@ def _of_server(
     for each in affected:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
         if not each.is_served:
-            text = f"{where} owns it, but does not serve it"
+            text = f"{where} owns it, but does not answer requests for it"
             yield FailedCheck("server", text, partitions)
         elif not each.is_open:
-            text = f"{where} has no open session with a quorum of replicas"
+            text = f"{where} has no open store session with a quorum of its replicas"
             yield FailedCheck("health", text, partitions)
     for storage in server.out_of_reach:
         owned = tuple(each.partition_id for each in affected if storage in each.assigned)
@@ -112,8 +112,8 @@ def _of_storage(
     # A 0.13 storage registers nothing and does not state its identity.
     if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
         text = (
-            f"storage {address} has never started, or is a Waltz 0.13 storage: its identity is "
-            "not registered"
+            f"storage {address} is not registered: it has never started, or it is a Waltz "
+            "0.13 storage"
         )
         yield FailedCheck("storage", text, wanted)
     if storage.failure:
@@ -140,12 +140,13 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
     if held is None or reason is None:
         return ""
     texts = {
-        UnavailableReason.NOT_HELD: "has no replica of it, although one is assigned: "
-        "`waltz-core storage sync-partitions`",
-        UnavailableReason.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
-        f"{storage.address} --partition {now.partition_id} --online true`",
-        UnavailableReason.OPENING: "is still opening its log",
-        UnavailableReason.UNREADABLE: f"cannot open its log: {held.reason}",
+        UnavailableReason.NOT_HELD: "has no replica of it, although ZooKeeper assigns one. "
+        "Hint: `waltz-core storage sync-partitions`",
+        UnavailableReason.OFFLINE: "has taken its replica offline. Hint: `waltz-core storage "
+        f"availability --storage {storage.address} --partition {now.partition_id} --online "
+        "true`",
+        UnavailableReason.OPENING: "is still opening the log of its replica",
+        UnavailableReason.UNREADABLE: f"cannot open the log of its replica: {held.reason}",
         UnavailableReason.STUCK: "does not complete requests for this partition",
     }
     return texts[reason]
@@ -155,18 +156,23 @@ def _of_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that the newest session does not count, or that are too few."""
     name, affected = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:
-        text = f"{name} has no replicas: `waltz-core cluster auto-assign`"
+        text = f"{name} has no replicas. Hint: `waltz-core cluster auto-assign`"
         yield FailedCheck("assignment", text, affected)
         return
     if not now.replicas.was_opened:
         yield FailedCheck("recovery", f"{name} was never opened", affected)
         return
     if now.is_of_other_replicas:
-        text = f"{name}: no session yet with its replicas {', '.join(now.assigned)}"
+        text = (
+            f"{name}: no store session has been opened yet with its replicas "
+            f"{', '.join(now.assigned)}"
+        )
         yield FailedCheck("recovery", text, affected)
     if len(now.replicas.in_sync) < now.quorum:
-        yield FailedCheck("quorum", f"{name} has no quorum of engaged replicas", affected)
+        yield FailedCheck(
+            "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
+        )
     elif now.not_engaged:
         are = "is" if len(now.not_engaged) == 1 else "are"
-        text = f"{name}: {', '.join(now.not_engaged)} {are} not engaged"
+        text = f"{name}: the replicas {', '.join(now.not_engaged)} {are} not in sync"
         yield FailedCheck("recovery", text, affected)

@@ -83,7 +83,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "zookeeper-server-without-quorum",
-            "ZooKeeper server {server} answers, but is not part of a quorum and serves no client",
+            "ZooKeeper server {server} answers, but it is not part of a quorum, so it "
+            "serves no client",
             _START,
         ),
         _row(
@@ -93,51 +94,53 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}. Hint: the command creates a new, empty one. If "
-            "there was one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead "
-            "(docs/operations.md, section 'When ZooKeeper's data is lost')",
+            "there is no cluster at {connect}. Hint: the command creates a new, empty "
+            "cluster. If a cluster existed there, ZooKeeper has lost its data: run `cluster "
+            "rebuild-metadata` instead (docs/operations.md, section 'When ZooKeeper's data "
+            "is lost')",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(
             "cluster-lost",
-            "ZooKeeper no longer has the cluster at {connect}; the storages in {directory} belong "
-            "to it and have the data to rebuild its znodes in ZooKeeper",
+            "ZooKeeper no longer has the cluster at {connect}. Its storages in "
+            "{directory} have the data from which the command rebuilds its znodes",
             "{rebuild}",
         ),
     ),
     Area.PROCESSES: (
         _row(
             "process-down",
-            "{member} of the cluster in {directory} is not running",
+            "{member} of the cluster in {directory} does not run",
             "waltz-core local up --directory {directory}",
         ),
         _row(
             "process-stopped",
-            "{member} of the cluster in {directory} is stopped by a signal: process {pid}",
+            "{member} of the cluster in {directory} is paused by a signal: process {pid}",
             "kill -CONT {pid}",
         ),
     ),
     Area.SERVERS: (
         _row(
             "no-server",
-            "no server is registered: the cluster accepts no appends",
+            "no server is registered, so the cluster accepts no appends",
             _START,
         ),
         _row(
             "server-unavailable",
-            "server {server} is registered, but nothing listens at its address: {why}",
+            "server {server} is registered in ZooKeeper, but nothing listens at its address: {why}",
             "waltz-core cluster remove-server {server} --connect {connect}",
         ),
         _row(
             "server-silent",
-            "server {server} accepts connections but does not answer ({why}). Hint: stop its "
-            "process and start it again.",
+            "server {server} accepts connections, but does not answer ({why}). Hint: "
+            "stop its process and start it again.",
             _START,
         ),
         _row(
             "server-tls-failed",
-            "the TLS handshake with server {server} fails ({why}). Hint: name the cluster's TLS "
-            "settings in the connect string (?tls=), or check the server's certificate.",
+            "the TLS handshake with server {server} fails ({why}). Hint: name a file "
+            "with the cluster's TLS settings in the connect string (?tls=FILE), or check the "
+            "server's certificate.",
             _DOCTOR,
         ),
         _row(
@@ -148,48 +151,50 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "server-unreachable",
-            "server {server} is assigned no partitions, because other servers cannot connect to it"
-            " ({why}). Hint: check its advertised_host and advertised_port, its certificate, and "
-            "the network between the servers.",
+            "server {server} gets no partitions, because other servers cannot connect to "
+            "it ({why}). Hint: check its settings advertised_host and advertised_port, its "
+            "certificate, and the network between the servers.",
             _REPEAT_DOCTOR,
         ),
         _row(
             "assignment-stale",
-            "partitions are not assigned to the running servers: the lead server {server} has not "
-            "written a new assignment. Hint: stop its process and start it again.",
+            "ZooKeeper's assignment of partitions does not match the running servers: the "
+            "lead server {server} has not written a new assignment. Hint: stop its process "
+            "and start it again.",
             _START,
         ),
         _row(
             "preference-not-granted",
-            "partition {partition}: {server} and {owner} are both preferred owners; {owner} owns "
-            "it",
+            "partition {partition}: {server} and {owner} are both preferred owners; "
+            "{owner} owns the partition",
             "waltz-core cluster unprefer {partition} {server} --connect {connect}",
         ),
         _row(
             "storage-out-of-reach",
-            "server {server} cannot connect to storage {storage}, which answers this machine. "
-            "Hint: check the network between them; the command tests the connection from the "
-            "machine that runs it.",
+            "server {server} cannot connect to storage {storage}, although this machine "
+            "can. Hint: check the network between them. The command tests the connection to "
+            "the storage from the machine on which you run it.",
             "waltz-core storage validate --connect {connect} --storage {storage}",
         ),
     ),
     Area.STORAGES: (
         _row(
             "storage-unavailable",
-            "storage {storage} does not answer: {why}. Hint: if its process runs, it may be "
-            "reading its files after a crash; wait for it.",
+            "storage {storage} does not answer: {why}. Hint: if its process runs, it "
+            "may still be reading its files after a crash; then wait.",
             _START,
         ),
         _row(
             "storage-silent",
-            "storage {storage} accepts connections but does not answer ({why}). Hint: stop its "
-            "process and start it again.",
+            "storage {storage} accepts connections, but does not answer ({why}). Hint: "
+            "stop its process and start it again.",
             _START,
         ),
         _row(
             "storage-tls-failed",
-            "the TLS handshake with storage {storage} fails ({why}). Hint: name the cluster's TLS "
-            "settings in the connect string (?tls=), or check the storage's certificate.",
+            "the TLS handshake with storage {storage} fails ({why}). Hint: name a file "
+            "with the cluster's TLS settings in the connect string (?tls=FILE), or check the "
+            "storage's certificate.",
             _DOCTOR,
         ),
         _row(
@@ -200,43 +205,45 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-unresponsive",
-            "storage {storage} accepts requests, but its threads do not complete them ({why}), as "
-            "when a disk hangs. Hint: check the disk, stop the process and start it again.",
+            "storage {storage} accepts requests, but does not complete them ({why}); "
+            "its disk may hang. Hint: check the disk, then stop the process and start it "
+            "again.",
             _START,
         ),
         _row(
             "storage-starting",
-            "storage {storage} is starting: it reads its files, which may take minutes after a "
-            "crash, and opens its port afterwards. Hint: wait, and do not stop it.",
+            "storage {storage} is starting: it reads its files, which may take minutes "
+            "after a crash, and then opens its port. Hint: wait, and do not stop the process.",
             _REPEAT_DOCTOR,
         ),
         _row(
             "storage-never-started",
-            "storage {storage} has never started, or is a Waltz 0.13 storage: its identity is not "
-            "registered",
+            "storage {storage} is not registered in ZooKeeper: it has never started, or "
+            "it is a Waltz 0.13 storage",
             _START,
         ),
         _row(
             "admin-port-wrong",
-            "storage {storage} answers, but its administration does not answer at {admin}, the "
-            "address in ZooKeeper: {why}",
+            "storage {storage} answers, but not at its admin port in ZooKeeper, {admin}: {why}",
             "waltz-core cluster set-admin-port {storage} {port} --connect {connect}",
         ),
         _row(
             "storage-cluster-mismatch",
-            "the storage at {storage} belongs to another cluster. Hint: stop it, and start the one"
-            " whose directory belongs to this cluster.",
+            "the storage at {storage} belongs to another cluster. Hint: stop it, and "
+            "start the storage whose directory belongs to this cluster.",
             _START,
         ),
         _row(
             "storage-id-mismatch",
-            "storage {found} answers at {storage}, but {expected} is registered there. Hint: stop "
-            "it and start the registered one, or let an empty one take its place.",
+            "the storage at {storage} has the ID {found}, but ZooKeeper has "
+            "{expected} for this address. Hint: stop it and start the registered storage, "
+            "or replace that one with an empty storage by the command.",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
         ),
         _row(
             "disk-full",
-            "the disk of storage {storage} is full: it rejects appends, with {free} MiB free",
+            "the disk of storage {storage} is full: {free} MiB are free, and the "
+            "storage rejects appends",
             "{empty}",
         ),
         _row(
@@ -246,64 +253,68 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "disk-full-soon",
-            "the disk of storage {storage} will be full in {days} days at the rate of the last "
-            "day: {free} MiB are free, and {rate} MiB are written a day",
+            "the disk of storage {storage} will be full in {days} days: {free} MiB "
+            "are free, and in the last day {rate} MiB were written",
             "{empty}",
         ),
         _row(
             "storage-slow",
-            "storage {storage} takes {took} ms to answer an append, {times} times as long as the "
-            "others. Hint: check its disk, its network and the load of its machine.",
+            "storage {storage} takes {took} ms to answer an append, {times} times as "
+            "long as the other storages. Hint: check its disk, its network and the load of "
+            "its machine.",
             _REPEAT_DOCTOR,
         ),
         _row(
             "storage-clock-skew",
-            "the clock of storage {storage} is {seconds} s {way} this machine's clock. Hint: "
-            "synchronize both.",
+            "the clock of storage {storage} is {seconds} s {way} the clock of this "
+            "machine. Hint: synchronize both clocks.",
             _SYNC_CLOCK,
         ),
     ),
     Area.ARCHIVE: (
         _row(
             "archive-settings-differ",
-            "storage {storage} has the archive {found}, the other storages {expected}. Hint: set "
-            "the same archive_url in the settings of all storages, then stop and start this one.",
+            "storage {storage} archives to {found}, but the other storages archive to "
+            "{expected}. Hint: set the same archive_url in the settings of all storages, "
+            "then stop this storage and start it again.",
             _START,
         ),
         _row(
             "archive-url-missing",
-            "transactions of partitions {partitions} are archived, but no storage that answers has "
-            "an archive_url: transactions that the storages have removed cannot be read. Hint: set "
-            "archive_url in the settings of all storages, then stop and start them.",
+            "transactions of partitions {partitions} are archived, but no storage that "
+            "answers has the setting archive_url. Transactions that are only in the archive "
+            "cannot be read. Hint: set archive_url in the settings of all storages, then "
+            "stop them and start them again.",
             _START,
         ),
         _row(
             "archive-unavailable",
-            "storages {storages} could not write to the archive {count} times in a row: {why}. "
-            "Hint: check its credentials, the network and the object store; nothing is removed "
-            "meanwhile. The command reads the archive from the machine that runs it.",
+            "storages {storages} could not write to the archive {count} times in a row: "
+            "{why}. Hint: check the credentials, the network and the object store. Until "
+            "then, storages remove no old segments. The command reads the archive from the "
+            "machine on which you run it.",
             _ARCHIVE_STATUS,
         ),
         _row(
             "archive-damaged",
-            "storages {storages} found a file of the archive missing or corrupt: {why}. Hint: the "
-            "command names all such files, and replaces objects of which a storage still has all "
-            "transactions; restore others from a copy or from an earlier version in the object "
-            "store.",
+            "storages {storages} found that a file of the archive is missing or corrupt: "
+            "{why}. Hint: the command lists all such files. It replaces an object if a "
+            "storage still has all of its transactions; restore other files from a copy or "
+            "from an earlier version in the object store.",
             "waltz-core archive verify --repair --connect {connect}",
         ),
         _row(
             "archive-idle",
             "the storages have the archive {url}, but nothing is archived. Hint: set "
-            "archive_interval_ms in the settings of the servers, then stop and start them. The "
-            "first objects are written after archive_age_ms of the storages.",
+            "archive_interval_ms in the settings of the servers, then stop them and start "
+            "them again. The storages write the first objects after archive_age_ms.",
             _START,
         ),
         _row(
             "archive-lagging",
-            "partition {partition}: {count} committed transactions are not archived, and the "
-            "oldest has waited for {hours} h. Hint: check archive_interval_ms of the servers, and "
-            "`archive.failed` in their logs.",
+            "partition {partition}: {count} committed transactions are not archived "
+            "yet; the oldest was committed {hours} h ago. Hint: check the setting "
+            "archive_interval_ms of the servers, and `archive.failed` in their logs.",
             _ARCHIVE_STATUS,
         ),
     ),
@@ -315,69 +326,74 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-not-held",
-            "partition {partition} is assigned to {storage}, which does not hold it",
+            "partition {partition} is assigned to storage {storage}, but the storage "
+            "does not have it",
             f"waltz-core storage add-partition {_AT}",
         ),
         _row(
             "replica-left-over",
-            "storage {storage} has files of partitions {partitions}, which are assigned to other "
-            "storages. Hint: the command deletes these files.",
+            "storage {storage} has files of partitions {partitions}, which ZooKeeper "
+            "assigns to other storages. Hint: the command deletes these files.",
             "waltz-core storage remove-partition --connect {connect} --storage {storage} "
             "--partition {partitions} --delete-files",
         ),
         _row(
             "replica-stuck",
-            "partition {partition}: {storage} answers, but requests for this log do not complete, "
-            "as when a disk hangs. Hint: check the disk, stop the process and start it again.",
+            "partition {partition}: storage {storage} answers, but requests for this "
+            "log do not complete; its disk may hang. Hint: check the disk, then stop the "
+            "process and start it again.",
             _START,
         ),
         _row(
             "replica-opening",
-            "partition {partition}: {storage} is opening its log; this may take minutes",
+            "partition {partition}: storage {storage} is still opening its log, which "
+            "may take minutes",
             _REPEAT_DOCTOR,
         ),
         _row(
             "replica-unreadable",
-            "partition {partition}: {storage} cannot use its log: {why}",
+            "partition {partition}: storage {storage} cannot use its log: {why}",
             f"waltz-core storage re-seed {_AT}",
         ),
         _row(
             "replica-damaged",
-            "partition {partition}: {count} transactions of {storage} are damaged and have "
-            "not been repaired from another replica yet",
+            "partition {partition}: storage {storage} has {count} damaged "
+            "transactions that are not repaired from another replica yet",
             f"waltz-core storage scrub {_AT}",
         ),
         _row(
             "replica-suspect",
-            "partition {partition}: the log of the replica on {storage} is not trusted and does "
-            "not count towards a quorum until a new session has repaired it",
+            "partition {partition}: the log of the replica on {storage} is not trusted, "
+            "so the replica does not count towards a quorum until a new store session has "
+            "repaired it",
             _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-not-engaged",
-            "partition {partition}: the replica of {storage} answers, but the session does not "
-            "count it towards a quorum; its log ends at {last}",
+            "partition {partition}: the replica of {storage} answers, but it is not in "
+            "sync, so it does not count towards a quorum; its log ends at transaction "
+            "{last}",
             _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-lagging",
-            "partition {partition}: the replica of {storage} is {count} transactions behind: its "
-            "disk or its network is slower than those of the others",
+            "partition {partition}: the replica of {storage} lags by {count} "
+            "transactions: its disk or its network is slower than those of the other replicas",
             "{empty}",
         ),
     ),
     Area.PARTITIONS: (
         _row(
             "no-quorum",
-            "partition {partition}: only {answering} of {count} replicas answer, {quorum} are "
-            "required: nothing can be appended",
+            "partition {partition} accepts no appends: only {answering} of {count} "
+            "replicas answer, and a quorum of {quorum} is required",
             _START,
         ),
         _row(
             "no-trusted-quorum",
-            "partition {partition}: only {able} of {count} replicas have a trusted log, {quorum} "
-            "are required. Hint: the command lists what could be lost; add --yes to accept the "
-            "loss.",
+            "partition {partition}: only {able} of {count} replicas have a trusted "
+            "log, and a quorum of {quorum} is required. Hint: the command lists what could "
+            "be lost; add --yes to accept the loss.",
             "waltz-core cluster accept-replicas {partition} --connect {connect}",
         ),
         _row(
@@ -387,13 +403,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "too-few-replicas",
-            "partition {partition} has {count} of the usual {usual} replicas",
+            "partition {partition} has {count} replicas instead of the usual {usual}",
             "waltz-core cluster auto-assign --replicas {usual} --connect {connect}",
         ),
         _row(
             "replicas-share-group",
-            "partition {partition}: its replicas are in fewer groups than possible, so the loss of "
-            "one group could cost the quorum",
+            "partition {partition}: its replicas are in fewer groups of storages than "
+            "possible, so the loss of one group could cost the quorum",
             "{spread}",
         ),
         _row(
@@ -403,56 +419,58 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "partition-not-served",
-            "partition {partition}: server {server} owns it but does not serve it",
+            "partition {partition}: server {server} owns it, but does not answer requests for it",
             _MOVE,
         ),
         _row(
             "partition-served-by-another",
-            "partition {partition}: server {server} serves it, but {owner} owns it. Hint: stop the"
-            " process of {server} and start it again.",
+            "partition {partition}: server {server} answers requests for it, but "
+            "{owner} owns it. Hint: stop the process of {server} and start it again.",
             _START,
         ),
         _row(
             "session-not-open",
-            "partition {partition}: server {server} has no open session, though a quorum of "
-            "replicas answers",
+            "partition {partition}: server {server} has no open store session, although "
+            "a quorum of replicas answers",
             _MOVE,
         ),
         _row(
             "session-replicas-outdated",
-            "partition {partition}: its replicas are {assigned}, but the session of server "
-            "{server} uses {replicas}",
+            "partition {partition}: ZooKeeper assigns the replicas {assigned}, but the "
+            "store session of server {server} uses {replicas}",
             _MOVE,
         ),
         _row(
             "high-water-mark-unknown",
-            "partition {partition}: server {server} has an open session, but returns no high-water "
-            "mark: {why}",
+            "partition {partition}: server {server} has an open store session, but does "
+            "not return the high-water mark: {why}",
             _MOVE,
         ),
         _row(
             "server-clock-skew",
-            "partition {partition}: its last commit time is {seconds} s in the future: the clock "
-            "of server {server}, or of this machine, is wrong",
+            "partition {partition}: the last transaction was committed {seconds} s in "
+            "the future: the clock of server {server} or of this machine is wrong",
             _SYNC_CLOCK,
         ),
         _row(
             "never-opened",
-            "partition {partition} has never been opened, although it has a server and a quorum",
+            "partition {partition} has never been opened, although it has a server and a "
+            "quorum of storages",
             _MOVE,
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has records, but ZooKeeper has lost its metadata. Hint: all "
-            "znodes of the cluster must be rebuilt, and all storages must answer. Stop all servers "
-            "and storages, and delete the old znodes from ZooKeeper. Then start the storages, and "
-            "the servers while the last command waits for them.",
+            "partition {partition} has records, but ZooKeeper has lost the partition's "
+            "metadata. Hint: rebuild all znodes of the cluster, for which all storages must "
+            "answer. Stop all servers and storages, and delete the old znodes. Then start "
+            "the storages, run the last command, and start the servers while it waits for "
+            "them.",
             "{rebuild}",
         ),
         _row(
             "rebuilding-unfinished",
-            "partition {partition} waits for the end of `rebuild-metadata`: the command was "
-            "interrupted",
+            "partition {partition} is not served until `cluster rebuild-metadata` has "
+            "completed, which was interrupted",
             "{rebuild}",
         ),
     ),

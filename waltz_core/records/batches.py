@@ -169,7 +169,9 @@ def encode_append(
             raise BadRequest(f"append batch: column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
         found = {name: len(array) for name, array in arrays.items()}
-        raise BadRequest(f"append batch: expected columns of one length, found {found}")
+        raise BadRequest(
+            f"append batch: expected columns with equal numbers of rows, found {found}"
+        )
     return bytes(_encode_columns(arrays))
 
 
@@ -188,8 +190,8 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     unknown = [name for name in names if name not in _TYPES]
     if unknown or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
-            f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names}, "
-            f"each once, found {names}"
+            "append batch: expected a column 'data', and optionally others of "
+            f"{APPEND_SCHEMA_WITH_MARKS.names}, each once; found {names}"
         )
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))
 
@@ -202,7 +204,7 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
     if over.size:
         raise TooLarge(
             f"append batch: expected at most {TRANSACTION_BYTES_MAX} bytes of data in a row, "
-            f"found {lengths[over[0]]} in row {over[0]}"
+            f"found {lengths[over[0]]} bytes in row {over[0]}"
         )
     if "header" not in columns:
         columns["header"] = pa.array(np.zeros(len(data), dtype=np.int32))
@@ -248,9 +250,13 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
     if name in LOCK_COLUMNS:
         # `values` may contain more than the lists, but its count costs nothing.
         if cast.values.null_count and cast.flatten().null_count:
-            raise BadRequest(f"append batch: column {name}: a lock is null")
+            raise BadRequest(
+                f"append batch: column {name}: expected locks without nulls, found a null"
+            )
     elif cast.null_count:
-        raise BadRequest(f"append batch: column {name}: expected no nulls, found {cast.null_count}")
+        raise BadRequest(
+            f"append batch: column {name}: expected no nulls, found {cast.null_count} nulls"
+        )
     return cast
 
 
@@ -271,7 +277,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch = _read_batch(payload)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: not an Arrow stream of one batch: {_brief(error)}"
+            f"append batch: expected an Arrow stream with one record batch: {_brief(error)}"
         ) from error
     if batch.num_rows > rows_max:
         raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
@@ -299,7 +305,9 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
     head, body = messages
     for message, kind in ((head, "schema"), (body, "record batch")):
         if message.type != kind:
-            raise BadRequest(f"append batch: expected a {kind} message, found {message.type}")
+            raise BadRequest(
+                f"append batch: expected an Arrow message of kind {kind}, found {message.type}"
+            )
         if message.metadata.size > _METADATA_BYTES_MAX:
             raise BadRequest(
                 f"append batch: expected at most {_METADATA_BYTES_MAX} bytes of metadata, "
@@ -310,7 +318,7 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
         found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
         raise BadRequest(f"append batch: expected the columns of APPEND_SCHEMA, found {found}")
     if _is_compressed(memoryview(body.metadata)):
-        raise BadRequest("append batch: expected plain buffers, found compressed ones")
+        raise BadRequest("append batch: expected uncompressed buffers, found compressed ones")
     return pa.ipc.read_record_batch(body, schema)
 
 
@@ -329,7 +337,9 @@ def _is_compressed(metadata: memoryview) -> bool:
         (distance,) = struct.unpack_from("<I", metadata, header)
         return _slot(metadata, header + distance, 3) is not None
     except struct.error as error:
-        raise BadRequest(f"append batch: damaged batch metadata: {error}") from error
+        raise BadRequest(
+            f"append batch: the metadata of the record batch is damaged: {error}"
+        ) from error
 
 
 def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
@@ -337,7 +347,9 @@ def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
     (to_vtable,) = struct.unpack_from("<i", metadata, table)
     vtable = table - to_vtable
     if vtable < 0:
-        raise BadRequest("append batch: damaged batch metadata: a table before the start")
+        raise BadRequest(
+            "append batch: the metadata of the record batch is damaged: a table is before its start"
+        )
     (vtable_bytes,) = struct.unpack_from("<H", metadata, vtable)
     if 4 + 2 * slot >= vtable_bytes:
         return None
@@ -350,14 +362,14 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     for name, column in columns.items():
         if name not in LOCK_COLUMNS and column.null_count:
             raise BadRequest(
-                f"append batch: column {name}: expected no nulls, found {column.null_count}"
+                f"append batch: column {name}: expected no nulls, found {column.null_count} nulls"
             )
     data = columns["data"]
     marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None
     if marks is not None and marks.min() < BEFORE_FIRST:
         raise BadRequest(
-            f"append batch: column {MARK_FIELD.name}: expected marks from {BEFORE_FIRST} on, "
-            f"found {marks.min()}"
+            f"append batch: column {MARK_FIELD.name}: expected marks of at least "
+            f"{BEFORE_FIRST}, found {marks.min()}"
         )
     return AppendRows(
         headers=_values(columns["header"], np.int32),
@@ -402,7 +414,7 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
     else:
         offsets = _offsets(column)
     if values.null_count:
-        raise BadRequest(f"append batch: column {name}: a lock is null")
+        raise BadRequest(f"append batch: column {name}: expected locks without nulls, found a null")
     assert offsets[-1] <= len(values)
     held = _values(values, np.int32)[offsets[0] : offsets[-1]]
     return LockColumn(offsets - offsets[0], held)
@@ -547,7 +559,9 @@ def headers_to_arrow(
     """
     assert "data" not in columns
     if len(headers) % raw_records.HEADER_DTYPE.itemsize:
-        raise BadRequest(f"record headers: expected 28 bytes each, found {len(headers)} in all")
+        raise BadRequest(
+            f"record headers: expected 28 bytes each, found {len(headers)} bytes in total"
+        )
     heads = np.frombuffer(headers, raw_records.HEADER_DTYPE)
     made = _header_columns(heads, stamps, columns, partition_id)
     return [

@@ -89,7 +89,9 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
         BadFormat: they are no int32 array, one is impossible, or they do not add up to the run.
     """
     if len(packed) % 4:
-        raise BadFormat(f"record lengths: expected 4 bytes each, found {len(packed)} in all")
+        raise BadFormat(
+            f"record lengths: expected 4 bytes each, found {len(packed)} bytes in total"
+        )
     if 0 < len(packed) <= 4 * ONE_BY_ONE_MAX:
         few = struct.unpack(f">{len(packed) // 4}i", packed)
         possible = min(few) >= RECORD_OVERHEAD_BYTES and max(few) <= FRAME_BYTES_MAX
@@ -100,13 +102,19 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
         shortest, longest = lengths.min(), lengths.max()
         if shortest < RECORD_OVERHEAD_BYTES:
             raise BadFormat(
-                f"record lengths: expected at least {RECORD_OVERHEAD_BYTES}, found {shortest}"
+                f"record lengths: expected at least {RECORD_OVERHEAD_BYTES} bytes for each "
+                f"record, found {shortest}"
             )
         if longest > FRAME_BYTES_MAX:
-            raise BadFormat(f"record lengths: expected at most {FRAME_BYTES_MAX}, found {longest}")
+            raise BadFormat(
+                f"record lengths: expected at most {FRAME_BYTES_MAX} bytes for each record, "
+                f"found {longest}"
+            )
     total = int(lengths.sum())
     if total != records_bytes:
-        raise BadFormat(f"record lengths: add up to {total}, found {records_bytes} bytes")
+        raise BadFormat(
+            f"record lengths: their sum is {total}, but the records have {records_bytes} bytes"
+        )
     return lengths
 
 

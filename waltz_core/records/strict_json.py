@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
-NOT_JSON = "JSON has neither NaN nor infinities"
-TOO_DEEP = "nested too deeply: expected at most a few hundred levels of lists and objects"
+NOT_JSON = "JSON supports neither NaN nor infinities"
+TOO_DEEP = (
+    "the value is nested too deeply: expected at most a few hundred levels of lists and objects"
+)
 
 
 def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
@@ -41,7 +43,9 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
         if place is None:
             raise
         found, where = place
-        raise ValueError(f"found {found} at {where}; {NOT_JSON}: write null or a text") from error
+        raise ValueError(
+            f"found {found} at {where}; {NOT_JSON}. Hint: write null or a string instead."
+        ) from error
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -97,7 +101,9 @@ class _HalfOfCharacterError(ValueError):
 def _half_of_character(value: object) -> ValueError:
     found = _place(value, _is_half)
     where = "a text" if found is None else found[1]
-    return _HalfOfCharacterError(f"found half a character (a surrogate) at {where}; UTF-8 has none")
+    return _HalfOfCharacterError(
+        f"found an unpaired surrogate at {where}, which UTF-8 cannot encode"
+    )
 
 
 def _is_half(part: object) -> bool:

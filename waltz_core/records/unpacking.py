@@ -231,8 +231,8 @@ def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | No
 _ABSENT = object()
 # msgpack has no texts for these.
 _REASONS: dict[type, str] = {
-    msgpack.StackError: "it is nested too deeply",
-    msgpack.FormatError: "it has an invalid byte",
+    msgpack.StackError: "the payload is nested too deeply",
+    msgpack.FormatError: "the payload has an invalid byte",
 }
 
 
@@ -350,7 +350,7 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
         if kind == pa.float32():
             (kept,) = struct.unpack("f", struct.pack("f", number))
         if int(kept) != value:
-            raise ValueError(f"{value} has more digits than a {kind}")
+            raise ValueError(f"{value} has more digits than a {kind} can have")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is out of the range of a float")
     return number
@@ -441,7 +441,7 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
     """Apply rule 5 inside a struct, a list or a map."""
     if not part.nullable and any(value is None for value in values):
-        raise ValueError(f"its field {part.name!r} is null, but NOT NULL in the schema")
+        raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
 
 
 def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
@@ -482,5 +482,5 @@ def _from_base64(value: str | None) -> bytes | None:
     data = base64.b64decode(value)
     # Python ignores other characters; only valid base64 encodes to the same text again.
     if base64.b64encode(data).decode() != value:
-        raise ValueError("it is not base64 of RFC 4648, section 4")
+        raise ValueError("the text is not base64 (RFC 4648, section 4)")
     return data

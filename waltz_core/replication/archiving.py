@@ -1,36 +1,39 @@
 """Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
-An engaged replica writes a range to the archive and reports the new manifest. This file decides
-which replica does it, and whether the result may be recorded in ZooKeeper. The session writes it
-there, together with the replica states. Replicas also delete files that no manifest lists.
+An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
+of the partition's files in the archive). This file decides which replica does so, and whether its
+result may be recorded in ZooKeeper. The session then writes the result there, together with the
+replica states. Replicas also delete files that no manifest lists.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
     2. Before anything is appended in a session, an engaged replica's log must have the recorded
        chain at the archived mark (AR 8).
-    3. A result counts when another engaged replica has the same chain at its end. With one engaged
-       replica there is none to compare with.
+    3. A result counts only when another engaged replica has the same chain at its end. If there is
+       only one engaged replica, the result counts without this check.
     4. A failure ends the attempt, never the session; the next attempt waits, and uses another
        replica.
-    5. A replica learns the mark when ZooKeeper has it and its own synced log has reached it (AR 9).
-    6. An attempt whose replica reports nothing for `PROGRESS_MS_MAX` has failed: its object store
-       may hang, or it may be stopped. Its result, if one arrives later, is not used.
-    7. An engaged replica is requested to collect garbage when this session has recorded a mark, and
-       then at intervals (AR 16). No attempt of this session is then under way, and no write of a
-       mark has an unknown outcome. The collection has a number as an attempt has: attempts with a
-       lower one have ended, recorded or not. All replicas must be connected, and none may have a
-       log that begins above the recorded mark: then ZooKeeper was rolled back.
-    8. A checkpoint is due when the archived records above the session's mark exceed a limit
-       (AR 11). The limit is in bytes, since it bounds what stays on disks. The archived part of the
-       session's bytes is estimated from IDs: replicas do not report it.
+    5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
+       log has reached it (AR 9).
+    6. If a replica reports no progress for `PROGRESS_MS_MAX`, its attempt has failed: its object
+       store may hang, or the storage may be stopped. A later result of this attempt is not used.
+    7. When this session has recorded a mark, and then at intervals, an engaged replica collects
+       garbage (AR 16). At that time no attempt of this session may be under way, and no write of a
+       mark may have an unknown outcome. The collection has a number, like an attempt; attempts with
+       lower numbers have ended. All replicas must be connected. If a replica's log begins above the
+       recorded mark, ZooKeeper was rolled back, and nothing is collected.
+    8. A checkpoint is due when the archived records above the session's mark exceed a limit in
+       bytes (AR 11), because these records cannot be removed from disks yet. The bytes are
+       estimated from the IDs: replicas do not report them.
     9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
-       engaged replica writes the manifest, as in an attempt. The first available ID never decreases
-       (AR 7) and is at most the one after the recorded mark, where logs may begin.
-    10. An object is replaced when a client requests it (AR 5). Each engaged replica is requested
-        once, until one has its records; the recorded mark stays. One replacement is under way; its
-        outcome is kept until another one is requested.
-    11. The end of an attempt reports what was not archived before it. The lag is that, and what was
-        appended since at the average size; a part of it that is archived counts by its IDs.
+       engaged replica writes the new manifest, as in an attempt. The first available ID never
+       decreases (AR 7). It is at most the archived mark + 1, where logs may begin.
+    10. An object is replaced when a client requests it (AR 5). The engaged replicas are tried one
+        after the other until one has the object's records. The recorded mark does not change. There
+        is one replacement at a time. Its outcome is kept until the next request.
+    11. At its end, an attempt reports the size of the records that were not archived before it. The
+        reported lag is this size plus what was appended since, at the average size of a record,
+        minus the part that the attempt has archived, by its IDs.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -247,7 +250,7 @@ class SessionArchiver:
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
-        self._differs(f"has {answer.chain_before.hex()} there", now_ms)
+        self._differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def begins_later(self, now_ms: int) -> None:
         """The log of the replica that is checked begins after the ID that follows the mark."""
@@ -260,9 +263,9 @@ class SessionArchiver:
             self._check_next(now_ms)
             return
         self.contradiction = (
-            f"the archive has IDs up to {self.last} with chain {self.recorded.chain.hex()}, but "
-            f"replica {replica} {found}: the log is not the archived one, or ZooKeeper's data was "
-            "rolled back"
+            f"the archive has transactions up to {self.last} with chain hash "
+            f"{self.recorded.chain.hex()}, but replica {replica} {found}: the log is not the "
+            "archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts
@@ -283,7 +286,7 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is not None:
             if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
-                self._fail(f"no report of progress for {PROGRESS_MS_MAX} ms", now_ms)
+                self._fail(f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms)
             elif attempt.found is not None and not attempt.is_comparing:
                 self._compare(attempt, attempt.found, engaged, now_ms)
             return
@@ -344,8 +347,9 @@ class SessionArchiver:
             assert each.repair is not None
             if each.repair.start > recorded.last:
                 reason = (
-                    f"its log begins after {each.repair.start}, but ZooKeeper has "
-                    f"{recorded.last} as the last archived ID: its data was rolled back"
+                    f"the log of the replica begins after transaction {each.repair.start}, "
+                    f"but in ZooKeeper the last archived transaction is {recorded.last}: "
+                    "ZooKeeper's data was rolled back"
                 )
                 self._collection_failed(each.replica, reason, now_ms)
                 return
@@ -367,7 +371,7 @@ class SessionArchiver:
 
     def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         self._collect_at_ms = now_ms + self._limits.collection_interval_ms
-        self._report("archive.collection_failed", replica=replica, reason=reason)
+        self._report("archive.garbage_collection_failed", replica=replica, reason=reason)
 
     # ---- expiry (rule 9)
 
@@ -410,7 +414,7 @@ class SessionArchiver:
             self._expiry_ended(now_ms)
         elif not recorded.first <= notice.first <= recorded.last + 1:
             limits = f"{recorded.first}..{recorded.last + 1}"
-            self._fail(f"expected a first ID of {limits}, found {notice.first}", now_ms)
+            self._fail(f"expected a first available ID in {limits}, found {notice.first}", now_ms)
         else:
             self._attempt, self._expiring = None, bounds
             self.wanted = recorded._replace(
@@ -449,7 +453,7 @@ class SessionArchiver:
             return
         untried = [each for each in capable if each.replica not in current.failures]
         if not untried or recorded is None:
-            reasons = current.reasons or ("no storage that is engaged can archive",)
+            reasons = current.reasons or ("no storage whose replica is in sync can archive",)
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
         each, request = self._next_of(untried), current.request
@@ -471,9 +475,13 @@ class SessionArchiver:
             self._attempt = None
             current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
-            expected = f"{recorded.last} with the chain {recorded.chain.hex()}"
-            found = f"{notice.last} with {bytes(notice.chain).hex()}"
-            self._fail(f"expected a manifest that ends at {expected}, found {found}", now_ms)
+            expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
+            found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
+            self._fail(
+                f"expected a manifest that ends at transaction {expected}, found one that ends "
+                f"at {found}",
+                now_ms,
+            )
         else:
             self._attempt, current.written_by = None, attempt.replica
             self.wanted = recorded._replace(
@@ -519,7 +527,11 @@ class SessionArchiver:
             self._attempt, self._failure_count = None, 0
             self._next_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
-            self._fail(f"expected an end of at least {attempt.first}, found {notice.last}", now_ms)
+            self._fail(
+                f"expected that the archived range ends at transaction {attempt.first} or later, "
+                f"found {notice.last}",
+                now_ms,
+            )
         else:
             first = TransactionId(0) if self.recorded is None else self.recorded.first
             attempt.found = ArchivedMark(
@@ -573,10 +585,14 @@ class SessionArchiver:
         if end is not None and (end.last, end.chain) == (found.last, found.chain):
             self._attempt, self.wanted = None, found
             return
-        shown = "no batch end" if end is None or end.last != found.last else end.chain.hex()
+        shown = (
+            ("no batch that ends there")
+            if end is None or end.last != found.last
+            else end.chain.hex()
+        )
         self._fail(
-            f"expected chain {found.chain.hex()} at ID {found.last}, as archived by "
-            f"{attempt.replica}, found {shown} at {each.replica}",
+            f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
+            f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
             now_ms,
         )
 
@@ -614,7 +630,9 @@ class SessionArchiver:
         if attempt.is_replacement:
             assert self._replacement is not None
             self._replacement.failures[attempt.replica] = reason
-            self._report("archive.replacement_failed", replica=attempt.replica, reason=reason)
+            self._report(
+                "archive.object_replacement_failed", replica=attempt.replica, reason=reason
+            )
             return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
@@ -631,10 +649,14 @@ class SessionArchiver:
             if replacement is not None and replacement.written_by is not None:
                 self._replaced(replacement, recorded)
             elif recorded.last == self.last:
-                self._report("archive.expired", first=recorded.first, manifest=recorded.manifest)
+                self._report(
+                    "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
+                )
                 self._expiry_ended(now_ms)
             else:
-                self._report("archive.recorded", last=recorded.last, manifest=recorded.manifest)
+                self._report(
+                    "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
+                )
                 self._failure_count, self._next_at_ms = 0, now_ms
             if self._collect_at_ms is None:
                 self._collect_at_ms = now_ms

@@ -1,4 +1,4 @@
-"""Invariants of a partition's machine between any two steps, checked from outside.
+"""Invariants of a partition's state machine, checked from outside between any two steps.
 
 The checks need the whole state at once, which no single part of the machine has. The simulator
 runs them after every step; production does not.

@@ -1,11 +1,11 @@
-"""The limits of the replication machines.
+"""The numeric limits of the replication state machines.
 
-Machines take no configuration, only the few numbers they need; the process sets them from its
-settings.
+The state machines have no configuration, only the few numbers that they need. The process sets them
+from its settings.
 
 Rules:
-    1. No number affects safety. Each may be wrong by a factor of a hundred, which costs time or
-       memory, never data.
+    1. No number affects safety. A number that is wrong by a factor of a hundred costs time or
+       memory, but never data.
 """
 
 from dataclasses import dataclass, fields

@@ -1,19 +1,21 @@
-"""Session after session of one partition: claim, open, lose, claim again.
+"""Opens the store sessions of one partition, one after the other: claim, open, lose, claim again.
 
-It has the state that outlives a session: committed mark, batches in doubt, misbehaving replicas.
-It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
+This file has the state that outlives a session: committed mark, batches in doubt, misbehaving
+replicas. It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in
+one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
-    1. Every write depends on the versions that were read, and has its own attempt number; outcomes
-       of other attempts are dropped.
-    2. After a write with unknown outcome the nodes are read again. A claim has succeeded only if
-       session and nonce are its own; states are written again, unchanged, until a read shows the
-       outcome.
-    3. A session ID is claimed once. A failed claim is followed by one with another ID.
-    4. Nothing is claimed for an older generation, nor if ZooKeeper has lost data: an open partition
-       has no states, or storages have promised a later session.
+    1. Every write is conditional on the versions that were read, and has its own attempt number.
+       Outcomes of other attempts are dropped.
+    2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
+       the node has its own session and nonce. A write of replica states is repeated, unchanged,
+       until a read shows the outcome.
+    3. A session ID is claimed once. After a failed claim, the next one has another ID.
+    4. There is no claim for a generation older than that in ZooKeeper, and none if ZooKeeper has
+       lost data. Signs of such a loss are an opened partition without replica states, and storages
+       that have promised a later session than that in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
-    6. There is a pause after each failure, and it grows.
+    6. After each failure there is a pause, and each pause is longer than the previous one.
 """
 
 from collections.abc import Mapping
@@ -306,7 +308,7 @@ class PartitionStore:
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
             return
-        self._end_session("ownership or assignment changed")
+        self._end_session("the owner or the replicas of the partition have changed")
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
@@ -330,7 +332,7 @@ class PartitionStore:
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
             limit_ms = self._limits.quorum_ms_max
-            self._release(f"no quorum of replicas for {limit_ms} ms", for_others=True)
+            self._release(f"there was no quorum of replicas for {limit_ms} ms", for_others=True)
             return
         if self._session is not None:
             self._session.woken(now_ms)
@@ -531,7 +533,7 @@ class PartitionStore:
         else:
             self._writing = None
             assert self._session is not None
-            self._session.end(Ending(Cause.FENCED, "another session was claimed"))
+            self._session.end(Ending(Cause.FENCED, "another server has claimed a store session"))
 
     def _wrote(self, view: View) -> None:
         """A write is known to have succeeded."""
@@ -553,8 +555,8 @@ class PartitionStore:
             self._no_quorum_since_ms = self._now_ms
         if is_newer(view.metadata.generation, self._generation):
             self._release(
-                f"the partition is at generation {view.metadata.generation}, "
-                f"this server owns generation {self._generation}"
+                f"the generation of the partition is {view.metadata.generation}, but this "
+                f"server owns it in generation {self._generation}"
             )
             return
         if self._is_race_lost(view):
@@ -580,7 +582,9 @@ class PartitionStore:
         self._lost_to = view.name
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
-            self._release(f"{self._lost_race_count} sessions were lost to another server")
+            self._release(
+                f"other servers have claimed {self._lost_race_count} store sessions before this one"
+            )
             return True
         if self._lost_race_count > 1:
             self._view = None
@@ -590,7 +594,7 @@ class PartitionStore:
 
     def _rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
-        self._report("partition.rejected", reason=reason)
+        self._report("partition.open_failed", reason=reason)
         self._view = None
         self._no_quorum_since_ms = self._now_ms
         self._claim_after(self._limits.rejected_retry_ms)

@@ -1,10 +1,10 @@
 """Proofs of a session's mark: a quorum of replicas confirms that it knows of no later session.
 
-A proof changes nothing in the log. It only shows that the session was still the newest one after
-the proof was requested.
+A proof changes nothing in the log. It only shows that the session was still the newest one when the
+proof was requested.
 
 Rules:
-    1. The proved mark is the one that was committed when the proof was requested.
+    1. The proved mark is the mark that was committed when the proof was requested.
     2. Each request is answered once: with a quorum, at the timeout, or at the end of the session.
 """
 

@@ -5,7 +5,8 @@ Appends, recovery and proofs of the mark must use the same definition of a quoru
 Invariants:
     1. A quorum is a strict majority, so no two disjoint groups of replicas can both be one.
     2. A mark that a quorum has reached stays reached while no mark decreases.
-    3. No replica has both voted and been lost; COMMITTED and LOST are final.
+    3. A replica that has voted is not also counted as lost. The results COMMITTED and LOST are
+       final.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,23 +1,24 @@
 """Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
 
-Only this file destroys records. It knows one replica and the goal; its owner chooses the sources
-and has the connections.
+Only this file removes records. It knows one replica and the goal (the decided log). Its owner
+(`repairs.py`) chooses the sources and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below it, the log is truncated only if the chains differ: back to the last batch end where
-       its chain is the goal's, and never below the replica's own confirmed low-water mark.
+    3. Below the mark, the log is truncated only if its chain differs from the goal's: back to the
+       last batch end where both have the same chain, and never below the replica's own confirmed
+       low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. Before the log is truncated, its newest batch must be known: the owner first checks that its
-       session is known to ZooKeeper.
-    7. A log that is empty and ends below the archived mark, or has no common batch end with a
-       source at or above the lowest start of the sources, begins again after the archived mark
-       (AR 12 in decision 047): no source has the records in between.
-    8. A source that could not read its batches has reconstructed others, which are marked as such.
-       They serve only its own records: they are never copied, and no other log is truncated to
-       match them.
+    6. Before the log is truncated, its newest batch must be known: the owner first checks that
+       ZooKeeper knows the session of this batch.
+    7. Some logs cannot be completed, because no source has the records in between: a log that is
+       empty and ends below the archived mark, or a log without a common batch end with a source at
+       or above the lowest start of the sources. Such a log begins again after the archived mark (AR
+       12 in decision 047).
+    8. A source that could not read its batches has reconstructed other ones, and marks them.
+       Reconstructed batches are never copied, and no other log is truncated to match them.
 
 The steps, each derived from the known state and never twice in flight:
 
@@ -49,7 +50,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
 
-_LOST = "the source has lost the batches of {}..{}"
+_LOST = "the source replica has lost the batches of transactions {}..{}"
 
 
 class Goal(NamedTuple):
@@ -320,7 +321,8 @@ class ReplicaRepair:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
-                    f"range from {answer.first}: its batches do not lead to the decided chain"
+                    f"copied records from {answer.first}: their batches do not lead to the "
+                    "decided chain hash"
                 )
             self._fetched_chain = chain
         self._fetched = answer
@@ -329,7 +331,8 @@ class ReplicaRepair:
         """The replica was truncated."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
-                f"truncate: expected the log to end at {step.last_to_keep}, found {last}"
+                f"truncation: expected that the log ends at transaction {step.last_to_keep}, "
+                f"found {last}"
             )
         # The known lineages are those of a longer log. The truncation may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
@@ -403,14 +406,16 @@ class ReplicaRepair:
         if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
             return self._diverged()
         return DataLoss(
-            f"the batches up to {self.last} are lost, also below the confirmed low-water mark "
-            f"{self._floor}. Hint: restart the storage, which then withdraws that mark."
+            f"the replica has lost the batches up to transaction {self.last}, even those "
+            f"below its confirmed low-water mark {self._floor}. Hint: restart the storage; it "
+            "then withdraws the low-water mark."
         )
 
     def _diverged(self) -> DataLoss:
         return DataLoss(
-            f"the log up to {self.last} and the decided log have no common batch end at or above "
-            f"the confirmed low-water mark {self._floor}: it cannot be repaired"
+            f"the replica cannot be repaired: its log up to transaction {self.last} and the "
+            "decided log have no common end of a batch at or above its confirmed low-water "
+            f"mark {self._floor}"
         )
 
 
@@ -427,21 +432,25 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
     """
     if answer.first != first or not 1 <= answer.count <= last - first + 1:
         raise RemoteProtocolError(
-            f"range: expected records of {first}..{last}, beginning with {first}, "
-            f"found {answer.count} records from {answer.first}"
+            f"copied records: expected records in {first}..{last}, beginning with {first}, "
+            f"found {answer.count} records from {answer.first} on"
         )
     lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
     if lengths.size != answer.count:
-        raise BadFormat(f"range: expected {answer.count} lengths, found {lengths.size}")
+        raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
-        raise ChecksumMismatch(f"range from {first}: the records do not match their CRC")
+        raise ChecksumMismatch(f"copied records from {first}: they do not match their CRC")
     bad = raw_records.first_bad_record(answer.records, lengths)
     if bad is not None:
-        raise ChecksumMismatch(f"range from {first}: record {first + bad} does not match its CRC")
+        raise ChecksumMismatch(
+            f"copied records from {first}: record {first + bad} does not match its CRC"
+        )
     gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap is not None:
         found = raw_records.ids_of(answer.records, lengths)[gap]
-        raise BadFormat(f"range from {first}: expected ID {first + gap}, found {found}")
+        raise BadFormat(
+            f"copied records from {first}: expected transaction ID {first + gap}, found {found}"
+        )
 
 
 def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
@@ -453,8 +462,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """
     if bytes(answer.chain_before) != chain_before:
         raise ChecksumMismatch(
-            f"range from {answer.first}: expected it to follow chain {chain_before.hex()}, "
-            f"found {bytes(answer.chain_before).hex()}"
+            f"copied records from {answer.first}: expected chain hash {chain_before.hex()} "
+            f"before them, found {bytes(answer.chain_before).hex()}"
         )
     lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
     crcs = raw_records.record_crcs(answer.records, lengths)
@@ -464,19 +473,22 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
             raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
-                f"range from {answer.first}: expected a batch that starts at {next_id} and ends "
-                f"below {end}, found {entry.first}..{entry.last}"
+                f"copied records from {answer.first}: expected a batch that begins at "
+                f"transaction {next_id} and ends before {end}, found "
+                f"{entry.first}..{entry.last}"
             )
         start, stop = entry.first - answer.first, entry.last + 1 - answer.first
         part = crcs[4 * start : 4 * stop]
         chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
         if chain != bytes(entry.chain):
-            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: the chain does not match")
+            raise ChecksumMismatch(
+                f"batch {entry.first}..{entry.last}: the chain hash does not match its records"
+            )
         next_id = entry.last + 1
     if next_id != end:
         raise BadFormat(
-            f"range from {answer.first}: expected batches up to {end - 1}, found them up to "
-            f"{next_id - 1}"
+            f"copied records from {answer.first}: expected batches up to transaction "
+            f"{end - 1}, found batches up to {next_id - 1}"
         )
     return chain
 
@@ -485,7 +497,9 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
     dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
     if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
-        raise RemoteProtocolError(f"lineage: expected batches that cover {first}..{last}")
+        raise RemoteProtocolError(
+            f"lineage: expected batches that cover transactions {first}..{last}, found others"
+        )
 
 
 def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
@@ -507,7 +521,9 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
         TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
     ]
     if len(values) % 2:
-        raise RemoteProtocolError(f"damaged ranges: expected pairs of IDs, found {len(values)} IDs")
+        raise RemoteProtocolError(
+            f"damaged ranges: expected pairs of transaction IDs, found {len(values)} IDs"
+        )
     return sorted(zip(values[::2], values[1::2], strict=True))
 
 

@@ -1,25 +1,26 @@
-"""Carries out the repairs of a session's replicas, and supplies those that lag.
+"""Carries out the repairs of a session's replicas, and sends batches to those that are behind.
 
 A repair needs two replicas: the one that lacks records, and a source that has them. This file
-chooses the source and handles its failures, for both uses: before a replica is marked
+chooses the source and handles its failures. There are two uses: before a replica is marked
 (`ReplicaRepair`), and later, when it lacks batches that are not in memory any more.
 
 Rules:
     1. One step at a time for each replica; a step is dropped if either of its connections is lost.
-    2. Until the replica is marked, its source ends exactly at the goal, or is marked. Later it is
-       engaged and has synced all requested records. Damage above the mark, in the running session,
-       is repaired from any marked replica that has synced the records. Archived damage that no log
-       can repair is repaired from the archive, which any other engaged replica can read.
-    3. A source that failed is not used again for that replica for `answer_ms_max`; the replica's
-       repair continues with another one.
-    4. Nothing is truncated from a log that has a batch of a session unknown to ZooKeeper. Only
-       sessions that were opened, and so recorded in ZooKeeper, have batches: ZooKeeper's data is
-       too old.
+    2. A source must have records that are certain to be right. Until the replica is marked, the
+       source is marked itself, or its log ends exactly at the goal. Later, the source is engaged,
+       and has synced all requested records. Damage above the mark, in the running session, is
+       repaired from any marked replica that has synced the records. Archived damage that no log can
+       repair is repaired from the archive, which any other engaged replica can read.
+    3. If a source fails, it is not used for that replica for `answer_ms_max`. The repair continues
+       with another source.
+    4. If a log has a batch of a session that ZooKeeper does not know, nothing is truncated from it.
+       Only opened sessions have batches, and ZooKeeper records each session before it opens. So
+       ZooKeeper's data is too old.
     5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
-    6. Damage is repaired in the session in which it is found, and blocks nothing: a marked replica
-       continues, whatever happens to its old records. Only damage above its previous mark prevents
-       a replica from being marked, until it has accepted records of another replica.
+    6. Damage is repaired in the session in which it is found. It does not stop a marked replica,
+       even if the repair fails. Only damage above the replica's previous mark prevents that it is
+       marked, until it has received the records from another replica.
 """
 
 from collections.abc import Mapping
@@ -146,9 +147,9 @@ class Repairs:
             return
         if isinstance(step, Truncation | Reset) and self._contradicts(repair):
             self.contradiction = (
-                f"replica {each.replica} has batches of session {repair.newest}, but the last "
-                f"opened session in ZooKeeper is {self._recovery.newest_session}: ZooKeeper's data "
-                "was rolled back"
+                f"replica {each.replica} has batches of store session {repair.newest}, but "
+                f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
+                "ZooKeeper's data was rolled back"
             )
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:
@@ -350,7 +351,7 @@ class Repairs:
         target = self._running[ticket].target
         self._outbox.append(
             Report(
-                "replica.no_source",
+                "replica.source_unusable",
                 (("replica", source), ("target", target.replica), ("reason", reason)),
             )
         )
@@ -428,7 +429,8 @@ class Repairs:
             expected = step.answer.first + step.answer.count - 1
             if answer.synced_max != expected:
                 raise RemoteProtocolError(
-                    f"copy: expected {expected} to be synced, found {answer.synced_max}"
+                    "copy to a replica: expected that it is synced up to transaction "
+                    f"{expected}, found {answer.synced_max}"
                 )
             repair.appended(step)
         else:
@@ -455,7 +457,8 @@ class Repairs:
         elif isinstance(step, Reset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    f"reset: expected the log to end at {step.last}, found {last}"
+                    "reset of a replica: expected that its log ends at transaction "
+                    f"{step.last}, found {last}"
                 )
             repair.reset(step)
             self._outbox.append(
@@ -469,8 +472,9 @@ class Repairs:
             assert isinstance(step, SetMark)
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    f"mark: expected the log to end at {step.mark} with chain {step.chain.hex()}, "
-                    f"found {last} with chain {chain.hex()}"
+                    "low-water mark of a replica: expected that its log ends at transaction "
+                    f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
+                    f"hash {chain.hex()}"
                 )
             repair.marked()
             each.marked(step.mark, step.chain)

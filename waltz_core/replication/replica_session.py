@@ -1,15 +1,16 @@
 """One storage in one store session: its connection, unanswered requests, stage and synced log.
 
-All state of a connection is kept here and is dropped with it. This file decides nothing about the
-partition.
+This file has all state of the connection, and drops it with the connection. It decides nothing
+about the partition.
 
 Rules:
-    1. One connection at a time; an answer is matched to its request by sequence number and type.
+    1. There is one connection at a time. An answer is matched to its request by sequence number and
+       type.
     2. Appends are pipelined in ID order, up to a limit of bytes.
-    3. A connection that was lost while a request that changes the storage was unanswered is never
-       replaced within the session: the request may still arrive, late. The same holds for a marked
-       replica, since its log may have grown beyond the mark.
-    4. Records are synced when the storage reports it, never when they are sent.
+    3. If a connection is lost while a request that changes the storage is unanswered, the replica
+       does not return to the session, because the request may still arrive later. The same holds
+       for a marked replica, since its log may have grown beyond the mark.
+    4. Records count as synced when the storage reports it, never when they are sent.
 """
 
 from collections import deque
@@ -222,8 +223,8 @@ class ReplicaSession:
         request = self._requests.pop(answer.sequence, None)
         if request is None:
             raise RemoteProtocolError(
-                f"storage {self.replica}: {type(answer).__name__} has sequence number "
-                f"{answer.sequence}, but there is no such request"
+                f"storage {self.replica}: {type(answer).__name__} answers request "
+                f"{answer.sequence}, which was not sent"
             )
         expected = _ANSWERS[type(request.message)]
         if not isinstance(answer, expected | messages.Nack):
@@ -285,7 +286,7 @@ class ReplicaSession:
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:
             raise RemoteProtocolError(
-                f"storage {self.replica}: expected a last synced ID of {last}..{self.next_id - 1}, "
-                f"found {answer.synced_max}"
+                f"storage {self.replica}: expected that it is synced up to a transaction in "
+                f"{last}..{self.next_id - 1}, found {answer.synced_max}"
             )
         self.synced_last = max(self.synced_last, TransactionId(answer.synced_max))

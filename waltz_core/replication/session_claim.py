@@ -1,14 +1,15 @@
 """The conditions of a session claim, and the values that it writes to ZooKeeper.
 
-A first compare-and-set that treats an existing partition as a new one can lose the log, so its
-conditions are together here, separate from the requests to ZooKeeper.
+If the first compare-and-set of a session treats an existing partition as a new one, the log can be
+lost. So its conditions are together in this file, separate from the requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
-    1. Never claim over a later generation than the server's own.
-    2. Never claim if an opened partition has no replica states, or if the storages that are not
-       bound to a session unknown to ZooKeeper are fewer than a quorum.
-    3. Never claim if the new replicas alone are a quorum.
-    4. A claim has a session ID and a nonce; only both together identify it.
+    1. Never claim if ZooKeeper has a later generation than this server.
+    2. Never claim if a partition that was opened before has no replica states. Never claim if some
+       storages have promised a session that ZooKeeper does not know, and the others are fewer than
+       a quorum.
+    3. Never claim if the replicas that are new in the assignment are a quorum by themselves.
+    4. A claim has a session ID and a nonce. Only both together identify it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,23 +100,23 @@ def rejection(
     """
     if origin_of(view.metadata, view.marker) is Origin.LOST:
         return (
-            "the partition was opened earlier, but its metadata has no replica states: "
-            "the data of ZooKeeper was lost or rolled back"
+            "the partition was opened before, but its metadata in ZooKeeper has no states "
+            "of replicas: ZooKeeper's data was lost or rolled back"
         )
     states = view.metadata.states
     quorum = quorum_size(len(replicas))
     strangers = [name for name in replicas if name not in states]
     if states and len(strangers) >= quorum:
         return (
-            f"expected fewer than {quorum} new replicas, found {', '.join(strangers)} "
-            f"among {', '.join(replicas)}"
+            f"expected fewer than {quorum} new replicas at once, found "
+            f"{', '.join(strangers)} among {', '.join(replicas)}"
         )
     known = view.metadata.session_id
     ahead = [name for name in replicas if promised.get(name, known) > known]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} are bound to sessions later than {known}, the last one "
-            f"in ZooKeeper: the data of ZooKeeper was lost or rolled back"
+            f"replicas {', '.join(ahead)} have store sessions after {known}, the last one in "
+            "ZooKeeper: ZooKeeper's data was lost or rolled back"
         )
     return None
 

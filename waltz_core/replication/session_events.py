@@ -4,15 +4,15 @@ The server, the driver and the simulator use only these to communicate with repl
 `docs/replication.md` describes the protocol; the letters A-K below are its steps.
 
 Rules:
-    1. Every event and effect of a store session has its session ID; an event of another session
-       than the machine's own is dropped, which replaces all cancellation.
-    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica is lost
-       once, by `ReplicaLost`, or closed by `CloseReplica`, after which no event of it follows.
-    3. A coordinator effect carries an attempt number and has one outcome with the same number.
-    4. No `SessionOpened`, `SessionSettled` or `Committed` of a session leaves before the second
-       compare-and-set of that session is known to have succeeded (invariant GateCAS2).
-    5. `SessionSettled` follows once after each `SessionOpened`, before anything is appended in it:
-       batches submitted to earlier sessions are then final.
+    1. Every event and effect of a store session has its session ID. A machine drops an event of
+       another session, so nothing needs to be cancelled.
+    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica ends once:
+       by `ReplicaLost`, or by `CloseReplica`, after which no event of it follows.
+    3. An effect for ZooKeeper has an attempt number, and has one outcome with the same number.
+    4. `SessionOpened`, `SessionSettled` and `Committed` of a session are sent only when its second
+       compare-and-set is known to have succeeded (invariant GateCAS2).
+    5. `SessionSettled` follows once after each `SessionOpened`, before anything is appended in the
+       session. It means that all batches of earlier sessions are final.
 """
 
 from typing import NamedTuple, TypeAlias

@@ -1,19 +1,20 @@
 """Recovery: which replicas to trust, how much of the log to keep, which states to write.
 
 This file decides whether acknowledged transactions survive. It has no connections and no time, so
-that all cases can be tested one by one.
+tests can cover each case by itself.
 
 Rules (docs/design/correctness.md 2.1, C to E and G):
-    1. A missing answer never means that a replica has no records. No answer, an older session, a
-       wiped or suspect disk are all the same, UNKNOWN, for the whole session.
+    1. A missing answer never means that a replica has no records. A replica without an answer, with
+       an older session, or with a wiped or suspect disk is UNKNOWN for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
     3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
-    4. A partition counts as new only if its marker states it and no answering replica has records.
-       The marker of a restored one has an archived mark: the log begins after it, as do those of
-       replicas that a session has reset without having opened (decision 047).
-    5. A replica that was engaged in a session later than all sessions in ZooKeeper shows that
-       ZooKeeper's data was rolled back: outcomes reported in that session are missing in older
-       ones. So no session opens with such a replica.
+    4. A partition counts as new only if its marker in ZooKeeper states it and no answering replica
+       has records. The marker of a restored partition has an archived mark. Then the log begins
+       after this mark, and so does the log of a replica that was reset by a session that never
+       opened (decision 047).
+    5. If a replica was engaged in a session later than all sessions in ZooKeeper, ZooKeeper's data
+       was rolled back. Outcomes that were reported in that session may be missing on other
+       replicas. So no session opens with such a replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -173,14 +174,15 @@ class Recovery:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
             return (
-                f"has records up to ID {answer.synced_max}, but ZooKeeper has no recorded state of "
-                "the partition's replicas"
+                f"the replica has records up to transaction {answer.synced_max}, but "
+                "ZooKeeper has no states of the partition's replicas"
             )
         if answer.engaged_session <= self.newest_session:
             return None
         return (
-            f"was engaged in session {answer.engaged_session}, but the last opened session in "
-            f"ZooKeeper is {self.newest_session}: ZooKeeper's data was rolled back"
+            f"the replica was in sync in store session {answer.engaged_session}, but in "
+            f"ZooKeeper the last opened session is {self.newest_session}: ZooKeeper's data "
+            "was rolled back"
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:

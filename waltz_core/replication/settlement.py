@@ -1,17 +1,19 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
-A new session does this before any append. It queries the lineage of one engaged replica, whose log
-up to the mark is the decided one. If that replica has lost the batches, it queries the next one.
+A new session does this before any append. It queries the lineage (the list of batches with their
+sessions) of one engaged replica, whose log up to the mark is the decided one. If that replica has
+lost the batches, it queries the next one.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
-    1. Batches of an earlier session are recognized by the session in the lineage, never by IDs.
+    1. Batches of an earlier session are recognized by their session in the lineage, never by IDs.
     2. If another owner may have written the log, commit stamps continue from the last one in the
-       log, whatever this server's clock shows.
-    3. A batch that a replica has reconstructed has neither session nor stamp: it does not prove
-       that a session's batches are missing from the log.
-    4. Batches that the archive has expired can neither be found nor excluded: their outcome is
-       unknown (AR 15 of decision 047). So is that of batches which only the archive has, and which
-       no engaged replica can read there now: the partition does not wait for an object store.
+       log, even if this server's clock is behind it.
+    3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
+       that a batch of a session is missing from the log.
+    4. Batches that have expired in the archive can neither be found nor excluded, so their outcome
+       is unknown (AR 15 of decision 047). The outcome is also unknown for batches that only the
+       archive has, if no engaged replica can read them there now: the partition does not wait for
+       an object store.
 """
 
 from collections.abc import Sequence
@@ -74,7 +76,7 @@ class Settlement:
         """
         if not answer.lineage:
             raise RemoteProtocolError(
-                f"storage {each.replica}: expected a lineage with batches, found none"
+                f"storage {each.replica}: expected a lineage with at least one batch, found none"
             )
         if any(entry.session_id == RECONSTRUCTED for entry in answer.lineage):
             self._request_next(each, now_ms)
@@ -122,8 +124,8 @@ class Settlement:
         self._doubtful.clear()
         if not self._replicas:
             raise RemoteProtocolError(
-                f"storage {each.replica} has lost the batches that show the outcome of the "
-                "previous session, and so have all other engaged storages"
+                f"storage {each.replica} has lost the batches that show how the previous "
+                "store session ended, and so have all other storages that are in sync"
             )
         self.begin(now_ms)
 

@@ -6,13 +6,13 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
-    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
+    4. Only while ZooKeeper records a replica as engaged, it counts and gets uncommitted batches
        (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
-    6. The loss of an engaged replica, or of one that may be recorded as engaged, ends the session
-       (K). The loss of any other one does not.
-    7. A slow replica is supplied from memory, then from another replica's log. It blocks nothing,
-       and has no time limit for joining. Until earlier sessions are settled, every replica must
+    6. The session ends when it loses an engaged replica, or one that may be recorded as engaged
+       (K). The loss of any other replica does not end it.
+    7. A slow replica gets batches from memory, then from another replica's log. It blocks nothing,
+       and has no time limit for joining. But until earlier sessions are settled, every replica must
        answer within `answer_ms_max`.
 """
 
@@ -289,7 +289,7 @@ class StoreSession:
         self._proving.expire(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
-            self.end(Ending(Cause.STALLED, "no quorum of replicas answers appends"))
+            self.end(Ending(Cause.STALLED, "no quorum of replicas acknowledges appends"))
         self._advance(now_ms)
 
     def submit(self, batch: Batch, now_ms: int) -> None:
@@ -437,7 +437,7 @@ class StoreSession:
     def _lose(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """A connection was lost, or has timed out."""
         if each.is_connected:
-            self._report("replica.lost", replica=each.replica, reason=reason)
+            self._report("replica.disconnected", replica=each.replica, reason=reason)
         self._drop(each, reason, now_ms)
 
     def _reject(
@@ -489,7 +489,9 @@ class StoreSession:
         if self.opened_ms is not None:
             earliest_ms = self.opened_ms + self._limits.rejoin_ms_min
         if earliest_ms <= now_ms:
-            self.end(Ending(Cause.RETURNED, f"replica {each.replica} has returned", each.replica))
+            self.end(
+                Ending(Cause.RETURNED, f"replica {each.replica} has connected again", each.replica)
+            )
             return
         each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
@@ -595,8 +597,9 @@ class StoreSession:
         rivals = [name for name in self.claim.assigned if name in self._rivals]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
-                f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
-                f"owner, but in ZooKeeper it was unused: ZooKeeper's data was rolled back"
+                f"replicas {', '.join(rivals)} have promised store session "
+                f"{self.claim.session_id} to another server, but ZooKeeper had no such "
+                "session: ZooKeeper's data was rolled back"
             )
             self.end(Ending(Cause.REJECTED, reason, is_final=True))
 
@@ -604,13 +607,13 @@ class StoreSession:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
-            fault = f"expected storage ID {expected} at this address, found {found}"
+            fault = f"expected the storage with ID {expected} at this address, found {found}"
             self._reject(each, fault, now_ms)
             return
         reason = self.recovery.objection(answer)
         if reason is not None:
             if self.window is None and self.recovery.is_needed(each.replica):
-                self.end(Ending(Cause.REJECTED, f"replica {each.replica} {reason}", each.replica))
+                self.end(Ending(Cause.REJECTED, f"replica {each.replica}: {reason}", each.replica))
             else:
                 self._reject(each, reason, now_ms)
             return
@@ -652,11 +655,17 @@ class StoreSession:
                 self._report("recovery.waiting", untrusted=tuple(self.recovery.unknown))
             return False
         if mark < self.claim.known_last:
-            reason = f"the replicas' log ends at {mark}, but {self.claim.known_last} was committed"
+            reason = (
+                f"the log of the replicas ends at transaction {mark}, but "
+                f"{self.claim.known_last} was committed"
+            )
             self.end(Ending(Cause.REJECTED, reason))
             return False
         if mark < self._archiving.last:
-            reason = f"the replicas' log ends at {mark}, but {self._archiving.last} is archived"
+            reason = (
+                f"the log of the replicas ends at transaction {mark}, but {self._archiving.last} "
+                "is archived"
+            )
             self.end(Ending(Cause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))

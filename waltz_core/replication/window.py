@@ -1,12 +1,12 @@
 """The recent batches of a session, in memory: those in flight, and those that slow replicas lack.
 
-The chain is computed here, once for each batch. Replicas that lag or join get the same bytes and
-the same chain.
+The chain is computed here, once for each batch. Replicas that are behind or join later get the same
+bytes and the same chain.
 
 Invariants:
-    1. The kept batches are consecutive, without a gap, and end at `last`.
+    1. The batches in memory are consecutive, without a gap, and end at `last`.
     2. A batch is not dropped before it is committed.
-    3. Bytes and number of committed batches that are kept are bounded by `trim`.
+    3. `trim` limits the bytes and the number of committed batches in memory.
 """
 
 from collections import deque

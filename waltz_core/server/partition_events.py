@@ -1,12 +1,13 @@
 """The events, the effects and the limits of a served partition.
 
-The partition machine, its host and the server process use only these, together with those of
-`replication/session_events.py`.
+The state machine of a partition, its host and the server process communicate with these only,
+together with those of `replication/session_events.py`.
 
 Rules:
-    1. Every request ends with exactly one `SendToClient` whose `cost_bytes` is the request's own,
-       unless its connection closes first. Answers in between (the feed) have `cost_bytes` 0.
-    2. A request without another answer gets an `ErrorResponse`; none is dropped.
+    1. Every request ends with exactly one `SendToClient`, unless its connection closes first. The
+       `cost_bytes` of this effect is the size of the request; earlier answers (the feed) have
+       `cost_bytes` 0.
+    2. If there is no other answer to a request, it gets an `ErrorResponse`; none is dropped.
     3. `Fetch` has one outcome with the same token: `Fetched` or `FetchFailed`.
     4. `Drained` follows every `Congested`, and may come without one.
 """

@@ -2,7 +2,7 @@
 
     <directory>/waltz-storage.ctl     control file of Waltz 0.13: cluster, marks of all partitions
     <directory>/waltz-x.id            the storage ID; a BSD lock is held on it while it runs
-    <directory>/waltz-x.reserve       room kept back for a full disk
+    <directory>/waltz-x.reserve       space that is kept free for repairs on a full disk
     <directory>/waltz-x.scrub         progress of the scrub; losing it costs only time
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
     <directory>/<p>/waltz-x.wipe      exists while the files of a partition are being deleted
@@ -20,14 +20,16 @@ interface to the file system.
 Durability:
     - `prepare`: the promise, then everything that was appended earlier.
     - `append`: nothing yet. `sync`: records and batches, not the index.
-    - the index: with the acked marker, at a roll, at most every second, at a mark, at close.
+    - the index: when the acked marker moves, a segment is full, a mark is set, or the log closes;
+      the acked marker moves at most once a second.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
 
-Trusted after a crash: everything that is known to have been synced (up to the acked marker,
-and up to the ID that a batch entry states as already durable). If it is unreadable it is damage; if
-it is missing the replica is suspect. Above that, batches that are whole, have their entry and match
-the chain. The rest was never acknowledged, and a crash may leave any of its sectors.
+Trusted after a crash: everything that is known to have been synced. This reaches up to the acked
+marker, and up to the ID that a batch entry states as already durable. If such bytes are unreadable,
+they are damage; if they are missing, the replica is suspect. Above that, a batch is trusted if it
+is whole, has its entry and matches the chain. The rest was never acknowledged, and a crash may
+leave any of its sectors.
 
-Known limit: rot in the last group that was synced before an unclean stop looks like a torn tail,
-and is truncated. A quorum of other replicas has the acknowledged part of it.
+Known limit: if the last group that was synced before an unclean stop is corrupted later, it looks
+like a torn tail and is truncated. A quorum of other replicas has the acknowledged part of it.
 """

@@ -92,11 +92,13 @@ class ChangeRules:
 
     def __post_init__(self) -> None:
         if not self.key or len(set(self.key)) < len(self.key):
-            raise BadConfig(f"key: expected one or more different columns, found {self.key!r}")
+            raise BadConfig(
+                f"argument key: expected one or more column names, each once, found {self.key!r}"
+            )
         if self.function is not None and (self.delete_headers or self.delete_where):
             raise BadConfig(
-                "a changes function and rules for deletes were both given: expected one of them. "
-                f"Hint: let the function return a boolean column {DELETED!r}."
+                "expected either a changes function or rules for deletes, found both. Hint: "
+                f"let the changes function return a boolean column {DELETED!r}."
             )
 
 
@@ -109,9 +111,9 @@ def parse_condition(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     if found is None:
         raise BadConfig(
-            f"delete_where: expected a column, or one comparison of a column with a literal "
-            f"(op = 'D', amount < 0, is_closed = true), found {text!r}. Hint: use a changes "
-            "function for other conditions."
+            "delete_where: expected a column, or one comparison of a column with a literal, "
+            f"such as op = 'D', amount < 0 or is_closed = true; found {text!r}. Hint: use a "
+            "changes function for other conditions."
         )
     column = found["plain"] or found["quoted"]
     if found["operator"] is None:
@@ -146,7 +148,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 def _field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
         shown = ", ".join(schema.names[:20])
-        raise BadConfig(f"expected one column {name!r}, found the columns {shown}")
+        raise BadConfig(f"expected exactly one column {name!r}, found the columns {shown}")
     return schema.field(name)
 
 
@@ -155,9 +157,9 @@ def _check_key(key: Sequence[str], schema: pa.Schema) -> None:
         kind = _field(schema, name).type
         if not any(is_of(kind) for is_of in _KEY_TYPES):
             raise BadConfig(
-                f"key column {name!r}: expected a boolean, an integer, a decimal, text, binary, a "
-                f"date or a timestamp, found {kind}. Hint: use another column, or declare this one "
-                "with another type."
+                f"key column {name!r}: expected a boolean, an integer, a decimal, text, "
+                f"binary, a date or a timestamp, found {kind}. Hint: use another column as "
+                "key, or declare this one with another type."
             )
 
 
@@ -176,7 +178,7 @@ def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
         is_time = pa.types.is_date(kind) or pa.types.is_timestamp(kind)
         if isinstance(literal, str) and (is_text or is_time):
             return pa.scalar(literal).cast(kind)
-        reason = "no comparison of these types"
+        reason = "these types cannot be compared"
     except (pa.ArrowException, OverflowError) as error:
         reason = str(error)
     shown = f"'{literal}'" if isinstance(literal, str) else literal
@@ -233,8 +235,9 @@ def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
         if changes[name].null_count:
             row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
             raise BadFormat(
-                f"{_where(changes, row)}: expected a value in key column {name!r}, found none. "
-                "Hint: select the transactions of the table by header, or use a changes function."
+                f"{_where(changes, row)}: expected a value in key column {name!r}, found "
+                "null. Hint: select the transactions of the table by header, or use a "
+                "changes function."
             )
 
 
@@ -264,7 +267,9 @@ def _checked_result(found: Any, rows: ArrowTable, key: Sequence[str]) -> ArrowTa
         raise _bad_result(f"true or false in column {DELETED!r}", f"{found[DELETED].type} or nulls")
     strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
     if strange.num_rows:
-        raise _bad_result("changes of the transactions that it was given", _where(strange, 0))
+        raise _bad_result(
+            "changes only for transactions that the function was given", _where(strange, 0)
+        )
     return found
 
 
@@ -309,6 +314,7 @@ def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str
     ]
     shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())
     return BadRequest(
-        f"expected the changes of a key in one partition, found {shown} in {' and '.join(places)}: "
-        "partitions have no order. Hint: use a key that includes what chooses the partition."
+        f"the key {shown} has changes in two partitions, {' and '.join(places)}, and "
+        "partitions have no common order. Hint: use a key that includes the column that "
+        "chooses the partition."
     )

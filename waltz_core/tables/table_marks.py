@@ -102,8 +102,8 @@ def _decoded_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - an
 
 def _bad(expected: str, found: object) -> BadFormat:
     return BadFormat(
-        f"metadata of the table: expected {expected}, found {found!r:.200}. Hint: a later version "
-        "of Waltz, or another program, may have written it."
+        f"metadata of the table: expected {expected}, found {found!r:.200}. Hint: another "
+        "program, or a later version of Waltz, may have written it."
     )
 
 
@@ -124,22 +124,22 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
         if version is None:
             return start
         raise BadFormat(
-            f"the table has {version} transactions of follower {start.follower!r}, but no commit "
-            "with its marks: the table's log was cleaned. Hint: pass the marks of the table, or "
-            "build it again."
+            f"the table has {version} transactions of follower {start.follower!r}, but no "
+            "commit with their high-water marks, because the table's log was cleaned up. "
+            "Hint: pass the marks of the table, or build the table again."
         )
     if found.cluster != start.cluster:
         raise ClusterKeyMismatch(
-            f"follower {start.follower!r}: the table follows cluster {found.cluster}, and the "
-            f"connect string names cluster {start.cluster}. Hint: correct it, or build the table "
-            "again."
+            f"follower {start.follower!r}: the table follows cluster {found.cluster}, but "
+            f"the connect string names cluster {start.cluster}. Hint: correct the connect "
+            "string, or build the table again."
         )
     if (found.follower, found.version) != (start.follower, version):
         raise BadFormat(
-            f"follower {start.follower!r}: expected marks for version {version} of the table, "
-            f"found marks of follower {found.follower!r} for version {found.version}. Hint: the "
-            "table was restored or changed by another program; pass another follower name and "
-            "the marks of the table."
+            f"follower {start.follower!r}: expected high-water marks for version {version} "
+            f"of the table, found those of follower {found.follower!r} for version "
+            f"{found.version}. Hint: another program has restored or changed the table; pass "
+            "another follower name and the marks of the table."
         )
     return found
 
@@ -158,17 +158,17 @@ def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
         end = log.marks.get(partition, int(BEFORE_FIRST))
         if mark > end:
             raise DataLoss(
-                f"the table has partition {partition} up to transaction {mark}, but its log ends "
-                f"at {end}: another cluster, or a log that was created again. Hint: build the "
-                "table again."
+                f"the table has transactions of partition {partition} up to {mark}, but the "
+                f"log ends at {end}: it is the log of another cluster, or it was created "
+                "again. Hint: build the table again."
             )
     for partition, mark in begin.items():
         first = log.firsts.get(partition, 0)
         if mark + 1 < first:
             raise DataLoss(
-                f"the table has partition {partition} up to transaction {mark}, but the first "
-                f"available one is {first}: the transactions in between have expired. Hint: build "
-                "the table again."
+                f"the table has transactions of partition {partition} up to {mark}, but the "
+                f"first available one in the log is {first}: those in between have expired. "
+                "Hint: build the table again."
             )
     return divided_by_lag(begin, log.marks, count_max)
 

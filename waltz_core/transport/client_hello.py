@@ -1,9 +1,10 @@
-"""Whether the first bytes of a peer are a ClientHello that a port may answer without much work.
+"""Checks whether a peer's first bytes are a ClientHello that a port can answer with little work.
 
 Rules:
-    1. A ClientHello is complete before OpenSSL gets it, and is in one record: otherwise its answer,
-       which takes most of the CPU time of a handshake, would have no turn (`tls_port.py`).
-    2. Its key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
+    1. OpenSSL gets a ClientHello only when it is complete and in one record. Its answer takes most
+       of the CPU time of a handshake; otherwise OpenSSL would compute it at a later time, without a
+       turn (`tls_port.py`).
+    2. The key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
        cannot restrict a context to several groups.
 """
 
@@ -46,7 +47,7 @@ def failure_of(first: bytes) -> str:
         return ""
     size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
     if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
-        return "expected a ClientHello in one record of TLS, found a part of one"
+        return "expected a complete TLS ClientHello in one record, found a part of one"
     extensions = _extensions(message[:size])
     groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
@@ -54,7 +55,11 @@ def failure_of(first: bytes) -> str:
         shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
         known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
         is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it has
-    return "expected a key exchange with X25519 or P-256" if is_slow else ""
+    return (
+        ("expected a client that offers a key exchange with X25519 or P-256, found none")
+        if is_slow
+        else ""
+    )
 
 
 def _extensions(hello: bytes) -> dict[int, bytes]:

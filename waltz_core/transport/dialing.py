@@ -1,4 +1,4 @@
-"""Parts of a dial: the own token, a TCP connection to a host, and log lines."""
+"""Parts of opening a connection: the client's token, the TCP connection, and log lines."""
 
 import asyncio
 import logging
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TLS_HINT: Final = (
-    "Hint: the peer expects TLS; add ?tls=FILE with the trusted authorities to the connect string."
+    "Hint: the peer expects TLS; add ?tls=FILE to the connect string, where FILE names the "
+    "trusted authorities."
 )
 
 
@@ -81,7 +82,7 @@ async def state_token(link: "Link", token: Token) -> None:
     if error is not None:
         raise AuthenticationFailed(f"{link.address}: {error}")
     if more:
-        raise RemoteProtocolError(f"{link.address}: expected one answer to a token, found more")
+        raise RemoteProtocolError(f"{link.address}: expected one answer to the token, found more")
 
 
 def log_rejection(address: str, error: BaseException) -> None:
@@ -95,4 +96,4 @@ def log_rejection(address: str, error: BaseException) -> None:
         return
     is_rejection = isinstance(error, AuthenticationFailed | Overloaded)
     if is_rejection and tls.is_new_failure(address, tls.kind_of(reason)):
-        _log.warning("access.rejected peer=%s error=%s", address, reason)
+        _log.warning("access.rejected_by_peer peer=%s error=%s", address, reason)

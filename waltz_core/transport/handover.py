@@ -3,14 +3,15 @@
 The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket has an abstract name: it ends with its process, leaves no file behind, and is not
-       reachable from other machines or network namespaces.
+    1. The socket has an abstract name. It ends with its process, leaves no file behind, and cannot
+       be reached from other machines or network namespaces.
     2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
     3. The file is open for reading only.
-    4. Without abstract names (they exist on Linux only), nothing is offered or received.
+    4. Abstract names exist on Linux only. On other systems, nothing is offered or received.
     5. Only processes of the same user and of root get files: a file contains more than what was
-       requested, and these processes could open it by its path as well. Files are accepted from
-       these users only: any other process may bind the name first, and pass a forged file.
+       requested, and these processes could open it by its path as well. Also, a receiver accepts
+       files from these users only, because any other process may take the name first and pass a
+       forged file.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                 listening.bind(_abstract(name))
                 listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
-                _log.warning("handover.unavailable name=%s error=%s", name, error)
+                _log.warning("segment.handover_unavailable name=%s error=%s", name, error)
                 return
             while True:
                 await permits.acquire()
@@ -63,7 +64,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     permits.release()
-                    _log.warning("handover.accept_failed name=%s error=%s", name, error)
+                    _log.warning("segment.handover_accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
                 answering = callers.create_task(_answer(caller, request_bytes, open_requested))
@@ -94,14 +95,14 @@ def take(name: str, request: bytes, *, timeout_s: float) -> int:
         Unreachable: no process on this machine has the name, or it does not have the file.
     """
     if not IS_POSSIBLE:
-        raise Unreachable(f"{name}: this system does not support abstract Unix sockets")
+        raise Unreachable(f"{name}: this operating system does not support abstract Unix sockets")
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.settimeout(timeout_s)
         try:
             made.connect(_abstract(name))
             user = _user_of(made)  # of the listening process
             if user not in _trusted():
-                raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
+                raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
             made.sendall(request)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
         except OSError as error:
@@ -120,7 +121,9 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.denied error=%s", f"user {user} does not run this process")
+            _log.info(
+                "segment.handover_denied error=%s", f"user {user} is not the user of this process"
+            )
             return
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -133,12 +136,12 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
             # NB: not under the timeout: a file that a thread opens after it would never be closed.
             descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
-            _log.info("handover.denied error=%s", error)
+            _log.info("segment.handover_denied error=%s", error)
             return
         try:
             socket.send_fds(caller, [_DESCRIPTOR_MESSAGE], [descriptor])
         except OSError as error:  # the caller has disconnected meanwhile
-            _log.info("handover.failed error=%s", error)
+            _log.info("segment.handover_failed error=%s", error)
         finally:
             os.close(descriptor)
 

@@ -1,14 +1,14 @@
-"""Looks host names up so that a slow lookup delays only its own host.
+"""Looks up host names so that a slow lookup delays only its own host.
 
-Both event loops run lookups in a small pool of threads: a name whose DNS server does not answer
-occupies it for half a minute, and each retry adds another lookup. Then no connection to any other
-host is made.
+Both event loops run lookups in a small pool of threads. If the DNS server of a name does not
+answer, the lookup occupies a thread for half a minute, and each retry occupies another one. Then no
+connection to any other host can be opened.
 
 Rules:
     1. A lookup has a thread of its own. There is at most one for each name; all callers share it.
-    2. A caller that times out leaves the lookup to the others, and to the next caller.
+    2. If a caller times out, the lookup continues for the others and for the next caller.
     3. A numeric address needs no lookup.
-    4. A host that cannot exist is an OSError, like a name that is not known.
+    4. An impossible host name is an OSError, like an unknown name.
 """
 
 import asyncio
@@ -66,7 +66,9 @@ def begin(host: str) -> Future[Addresses]:
         thread.start()
     except RuntimeError as error:
         _end(host)
-        lookup.set_exception(OSError(f"no thread for the lookup of {host}: {error}"))
+        lookup.set_exception(
+            OSError(f"cannot resolve the host name {host}: no thread could be started: {error}")
+        )
     return lookup
 
 

@@ -4,27 +4,28 @@ All connections with Waltz's protocols are opened here, and accepted in `listeni
 a `wire.connection.Connection`.
 
 A link is passed to its user after both hellos. The user either sets callbacks (`start`: the fastest
-way to get messages) or awaits `receive`.
+way to receive messages) or awaits `receive`.
 
 Rules:
     1. Callbacks run on the loop, in the order of arrival; `on_closed` is called once, as the last.
-    2. Messages that arrive before `start` wait in an inbox; over `_INBOX_BYTES_MAX` reading pauses.
-    3. Over `WRITE_BACKLOG_BYTES_HIGH` a link is congested. A listener's link then stops reading: a
-       client that does not read answers may not send requests. A dialer's link keeps reading,
-       because answers make room.
-    4. Over its hard limit of unsent bytes a link is closed, with a reason.
+    2. Messages that arrive before `start` wait in an inbox. Above `_INBOX_BYTES_MAX`, reading
+       pauses.
+    3. Above `WRITE_BACKLOG_BYTES_HIGH` unsent bytes a link is congested. A listener then stops
+       reading the link: a client that does not read answers may not send requests. A dialer
+       continues to read, because answers make space.
+    4. Above its hard limit of unsent bytes a link is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. A dialer that has a token states it first, and passes the link to its user when the peer has
-       accepted it. A listener's link has the principal of its peer; a token that is not accepted
-       closes it.
-    8. The user of a listener's link processes a request only after `denial` or `permitted`. Those
-       of a principal with limits wait before that, in `throttle.py`.
+    7. A dialer with a token sends it first, and passes the link to its user when the peer has
+       accepted it. On the listener's side, the link has the principal of its peer; if the token is
+       not accepted, the link is closed.
+    8. The user of a listener's link processes a request only after `denial` or `permitted`. Before
+       that, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
-       after `STRANGER_S_MAX`. Until then its requests are answered with their denials, so that 0.13
-       clients, which connect again at once, pause.
-    10. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent;
-       up to the limits of rules 3 and 4 may wait there in addition.
+       after `STRANGER_S_MAX`. Until then its requests are answered with denials, because 0.13
+       clients would connect again at once after a disconnect.
+    10. With TLS the same rules hold. Bytes that TLS has passed to the socket do not count as
+        unsent, so as many bytes as the limits of rules 3 and 4 may wait there in addition.
 """
 
 import asyncio
@@ -101,7 +102,7 @@ def split_address(address: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
     if not colon or not host or not is_port:
-        raise BadConfig(f'expected an address "host:port", found {address!r:.200}')
+        raise BadConfig(f'expected an address such as "host:port", found {address!r:.200}')
     return host, int(port)
 
 
@@ -151,14 +152,17 @@ async def dial(
                 if token is not None:
                     await dialing.state_token(link, token)
         except TimeoutError as error:
-            raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
+            raise Unreachable(
+                f"{address} did not accept a connection and send its hello message within "
+                f"{timeout_s} s"
+            ) from error
         except OSError as error:
             kind = TlsFailed if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
         dialing.log_rejection(address, error)
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
-        link.abort("the dial was cancelled")
+        link.abort("the attempt to connect was cancelled")
         raise
     return link
 
@@ -403,7 +407,7 @@ class Link:
         self.bytes_sent += size_bytes
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:
-            self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
+            self.abort(f"the peer does not read: {backlog_bytes} bytes for it are unsent")
 
     async def drained(self) -> None:
         """Wait until the link is not congested, or is closed."""
@@ -556,7 +560,7 @@ class Link:
         """Take the principal of a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
-            raise AuthenticationFailed("expected TLS, which every token requires")
+            raise AuthenticationFailed("expected TLS, which is required to present a token")
         if self.access is not None:
             self.access.take_token(credential.token)
 
@@ -632,12 +636,12 @@ class Link:
         self._is_reading = is_wanted
 
     def _hello_is_late(self) -> None:
-        self.abort(f"expected a hello within {HELLO_S_MAX} s")
+        self.abort(f"expected the hello message of the peer within {HELLO_S_MAX} s")
 
     def _tick(self) -> None:
         """Enforce rules 5, 6 and 9, every `_TICK_S`."""
         if self.is_stranger:
-            self.abort(f"its principal had no permission for {STRANGER_S_MAX} s")
+            self.abort(f"the principal of the connection had no permission for {STRANGER_S_MAX} s")
             return
         if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit
@@ -650,7 +654,7 @@ class Link:
         is_slow = is_inside_frame and self._tick_was_inside_frame
         self._idle_ticks = 0 if received or not self._is_reading else self._idle_ticks + 1
         if is_slow and received < _FRAME_BYTES_PER_TICK_MIN and self._is_reading:
-            self.abort(f"a frame arrived too slowly: {received} bytes in {_TICK_S} s")
+            self.abort(f"a message arrived too slowly: {received} bytes in {_TICK_S} s")
             return
         if self._is_listener and self._idle_ticks > _IDLE_TICKS_MAX:
             self.abort(f"nothing was received for {int(_IDLE_TICKS_MAX * _TICK_S)} s")
@@ -659,7 +663,7 @@ class Link:
         silence_ms = tcp.silence_ms(self._transport.get_extra_info("socket"))
         if silence_ms is not None:
             _log.warning("net.peer_silent peer=%s silent_ms=%d", self.address, silence_ms)
-            self.abort(f"the peer's host has acknowledged nothing for {silence_ms} ms")
+            self.abort(f"the host of the peer has acknowledged no packet for {silence_ms} ms")
             return
         if not self._is_listener and self.bytes_sent == self._tick_sent:
             self._transport.write(self._connection.keep_alive())
@@ -713,4 +717,4 @@ def _connection_error(address: str, link: Link) -> WaltzError:
         return TlsFailed(f"{address}: {broken or link.closed_reason}")
     if broken is not None:
         return RemoteProtocolError(f"{address}: {broken}")
-    return Unreachable(f"{address}: {link.closed_reason} before its hello")
+    return Unreachable(f"{address}: {link.closed_reason} before it sent its hello message")

@@ -1,7 +1,8 @@
-"""Whether a TCP connection's peer has closed it, or its host still answers, as the kernel reports.
+"""Reads from the kernel whether the peer has closed a TCP connection, or its host still answers.
 
-`TCP_USER_TIMEOUT` also ends a connection whose peer reads nothing: the kernel counts the time in
-which a full window keeps data from being sent, although the peer's host answers every probe.
+`TCP_USER_TIMEOUT` cannot be used for this: it also ends a connection whose peer does not read. The
+kernel counts the time in which data waits for a full receive window, although the peer's host
+answers every probe.
 """
 
 import asyncio

@@ -1,29 +1,32 @@
 """TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands share it. It uses the standard library's `ssl` only;
+Daemons, clients and commands use this file. It uses the standard library's `ssl` only;
 docs/operations.md, "TLS", describes the certificate files.
 
 Rules:
-    1. `tls = "off"` overrides everything, the connect string's ?tls= overrides a default, and each
-       explicit setting overrides that of ?tls=. Explicit authorities are used for verification also
-       with a cluster-wide ?tls=unverified.
+    1. `tls = "off"` overrides everything. Otherwise `?tls=` of the connect string overrides
+       defaults, and an explicit setting overrides the same setting of `?tls=`. If authorities are
+       set explicitly, peers are verified with them even if the connect string has
+       `?tls=unverified`.
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
        relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
-    4. A daemon that listens on a non-loopback address starts only if its ports require TLS and
-       check permissions, or with `insecure_network = true`, which it then logs.
+    4. On a non-loopback address, a daemon starts only if its ports require TLS and check
+       permissions, or with `insecure_network = true`, which it then logs.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
        removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
-       keeps dialing does not fill the disk.
-    7. A token is sent only over TLS, to a peer whose certificate was verified. Its place is checked
-       when the context is made.
-    8. A port that identifies its peers verifies the certificate of each peer that presents one;
-       without explicit authorities it requests none, since those of the system sign for any host.
-    9. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
-       mismatch is logged as an error when the files are read.
-    10. With `tls_transition` a port accepts plain TCP as well. Which of both a daemon dials is a
-       setting: no failure makes a dialer with TLS use plain TCP.
+       connects again and again does not fill the disk.
+    7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
+       read once when the context is created, so that a missing file or variable is an error at
+       once.
+    8. A port that identifies its peers verifies the certificate of each peer that presents one.
+       Without explicit authorities it requests none, since the system's authorities sign
+       certificates for any host.
+    9. A daemon checks its own certificate as its peers would: the advertised host, and the dates.
+       When the files are read, it logs a mismatch as an error.
+    10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
+        daemon connects with TLS or plain TCP; after a failure, TLS is never replaced by plain TCP.
 """
 
 import contextlib
@@ -73,10 +76,11 @@ _SENTENCES: Final = {
     "UNSUPPORTED_PROTOCOL": _NO_VERSION,
     "TLSV1_ALERT_PROTOCOL_VERSION": _NO_VERSION,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, found none",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate of this process, which "
+    "has none",
     # TLS 1.2 uses this one for that, and for other failures.
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a certificate, "
-    "or a key exchange with X25519 or P-256",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a "
+    "certificate, or a key exchange with X25519 or P-256",
 }
 _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
@@ -153,18 +157,19 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         listening(config)  # a new one first: half of a pair of files must not be used
         chosen = _effective(config, place_in(config.connect))
     except BadConfig as error:
-        _log.error("tls.renewal_failed error=%s", error)
+        _log.error("tls.reload_failed error=%s", error)
         return
     if chosen is None:
         _log.error(
-            "tls.renewal_failed error=%s", "tls: expected it to be on, as it was at the start"
+            "tls.reload_failed error=%s",
+            'setting tls: expected "on", as it was when the process started',
         )
         return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
         if chosen.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
             _load_authorities(context, chosen)
-    _log.info("tls.renewed certificate=%s", chosen.tls_certificate)
+    _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
 
 
 def named(place: str, token: TokenPlace | None = None) -> DialContext | None:
@@ -187,11 +192,14 @@ def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
         _check_without_tls(config)
         return None
     if not chosen.tls_certificate:
-        raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
+        raise BadConfig(
+            "setting tls_certificate: expected a file, because a daemon needs a certificate for TLS"
+        )
     if config.tls_require_certificate and not chosen.tls_authorities:
         raise BadConfig(
-            "tls_authorities: expected a file, with which tls_require_certificate = true verifies "
-            "peers. Hint: name the authorities, or set tls_require_certificate = false."
+            "setting tls_authorities: expected a file, because tls_require_certificate = "
+            "true verifies peers with it. Hint: name the authorities, or set "
+            "tls_require_certificate = false."
         )
     context = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _Handshake
@@ -225,9 +233,9 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
     """
     if config.access == "on" and not parse_connect_string(config.connect).auth_file:
         _log.warning(
-            "access.znodes_open hint=%r",
-            "every process that reaches ZooKeeper can grant itself permissions: see "
-            "docs/zookeeper.md, section 'Access control'",
+            "access.znodes_unprotected hint=%r",
+            "every process that can connect to ZooKeeper can grant permissions to itself: "
+            "see docs/zookeeper.md, section 'Access control'",
         )
     if is_loopback(config.listen_host):
         return
@@ -242,9 +250,10 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         return
     if not config.insecure_network:
         raise BadConfig(
-            f"listen_host: {config.listen_host!r} is not a loopback address, which requires "
-            f"{missing}. Hint: docs/security.md describes how to protect a cluster; "
-            "insecure_network = true permits it without protection, in a private network only."
+            f"setting listen_host: {config.listen_host!r} is not a loopback address, which "
+            f"requires {missing}. Hint: docs/security.md describes how to protect a cluster. "
+            "In a private network, insecure_network = true permits it without this "
+            "protection."
         )
     _log.warning(
         "network.insecure host=%s missing=%r hint=%r",
@@ -257,25 +266,29 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
 def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
     is_meant = config.tls == "off"
     if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
-        raise BadConfig('tls: expected "on" with tls_require_certificate = true')
+        raise BadConfig('setting tls: tls_require_certificate = true requires tls = "on"')
     if config.tls_transition:
-        raise BadConfig('tls: expected "on" with tls_transition')
+        raise BadConfig('setting tls: tls_transition requires tls = "on"')
     if config.access == "on":
-        raise BadConfig('tls: expected "on" with access = "on", which identifies peers by TLS')
+        raise BadConfig(
+            'setting tls: access = "on" requires tls = "on", because TLS identifies the peers'
+        )
     if config.audit_log:
-        raise BadConfig('tls: expected "on" with audit_log, since access control needs it')
+        raise BadConfig(
+            'setting tls: audit_log requires tls = "on", because access control needs it'
+        )
 
 
 def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     if is_new_failure(peer, failure):
-        _log.warning("tls.failed peer=%s error=%s", peer, failure)
+        _log.warning("tls.handshake_failed peer=%s error=%s", peer, failure)
 
 
 def log_plain_peer(peer: str) -> None:
     """Log that a peer was accepted without TLS, which ends with `tls_transition` (rule 6)."""
     if is_new_failure(peer, "plain TCP"):
-        _log.warning("tls.plain_accepted peer=%s", peer)
+        _log.warning("tls.plain_tcp_accepted peer=%s", peer)
 
 
 def kind_of(error: str) -> str:
@@ -318,14 +331,14 @@ def place_in(connect: str) -> str:
 def failure_text(error: Exception) -> str:
     """Return the text for an error of a connection, without the number of the error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the peer's certificate is not accepted: {error.verify_message}"
+        return f"the certificate of the peer is not valid: {error.verify_message}"
     if not isinstance(error, ssl.SSLError):
         if isinstance(error, OSError) and (error.errno or 0) > 0:  # not one of getaddrinfo
             return os.strerror(error.errno or 0)
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
     if "ALERT" in reason and any(each in reason for each in _CERTIFICATE_ALERTS):
-        sentence = f"the peer does not accept this side's certificate: {_words(reason)}"
+        sentence = f"the peer rejects the certificate of this process: {_words(reason)}"
         return _SENTENCES.get(reason, sentence)
     return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
 
@@ -346,7 +359,10 @@ def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
     if chosen.tls == ON:
         return chosen
     if not chosen.tls and given:
-        raise BadConfig(f'tls: expected "on" or "off" with {next(iter(given))}, found neither')
+        raise BadConfig(
+            f'setting tls: expected "on" or "off", because {next(iter(given))} is set; found '
+            "neither"
+        )
     return None
 
 
@@ -369,8 +385,8 @@ def _client_context(chosen: TlsConfig | None, token: TokenPlace | None) -> DialC
     is_verified = chosen is not None and chosen.tls_verify != "nothing"
     if token is not None and not is_verified:
         raise BadConfig(
-            f"{token}: expected TLS that verifies the peer, which a token requires. Hint: add "
-            "?tls=FILE with the trusted authorities to the connect string."
+            f"{token}: a token requires TLS that verifies the peer. Hint: add ?tls=FILE to "
+            "the connect string, where FILE names the trusted authorities."
         )
     if chosen is None:
         return None
@@ -440,7 +456,7 @@ def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
             raise _unreadable(name, each, error) from None
 
     def no_password() -> NoReturn:
-        raise BadConfig(f"tls_key: {key!r}: expected a key without a password")
+        raise BadConfig(f"setting tls_key: {key!r}: expected a private key without a password")
 
     try:
         context.load_cert_chain(file, key, no_password)
@@ -451,8 +467,8 @@ def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
 
 def _bad(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
     reason = _words(error.reason or "") or str(error)
-    return BadConfig(f"{name}: {file}: expected a PEM file with {expected}: {reason}")
+    return BadConfig(f"setting {name}: {file}: expected a PEM file with {expected}: {reason}")
 
 
 def _unreadable(name: str, file: str, error: OSError) -> BadConfig:
-    return BadConfig(f"{name}: {file!r} cannot be read: {error.strerror or error}")
+    return BadConfig(f"setting {name}: {file!r} cannot be read: {error.strerror or error}")

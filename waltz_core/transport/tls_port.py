@@ -1,17 +1,17 @@
 """A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
-The event loop's own listening port drops connections with a failed handshake silently, so that an
-operator who has configured TLS on one side only would see nothing on the other.
+The listening port of the event loop closes a connection silently if the handshake fails. If an
+operator has configured TLS on one side only, the other side would then log nothing.
 
 Rules:
     1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
        and is logged. A connection without any byte is not logged.
-    2. A handshake takes `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits their number and
-       rate. It begins when the whole ClientHello has arrived, in its turn, because the answer takes
-       most of the CPU time of a handshake.
+    2. A handshake may take `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits the number and
+       rate of handshakes. A handshake begins when the whole ClientHello has arrived and it has its
+       turn, because the answer takes most of the CPU time.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
-       handshake gets a connection without TLS. If the daemons dial TLS already, that is logged.
+       handshake gets a connection without TLS. If daemons already connect with TLS, this is logged.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class TlsPort:
             burst=context.handshake_burst_max,
             per_s=context.handshakes_per_s_max,
         )
-        self._turns = HandshakeTurns(self._loop.call_soon)
+        self._turns = HandshakeTurns(self._loop.call_later)
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -96,7 +96,7 @@ class TlsPort:
             rejection = self._limits.begin(address[0])
             if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
                 if tls.is_new_failure(address[0], "too many handshakes"):
-                    _log.warning("tls.failed peer=%s error=%s", address[0], rejection)
+                    _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
                 continue
             tasks.create_task(self._handshake(accepted, address[0]))
@@ -118,11 +118,12 @@ class TlsPort:
                     ssl_handshake_timeout=HANDSHAKE_S_MAX if is_tls else None,
                 )
         except TimeoutError:
-            tls.log_failure(host, f"no handshake within {HANDSHAKE_S_MAX} s")
+            tls.log_failure(host, f"the TLS handshake did not complete within {HANDSHAKE_S_MAX} s")
         except ConnectionResetError:
             tls.log_failure(
                 host,
-                "the peer closed the connection in the handshake: it may not trust the certificate",
+                "the peer closed the connection during the handshake. It may not trust the "
+                "certificate",
             )
         except OSError as error:
             tls.log_failure(host, tls.failure_text(error))
@@ -130,7 +131,7 @@ class TlsPort:
                 with contextlib.suppress(OSError):
                     duplicate.send(tls.alert_of(error))
         except Exception:  # noqa: BLE001 - one connection must not end the port
-            _log.exception("tls.task_failed peer=%s", host)
+            _log.exception("tls.connection_failed peer=%s", host)
         finally:
             self._limits.end(host)
             if duplicate is not None:
@@ -174,7 +175,7 @@ class TlsPort:
             if not turn.done():  # it is not late
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
-                self._turns.add(host, turn)
+                self._turns.add(host, turn, lambda: tcp.has_closed(accepted))
 
         self._loop.add_reader(accepted, is_readable)
         try:
@@ -196,7 +197,7 @@ class TlsPort:
                 )  # with unread bytes the system would drop the alert
                 accepted.send(tls.HANDSHAKE_FAILURE)
             elif tcp.has_closed(accepted):
-                failure = "the peer closed the connection while its handshake waited for its turn"
+                failure = "the peer closed the connection while its handshake waited for others"
                 tls.log_failure(host, failure)
             return not failure
         if self._context.plain_peers:  # rule 4

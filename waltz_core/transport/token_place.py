@@ -1,6 +1,6 @@
-"""The place of a dialer's token, as a connect string names it: a file or an environment variable.
+"""The place of a client's token, as a connect string names it: a file or an environment variable.
 
-It is read for each connection, so that a token can be replaced while the process runs.
+The token is read for each connection, so that it can be replaced while the process runs.
 """
 
 import os
@@ -26,7 +26,7 @@ class TokenPlace:
         """Return the token; raises BadConfig with the place, and without the text."""
         if not self.file:
             if self.variable not in os.environ:
-                raise BadConfig(f"{self}: expected a token, the variable is not set")
+                raise BadConfig(f"{self}: expected a token, but the variable is not set")
             return Token.parse(os.environ[self.variable], str(self))
         try:
             text = Path(self.file).read_text(encoding="ascii")

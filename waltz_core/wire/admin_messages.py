@@ -138,7 +138,7 @@ class SessionInfoRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoResponse(AdminMessage):
-    """The marks in the control file: the log was complete up to the local one when it was set."""
+    """The marks in the control file; the log ended at the local one when it was set."""
 
     code = 10
     requires = ANSWER
@@ -270,7 +270,7 @@ class RemovePartition(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MarkSuspect(AdminMessage):
-    """Mark a replica as suspect, until a session has brought it up to its mark."""
+    """Mark a replica as suspect, until a session has repaired it up to its mark."""
 
     code = 70
     requires = all_of(ADMINISTER)

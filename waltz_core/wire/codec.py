@@ -71,9 +71,9 @@ def decode_hello(payload: Buffer) -> Hello:
         versions = struct.unpack_from(f">{count}h", view, at)
         at = read_text(view, at + count * _SHORT.size, values)
     except (struct.error, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"hello cannot be read: {error}") from error
+        raise RemoteProtocolError(f"the hello message cannot be decoded: {error}") from error
     if at != len(view):
-        raise RemoteProtocolError(f"hello: {len(view) - at} bytes after its last field")
+        raise RemoteProtocolError(f"hello message: {len(view) - at} bytes after its last field")
     return Hello(versions=versions, text=values[0])
 
 
@@ -89,7 +89,9 @@ def encode(message: Message, version: int) -> list[Buffer]:
         for write in plan.writers:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
-        raise LocalProtocolError(f"{plan.name} {version} cannot express this: {error}") from error
+        raise LocalProtocolError(
+            f"{plan.name}, version {version}, cannot express this: {error}"
+        ) from error
     if not out.done:
         header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
         return [header + plan.code_byte + out.small]
@@ -109,7 +111,7 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
     plan = _plans(protocol, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(
-            f"protocol {protocol.name} {version}: there is no message of type {payload[0]}"
+            f"protocol {protocol.name} {version}: there is no message with type {payload[0]}"
         )
     values: list[Any] = []
     at = 1
@@ -118,13 +120,14 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
             at = read(payload, at, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(
-            f"{plan.name} {version} cannot be read at byte {at} of {len(payload)}: {error}"
+            f"{plan.name}, version {version}, cannot be decoded at byte {at} of "
+            f"{len(payload)}: {error}"
         ) from error
     except RemoteProtocolError as error:
-        raise RemoteProtocolError(f"{plan.name} {version}: {error}") from error
+        raise RemoteProtocolError(f"{plan.name}, version {version}: {error}") from error
     if at != len(payload):
         raise RemoteProtocolError(
-            f"{plan.name} {version}: {len(payload) - at} bytes after its last field"
+            f"{plan.name}, version {version}: {len(payload) - at} bytes after its last field"
         )
     message: Message = plan.make(*values)
     return message
@@ -296,8 +299,8 @@ def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, 
     def write(message: Message, _out: Out) -> None:
         if not is_extra and get(message) != empty:
             raise LocalProtocolError(
-                f"{type(message).__name__}.{field.name} cannot be sent to a peer of this older "
-                "version"
+                f"field {field.name} of {type(message).__name__} cannot be sent to a peer "
+                "with this older version"
             )
 
     def read(_view: memoryview, at: int, values: list[Any]) -> int:

@@ -44,8 +44,9 @@ _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < HELLO_BYTES_MAX < _SCRATCH_BYTES
 _TOO_OLD: Final = {
-    WireProtocol.CLIENT: "a server below version 2 has no append locks, and below version 3 it "
-    "cannot report that a client is ahead of the log. Hint: upgrade the server.",
+    WireProtocol.CLIENT: "servers before version 2 do not support append locks, and servers "
+    "before version 3 cannot report that a client is ahead of the log. Hint: upgrade the "
+    "server.",
     WireProtocol.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work "
     "together. Hint: migrate the whole cluster at once, as docs/compatibility.md describes.",
 }
@@ -115,14 +116,14 @@ class Connection:
         failure, for a frame over the limit, and for what the agreed version cannot express.
         """
         if self.version is None or self.failure is not None:
-            state = "has failed" if self.failure else "has no version yet"
+            state = "has failed" if self.failure else "has not negotiated a version yet"
             raise LocalProtocolError(f"{type(message).__name__}: the connection {state}")
         assert message.protocol is self.protocol
         buffers = codec.encode(message, self.version)
         frame_bytes = sum(map(len, buffers))
         if frame_bytes > self._frame_bytes_max:
             raise LocalProtocolError(
-                f"{type(message).__name__}: a frame of {frame_bytes} bytes, "
+                f"{type(message).__name__} is too large: its frame has {frame_bytes} bytes, "
                 f"the limit is {self._frame_bytes_max}"
             )
         return buffers
@@ -253,8 +254,8 @@ class Connection:
             limit = min(limit, self.bytes_max_of_peer())
         if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
             raise RemoteProtocolError(
-                f"expected a payload of at most {limit - FRAME_HEADER.size} bytes, "
-                f"found a length of {header.payload_bytes}"
+                f"expected a frame with a payload of at most {limit - FRAME_HEADER.size} "
+                f"bytes, found {header.payload_bytes} as its length"
             )
 
     def _transport_hint(self, peer: Hello) -> str:
@@ -270,9 +271,10 @@ class Connection:
         common = set(peer.versions) & set(self._versions)
         if not common:
             raise RemoteProtocolError(
-                f"no common version of protocol {chr(self.protocol.magic)!r}: "
-                f"this side has {list(self._versions)}, "
-                f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._transport_hint(peer)}"
+                "the two sides support no common version of protocol "
+                f"{chr(self.protocol.magic)!r}: this side supports {list(self._versions)}, "
+                f"{peer.text[:80]!r} supports "
+                f"{list(peer.versions[:32])}{self._transport_hint(peer)}"
             )
         self.peer = peer
         self.version = max(common)

@@ -519,7 +519,7 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock has rejected a transaction; these are the writes of its locks that it has not seen.
+    """A lock has rejected a transaction; these transactions have written its locks since its mark.
 
     `records` are all those above the request's mark, up to `last`, that have written one of its
     write or read locks, as in the segment file, and `lengths` their lengths. Those above
@@ -745,7 +745,7 @@ class ObjectReplacementRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ObjectReplacementResponse(ClientMessage):
-    """Whether all that is possible was done, and whether the object is replaced.
+    """Whether the work has ended, and whether the object was replaced.
 
     `storage` has written the new object; it is empty if another request had it replaced before.
     `failures` has the reason of each storage that could not write it. Reported once: a later
@@ -820,7 +820,7 @@ class RegistryOperation(IntEnum):
 
 @value(frozen=True, slots=True)
 class RegistryRequest(ClientMessage):
-    """Carry out an operation on a write; repeat it if there is no answer.
+    """Carry out an operation on an exactly-once write; sent again if there is no answer.
 
     A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
     are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. `arguments`
@@ -1100,7 +1100,7 @@ class LineageResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Heartbeat(StorageMessage):
-    """Request whether the storage still knows no later session."""
+    """Request a confirmation that the storage has promised no later session."""
 
     code = 77
     requires = all_of(REPLICATE)
@@ -1109,7 +1109,7 @@ class Heartbeat(StorageMessage):
 
 @value(frozen=True, slots=True)
 class HeartbeatResponse(StorageMessage):
-    """No later session was promised here."""
+    """The storage has promised no later session."""
 
     code = 78
     requires = ANSWER
@@ -1276,7 +1276,7 @@ class GarbageCollected(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ExpireObjects(StorageMessage):
-    """Write a manifest with a greater first available ID, by whole objects (rule AR 5).
+    """Expire whole objects: write a manifest with a later first available ID (rule AR 5).
 
     The recorded manifest ends at `last` with this chain. An object expires if its IDs are below
     `before`, or its commit times before `before_ms` or older than `retention_ms`; 0 stands for
@@ -1316,7 +1316,7 @@ class ObjectsExpired(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplaceObject(StorageMessage):
-    """Write an object with first..last again, and a manifest with it for `object` (rule AR 5).
+    """Write first..last as a new object, and a manifest with it instead of `object` (rule AR 5).
 
     The recorded manifest ends at `archived` with `chain`, and lists `object` with these IDs.
     `RangeArchived` follows.

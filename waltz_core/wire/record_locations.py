@@ -49,7 +49,8 @@ def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, 
     """Decode the locations of `records_bytes` bytes of records; raise BadFormat if not valid."""
     if len(packed) % _LOCATION.size:
         raise BadFormat(
-            f"locations: expected {_LOCATION.size} bytes each, found {len(packed)} in all"
+            f"locations of records: expected {_LOCATION.size} bytes each, found "
+            f"{len(packed)} bytes in total"
         )
     locations = tuple(
         FileLocation(TransactionId(segment), offset, size)
@@ -57,10 +58,14 @@ def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, 
     )
     for location in locations:
         if location.segment < 0 or location.offset < 0 or location.size <= 0:
-            raise BadFormat(f"locations: expected a run of bytes of a segment, found {location}")
+            raise BadFormat(
+                f"locations of records: expected a run of bytes in a segment, found {location}"
+            )
     total = sum(location.size for location in locations)
     if total != records_bytes:
-        raise BadFormat(f"locations: expected {records_bytes} bytes, found {total}")
+        raise BadFormat(
+            f"locations of records: expected {records_bytes} bytes of records, found {total}"
+        )
     return locations
 
 

@@ -92,20 +92,20 @@ class WaltzDataSource(DataSource):
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
             raise BadRequest(
-                f"column {corrupt.name!r} for payloads that cannot be unpacked: expected string or "
-                f"binary, found {corrupt.dataType.simpleString()}"
+                f"column {corrupt.name!r}, for payloads that cannot be unpacked: expected "
+                f"type string or binary, found {corrupt.dataType.simpleString()}"
             )
         if corrupt is not None and not corrupt.nullable:
             raise BadRequest(
-                f"column {corrupt.name!r} is NOT NULL in the schema, but it is null for payloads "
-                "that can be unpacked. Hint: declare it nullable."
+                f"column {corrupt.name!r} is NOT NULL in the schema, but it is null for "
+                "every payload that can be unpacked. Hint: declare the column as nullable."
             )
         foreign = [field for field in schema.fields if field.name not in options.log_columns]
         if foreign and options.data_format is None:
             names = ", ".join(field.name for field in foreign[:5])
             raise BadRequest(
-                f"the schema has columns that the log does not have ({names}). Hint: use option "
-                "dataFormat=msgpack (or json) to unpack them from the payload."
+                f"the schema has columns that the log does not have ({names}). Hint: to "
+                "unpack them from the payload, use option dataFormat=msgpack (or json)."
             )
         if options.data_format is not None and not foreign:
             raise BadRequest(
@@ -117,8 +117,8 @@ class WaltzDataSource(DataSource):
         for name in options.required_columns:
             if not columns_named(name, payload):
                 raise BadRequest(
-                    f"option 'requiredColumns': expected some of the payload's columns in the "
-                    f"schema ({', '.join(payload)}), found {name!r}"
+                    "option 'requiredColumns': expected columns of the payload that are in "
+                    f"the schema ({', '.join(payload)}), found {name!r}"
                 )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
@@ -133,8 +133,8 @@ class WaltzDataSource(DataSource):
         """Return the writer of a batch."""
         if overwrite:
             raise BadRequest(
-                "mode 'overwrite' is not supported: a log keeps every transaction. Hint: use "
-                ".mode('append'), or INSERT INTO."
+                "mode 'overwrite' is not supported, because a log keeps every transaction. "
+                "Hint: use .mode('append'), or INSERT INTO."
             )
         options = self._write_options(schema)
         from waltz_spark.writer.batch_write import WaltzBatchWriter  # noqa: PLC0415 - see the module
@@ -146,8 +146,9 @@ class WaltzDataSource(DataSource):
         """Return the writer of a stream."""
         if overwrite:
             raise BadRequest(
-                "outputMode 'complete' is not supported: it rewrites all rows in each micro-batch, "
-                "and a log keeps every transaction. Hint: use outputMode('append') or 'update'."
+                "outputMode 'complete' is not supported: it writes all rows again in each "
+                "micro-batch, but a log keeps every transaction. Hint: use "
+                "outputMode('append') or 'update'."
             )
         options = self._write_options(schema)
         from waltz_spark.writer.stream_write import WaltzStreamWriter  # noqa: PLC0415 - see the module
@@ -158,7 +159,9 @@ class WaltzDataSource(DataSource):
         options = parse_write(self.options)
         twice = [name for name, count in Counter(schema.names).items() if count > 1]
         if twice:
-            raise BadRequest(f"two columns have the name {twice[0]!r}. Hint: drop or rename one.")
+            raise BadRequest(
+                f"two columns have the name {twice[0]!r}. Hint: drop or rename one of them."
+            )
         if options.data_format is not None:
             from waltz_spark.writer.columns import WRITE_COLUMNS  # noqa: PLC0415 - see the module
 

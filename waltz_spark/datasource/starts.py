@@ -124,9 +124,10 @@ def _check_expired(
     if expired and options.fail_on_data_loss:
         partition, first = min(expired.items())
         raise DataLoss(
-            f"{what} before transaction {first} of partition {partition}, the first available one: "
-            "the archive has expired the others. Hint: read from the first available one on, or "
-            "set failOnDataLoss=false to skip the others."
+            f"{what} before transaction {first} of partition {partition}, the first "
+            "available one: the earlier ones have expired in the archive. Hint: read from "
+            "the first available transaction on, or set failOnDataLoss=false to skip the "
+            "missing ones."
         )
     if expired:
         _log.warning("spark.transactions_expired first_available=%s", expired)

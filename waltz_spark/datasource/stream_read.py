@@ -47,8 +47,8 @@ _log = logging.getLogger("waltz")
 
 _STREAM = "the stream"
 _OTHER_LOG = (
-    "it was created again, or is another log. Hint: start with another checkpoint, or set "
-    "failOnDataLoss=false to read it from its start."
+    "it was created again, or it is the log of another cluster. Hint: use another "
+    "checkpoint, or set failOnDataLoss=false to read the log from its start."
 )
 
 
@@ -137,9 +137,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         found, cluster = decode(start)
         if foreign := sorted(found.keys() - set(chosen)):
             raise BadConfig(
-                f"the checkpoint belongs to a query that also read partition {foreign[0]}, which "
-                "this one omits. Hint: do not change option 'partitions', or start with another "
-                "checkpoint."
+                f"the checkpoint belongs to a query that also read partition {foreign[0]}, "
+                "but this query omits it. Hint: do not change option 'partitions', or use "
+                "another checkpoint."
             )
         marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
         return Position(marks, cluster)
@@ -155,8 +155,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             begin = start.marks
             shown = min(lost, key=lambda each: marks[each] - begin[each])
             what = (
-                f"the stream has read partition {shown} up to transaction {begin[shown]}, but its "
-                f"log ends at {marks[shown]}"
+                f"the stream has read partition {shown} up to transaction {begin[shown]}, "
+                f"but its log ends at transaction {marks[shown]}"
             )
             if marks[shown] >= begin[shown]:
                 what = self._other_cluster(start.cluster, self._cluster_key)
@@ -173,8 +173,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _other_cluster(self, expected: str | None, found: bytes) -> str:
         return (
-            f"{self._options.connect} is not the stream's cluster: expected cluster {expected}, "
-            f"found {found.hex()}"
+            f"{self._options.connect} is another cluster than that of the checkpoint: "
+            f"expected cluster key {expected}, found {found.hex()}"
         )
 
     def _marks_now(self, least: Marks | None = None) -> Marks:
@@ -241,7 +241,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if past:
                     what = (
                         f"the micro-batch ends at transaction {held[past[0]]} of partition "
-                        f"{past[0]}, but its log ends at {sources[past[0]].high_water_mark}"
+                        f"{past[0]}, but its log ends at transaction "
+                        f"{sources[past[0]].high_water_mark}"
                     )
                 raise DataLoss(f"{what}: {_OTHER_LOG}")
             _log.warning("spark.micro_batch_skipped partitions=%s", lost)

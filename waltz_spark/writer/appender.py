@@ -62,8 +62,8 @@ _FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
         (
-            "the log ends at {end}, and a row's client_high_water_mark is {mark}: the marks are of "
-            "another cluster, or the log was created again"
+            "the log ends at transaction {end}, but the client_high_water_mark of a row "
+            "is {mark}: the mark is from another cluster, or the log was created again"
         ),
     ),
     Reason.TOO_LARGE: (TooLarge, "the server rejected a transaction as too large"),
@@ -401,7 +401,7 @@ class Appender:
             kind = _KINDS.get(lane.last_reason, Unavailable)
             raise kind(
                 f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
-                f"(last answer: {lane.last_reason.name}{lane.last_detail}); "
+                f"(last answer: {lane.last_reason.name}{lane.last_detail}), so "
                 f"{sum(c.append.num_rows for c in lane.resend)} rows are not in the log"
             )
         pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)
@@ -485,6 +485,6 @@ def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
     for partition in marks:
         if not 0 <= partition < partition_count:
             raise BadRequest(
-                f"option 'clientHighWaterMarks': expected partitions from 0 to "
-                f"{partition_count - 1}, found {partition}"
+                "option 'clientHighWaterMarks': expected partitions in "
+                f"0..{partition_count - 1}, found {partition}"
             )

@@ -57,11 +57,12 @@ DAY_MS = 24 * 3_600 * 1_000
 # For writes that are not done, and for the last micro-batch of a stream.
 UNFINISHED_DAYS = 365
 _HINT = (
-    "Use another writeId for other rows; a repeated run must compute the same rows. This run has "
-    "appended nothing."
+    "A repeated run must compute the same rows; use another writeId for other rows. This "
+    "run has appended nothing."
 )
 _HINT_OF_RACE = (
-    "Another run of this write was faster. The rows that this run has appended stay in the log."
+    "Another run of this write completed first. The rows that this run has appended stay in "
+    "the log."
 )
 
 
@@ -89,8 +90,8 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
         if options.exactly_once and not options.identity_columns:
             _log.warning(
                 "spark.recompute_without_identity hint=%r",
-                "set identityColumns: otherwise a task that runs again cannot find its recomputed "
-                "rows in the log, and fails",
+                "set identityColumns; without it, a task that runs again cannot find its "
+                "recomputed rows in the log, and fails",
             )
     if options.registry is not None:
         packed = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
@@ -103,8 +104,8 @@ def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Jo
         check_partition(partition, client.partition_count, "option 'partitions'")
     if options.exactly_once and client.has_legacy_server(options.partitions):
         raise BadConfig(
-            "option 'exactlyOnce': partitions of this cluster are at a Waltz 0.13 server, which "
-            "does not support exactly-once writes. Hint: use exactlyOnce=false."
+            "option 'exactlyOnce': some partitions are at a Waltz 0.13 server, which does "
+            "not support exactly-once writes. Hint: use exactlyOnce=false."
         )
     check_marks(options.marks, client.partition_count)
     # One resolution for the whole job: every row without its own mark counts as computed from the
@@ -213,9 +214,9 @@ def _repeat(job: Job, tasks: list[TaskResult], named: NamedWrite) -> None:
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
         raise ConnectionSuperseded(
-            f"write {named.write!r}: an earlier run finished it, and its state in ZooKeeper "
-            "was removed after writeRetention; nothing was appended. Hint: run the write "
-            "again only if its rows must be appended a second time."
+            f"write {named.write!r}: an earlier run has completed it, and ZooKeeper has "
+            "removed its state after writeRetention; this run has appended nothing. Hint: "
+            "use another writeId only if the rows must be appended a second time."
         )
     is_alone = all(task.was_done for task in tasks)
     hint = named.hint if is_alone else _HINT_OF_RACE
@@ -240,11 +241,11 @@ def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
             again.write_task(iter(()), task, 0)
         except BadRequest:
             raise BadRequest(
-                f"write {write!r}: an earlier run had more tasks than this one, which has "
-                f"{task_count}, and its task {task} has appended rows that are not among those of "
-                "this run; the rows that this run has appended stay in the log. Hint: run it again "
-                "with the same rows in the same tasks as before. Use another writeId for other "
-                "rows."
+                f"write {write!r}: an earlier run had more tasks than this run, which has "
+                f"{task_count}. Task {task} of the earlier run has appended rows that this "
+                "run does not have. The rows that this run has appended stay in the log. "
+                "Hint: run it again with the same rows in the same tasks as before. Use "
+                "another writeId for other rows."
             ) from None
 
 
@@ -259,7 +260,7 @@ def forget(job: Job, writes: list[str]) -> None:
     try:
         asyncio.run(forget_writes(job.options.connect, writes))
     except WaltzError as error:
-        _log.warning("spark.writes_not_removed writes=%s error=%s", writes, error)
+        _log.warning("spark.finished_writes_not_removed writes=%s error=%s", writes, error)
 
 
 def now_ms() -> int:

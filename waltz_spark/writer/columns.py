@@ -72,10 +72,12 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
             _check_locks(name, types[name])
     for name in ("header", "partition"):
         if name in types and not isinstance(types[name], IntegerType | ShortType):
-            raise BadRequest(f"column {name!r}: expected int, found {types[name].simpleString()}")
+            raise BadRequest(
+                f"column {name!r}: expected type int, found {types[name].simpleString()}"
+            )
     if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGERS):
         found = types[MARK_COLUMN].simpleString()
-        raise BadRequest(f"column {MARK_COLUMN!r}: expected long, found {found}")
+        raise BadRequest(f"column {MARK_COLUMN!r}: expected type long, found {found}")
     _check_options(types, options)
     _check_all_used(types, options)
 
@@ -90,8 +92,8 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
             near = near or difflib.get_close_matches(name.lower(), LOCK_COLUMNS, n=1, cutoff=0.85)
         if near:
             raise BadRequest(
-                f"column {name!r} is not a column of the log; did you mean {near[0]!r}? Hint: "
-                f"rename it to {near[0]!r}; if it has other data, choose a less similar name."
+                f"the log has no column {name!r}; did you mean {near[0]!r}? Hint: rename the "
+                f"column to {near[0]!r}; if it has other data, choose a less similar name."
             )
 
 
@@ -118,19 +120,20 @@ def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> Non
     near = difflib.get_close_matches(lost[0].lower(), WRITE_COLUMNS, n=1, cutoff=0.75)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise BadRequest(
-        f"the log does not have column{'s' * (len(lost) > 1)} {names}{meant}: expected the columns "
-        f"{', '.join(WRITE_COLUMNS)}. Hint: pack other columns into the payload with option "
-        f"dataFormat=msgpack instead of column 'data', or use .drop({names})."
+        f"the log does not have column{'s' * (len(lost) > 1)} {names}{meant}: expected the "
+        f"columns {', '.join(WRITE_COLUMNS)}. Hint: use option dataFormat=msgpack without "
+        f"column 'data' to pack other columns into the payload, or use .drop({names})."
     )
 
 
 def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None:
     for name in options.result_columns or ():
         if name not in types:
-            raise BadRequest(f"option 'resultColumns': there is no column {name!r}")
+            raise BadRequest(f"option 'resultColumns': the input has no column {name!r}")
         if name in RESULT_COLUMNS:
             raise BadRequest(
-                f"option 'resultColumns': results already have a column {name!r}. Hint: rename it."
+                f"option 'resultColumns': the results already have a column {name!r}. Hint: "
+                "rename the column of the input."
             )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
@@ -143,18 +146,21 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
     if options.partition_by is not None:
         kind = types.get(options.partition_by)
         if kind is None:
-            raise BadRequest(f"option 'partitionBy': there is no column {options.partition_by!r}")
+            raise BadRequest(
+                f"option 'partitionBy': the input has no column {options.partition_by!r}"
+            )
         if not isinstance(kind, (*_INTEGERS, StringType)):
             raise BadRequest(
-                f"option 'partitionBy': column {options.partition_by!r}: expected an integer or a "
-                f"string, found {kind.simpleString()}. Hint: for another type use a column of "
-                f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), partitionBy=key."
+                f"option 'partitionBy': column {options.partition_by!r}: expected an integer "
+                f"or a string, found {kind.simpleString()}. Hint: for other types use a "
+                f"column of hashes: .withColumn('key', xxhash64({options.partition_by!r})), "
+                "partitionBy=key."
             )
 
 
 def _check_key_column(kind: DataType | None, name: str) -> None:
     if kind is None:
-        raise BadRequest(f"option 'encryptionKeyColumn': there is no column {name!r}")
+        raise BadRequest(f"option 'encryptionKeyColumn': the input has no column {name!r}")
     if not isinstance(kind, StringType):
         raise BadRequest(
             f"option 'encryptionKeyColumn': column {name!r}: expected a string, found "
@@ -166,21 +172,23 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
     data = types.get("data")
     if data is None and options.data_format is None:
         raise BadRequest(
-            "there is no column 'data' (binary or string). Hint: add it, or use option "
-            "dataFormat=msgpack, which packs every other column by name."
+            "the input has no column 'data' (binary or string). Hint: add it, or use option "
+            "dataFormat=msgpack, which packs all other columns by name."
         )
     if data is not None and options.data_format is not None:
         raise BadRequest(
-            "expected column 'data' or option 'dataFormat', found both. Hint: 'dataFormat' packs "
-            "the other columns into the payload."
+            "expected either column 'data' or option 'dataFormat', found both. Hint: "
+            "'dataFormat' packs the other columns into the payload."
         )
     if data is not None and not isinstance(data, BinaryType | StringType):
-        raise BadRequest(f"column 'data': expected binary or string, found {data.simpleString()}")
+        raise BadRequest(
+            f"column 'data': expected type binary or string, found {data.simpleString()}"
+        )
     if options.data_format is None:
         return
     packed = {name: kind for name, kind in types.items() if name not in WRITE_COLUMNS}
     if not packed:
-        raise BadRequest("option 'dataFormat': there is no column to pack into the payload")
+        raise BadRequest("option 'dataFormat': the input has no column to pack into the payload")
     for name, kind in packed.items():
         check_packed_type(name, kind)
 
@@ -188,8 +196,9 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
 def _check_locks(name: str, kind: DataType) -> None:
     if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, IntegerType):
         raise BadRequest(
-            f"column {name!r}: expected array<int>, found {kind.simpleString()}. Hint: use lock "
-            "hashes of waltz_spark.functions.lock(name, key): array(lock('account', col('id')))."
+            f"column {name!r}: expected type array<int>, found {kind.simpleString()}. Hint: "
+            "use lock hashes of waltz_spark.functions.lock(name, key): array(lock('account', "
+            "col('id')))."
         )
 
 
@@ -280,8 +289,9 @@ class RowShaper:
             data = batch.column("data").cast(pa.binary())
             if data.null_count:
                 raise BadRequest(
-                    f"column 'data' is null in {self._row(batch, data.is_null())}; a transaction "
-                    "needs a payload. Hint: filter such rows with .where('data is not null')."
+                    f"column 'data' is null in {self._row(batch, data.is_null())}, but a "
+                    "transaction needs a payload. Hint: filter such rows with .where('data "
+                    "is not null')."
                 )
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
@@ -292,8 +302,8 @@ class RowShaper:
         if largest > TRANSACTION_BYTES_MAX - added:
             limit = f"limit of {TRANSACTION_BYTES_MAX - added:,}{' with encryption' * bool(added)}"
             raise TooLarge(
-                f"a payload of {largest:,} bytes is over the {limit}. "
-                "Hint: store large objects elsewhere and write their address."
+                f"a payload of {largest:,} bytes is over the {limit}. Hint: store large "
+                "objects elsewhere and write their address."
             )
         return data
 
@@ -338,8 +348,8 @@ class RowShaper:
         most = pc.max(pc.list_value_length(column)).as_py() or 0
         if most > LOCKS_MAX:
             raise TooLarge(
-                f"column {name!r}: expected at most {LOCKS_MAX:,} locks of a kind in a row, found "
-                f"{most:,}"
+                f"column {name!r}: expected at most {LOCKS_MAX:,} locks of a kind in a row, "
+                f"found {most:,}"
             )
         return column
 
@@ -356,8 +366,8 @@ class RowShaper:
             wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
             if len(wrong):
                 raise BadRequest(
-                    f"column 'partition': expected 0 to {self._partition_count - 1}, found "
-                    f"{int(wrong[0])}"
+                    "column 'partition': expected a partition in "
+                    f"0..{self._partition_count - 1}, found {int(wrong[0])}"
                 )
         if len(self._own) < self._partition_count:
             self._check_own(batch, chosen, known)
@@ -381,8 +391,9 @@ class RowShaper:
         by = self._options.partition_by
         cause = "the first lock" if by is None else f"column {by!r}"
         raise BadRequest(
-            f"{cause} chooses the partition: {expected} {found}. Hint: name a partition in column "
-            f"'partition', the same for all rows with the same {'lock' if by is None else 'key'}."
+            f"{cause} chooses the partition: {expected} {found}. Hint: set a partition in "
+            "column 'partition', the same for all rows with the same "
+            f"{'lock' if by is None else 'key'}."
         )
 
     def _defaults(
@@ -420,8 +431,8 @@ class RowShaper:
             if pc.any(is_wrong).as_py():
                 found = given.filter(is_wrong)[0]
                 raise BadRequest(
-                    f"column {MARK_COLUMN!r}: expected -1 (before the first transaction) or the ID "
-                    f"of a transaction, found {found} in {self._row(batch, is_wrong)}"
+                    f"column {MARK_COLUMN!r}: expected a transaction ID, or -1 for before "
+                    f"the first transaction, found {found} in {self._row(batch, is_wrong)}"
                 )
             marks = np.where(
                 np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks

@@ -147,12 +147,12 @@ class EarlierRows:
         if self._left:
             partition, transaction_id = min(self._left)
             raise BadRequest(
-                f"an earlier attempt of this task has appended {self._found} rows, of which "
-                f"{len(self._left)} (the first is transaction {transaction_id} of partition "
-                f"{partition}) are not among the task's {rows} rows now; this attempt has appended "
-                "nothing. Hint: run it again with the same rows: sort the input, write from a "
-                "checkpointed DataFrame, or split it into the same tasks as before"
-                f"{self._keys.hint}. Use another writeId for other rows."
+                f"an earlier attempt of this task has appended {self._found} rows, but "
+                f"{len(self._left)} of them are not among the {rows} rows that the task has "
+                f"now (the first is transaction {transaction_id} of partition {partition}). "
+                "This attempt has appended nothing. Hint: run it again with the same rows: "
+                "sort the input, write from a checkpointed DataFrame, or split it into the "
+                f"same tasks as before{self._keys.hint}. Use another writeId for other rows."
             )
 
     def _check_locks(self, key: bytes, shaped: ShapedRows, row: int) -> None:
@@ -163,10 +163,10 @@ class EarlierRows:
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
-                f"partition {shaped.partitions[row]}: an earlier attempt of this task has appended "
-                f"one of several rows with the same {self._keys.text}, but different locks, marks "
-                f"or encryption keys; which one is unknown. Hint: give each row another "
-                f"{self._keys.text}."
+                f"partition {shaped.partitions[row]}: several rows of this task have the "
+                f"same {self._keys.text}, but different locks, marks or encryption keys. An "
+                "earlier attempt has appended one of them, and it is unknown which one. "
+                f"Hint: give each row another {self._keys.text}."
             )
 
 
@@ -263,8 +263,9 @@ def _decrypted(record: "_Record", encryption: Encryption) -> bytes:
     payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
     if payload.data is None:
         raise BadRequest(
-            f"partition {partition}: an earlier attempt of this write has appended transaction "
-            f"{transaction_id}, and its row cannot be compared: {payload.error}"
+            f"partition {partition}: an earlier attempt of this write has appended "
+            f"transaction {transaction_id}, whose payload cannot be read to compare it with "
+            f"the rows: {payload.error}"
         )
     return payload.data
 
@@ -341,7 +342,7 @@ def _answered(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -
 
 def _cut_differently(partition: int) -> BadRequest:
     return BadRequest(
-        f"partition {partition}: in an earlier run of this write, another task has appended a row "
-        "of this task. Hint: if the input is split into other tasks than before, run it with the "
-        "same tasks; if rows are equal, make each one unique in 'data'."
+        f"partition {partition}: in an earlier run of this write, another task has appended "
+        "a row of this task. Hint: if the input is split into other tasks than before, run "
+        "it with the same tasks. If rows are equal, make each one unique in 'data'."
     )

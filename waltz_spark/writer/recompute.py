@@ -91,9 +91,10 @@ def load_function(name: str) -> Function:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise BadConfig(
-            f"option 'recompute': {name!r} cannot be imported ({error}): expected a function of a "
-            "module that the driver and every worker can import, not of a notebook. Hint: put it "
-            "into a file and distribute it with spark.addArtifact(..., pyfile=True) or --py-files."
+            f"option 'recompute': {name!r} cannot be imported ({error}). It must be a "
+            "function in a module that the driver and every worker can import, not in a "
+            "notebook. Hint: put the function into a file, and distribute it with "
+            "spark.addArtifact(..., pyfile=True) or --py-files."
         ) from None
     if not callable(function):
         raise BadConfig(
@@ -291,8 +292,8 @@ def _checked(
     lost = {ROW_COLUMN, *source.schema.names} - {*_SET_BY_WRITER, *names}
     if lost:
         raise _wrong(
-            f"expected {name} to return a table with the columns of the rejected rows, but it has "
-            f"no {', '.join(sorted(lost))}"
+            f"expected {name} to return a table with the columns of the rejected rows, found "
+            f"a table without {', '.join(sorted(lost))}"
         )
     if len(set(names)) != len(names):
         raise _wrong(f"expected {name} to return a table with unique column names, found {names}")
@@ -301,18 +302,20 @@ def _checked(
     is_fit = all(type(row) is int and 0 <= row < count for row in rows)
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong(
-            f"expected {name} to return distinct numbers of rejected rows in {ROW_COLUMN!r}, "
-            f"0 to {count - 1}, found {rows[:20]}"
+            f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
+            f"{count - 1}, found {rows[:20]}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
-        raise _wrong(f"expected {name} to return rows with the input's types: {error}") from None
+        raise _wrong(
+            f"expected {name} to return columns with the types of the input: {error}"
+        ) from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:
         if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
-            raise _wrong(f"expected {name} not to change identity column {each!r}")
+            raise _wrong(f"expected {name} to leave identity column {each!r} unchanged")
     return rows, batch
 
 

@@ -91,8 +91,9 @@ def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
             pq.ParquetWriter(pa.BufferOutputStream(), kind).close()
         except (ValueError, pa.ArrowException, PySparkException) as error:
             raise BadRequest(
-                f"column {part.name!r} is {part.dataType.simpleString()}, which Parquet results do "
-                f"not support ({error}). Hint: omit it with option resultColumns."
+                f"column {part.name!r} has type {part.dataType.simpleString()}, which "
+                f"Parquet results do not support ({error}). Hint: omit the column with option "
+                "resultColumns."
             ) from None
 
 
@@ -117,7 +118,7 @@ def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
         if not is_read:
             system.create_dir(path, recursive=True)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise BadConfig(f"option 'resultsPath': cannot use {results_path!r}: {error}") from None
+        raise BadConfig(f"option 'resultsPath': {results_path!r} cannot be used: {error}") from None
     return ResultDirectory(system, path.rstrip("/"))
 
 

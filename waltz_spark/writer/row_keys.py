@@ -49,7 +49,7 @@ class RowKeys:
         """An additional hint for records without a matching row."""
         if self._names or not self._recomputes:
             return ""
-        return "; recomputed rows are found by option identityColumns (with dataFormat)"
+        return "; to find recomputed rows, set option identityColumns (with dataFormat)"
 
     def of_rows(self, shaped: ShapedRows) -> Iterator[bytes]:
         """Yield the key of each row."""

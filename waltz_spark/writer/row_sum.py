@@ -64,8 +64,8 @@ class RowSum(NamedTuple):
         if rows == self.rows:
             hashes = f"; the counts are equal, the hashes differ: {digest} and {self.hex}"
         raise BadRequest(
-            f"the same write ID with different rows: write {write!r} was finished with "
-            f"{_count(rows)}, and this run has {_count(self.rows)}{hashes}. Hint: {hint}"
+            f"the write ID was used with different rows: write {write!r} was completed with "
+            f"{_count(rows)}, but this run has {_count(self.rows)}{hashes}. Hint: {hint}"
         )
 
 

@@ -42,8 +42,8 @@ _log = logging.getLogger("waltz")
 # The properties of a task that identify its stream and micro-batch.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 _HINT = (
-    "The rows of the micro-batch's first run stay in the log, and those of this run are not "
-    "appended. A query must compute the same rows when Spark repeats a micro-batch. To continue "
+    "When Spark repeats a micro-batch, the query must compute the same rows. The rows of "
+    "the first run stay in the log, and those of this run are not appended. To continue "
     "without the rows of this run, start a query with a new checkpointLocation."
 )
 
@@ -63,9 +63,9 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         if options.recompute is not None and options.exactly_once and not options.identity_columns:
             raise BadConfig(
-                "option 'recompute' in a stream needs identityColumns (with dataFormat): a "
-                "repeated micro-batch cannot find recomputed rows. Hint: set it, or use "
-                "exactlyOnce=false."
+                "option 'recompute' in a stream needs identityColumns (with dataFormat), "
+                "because a repeated micro-batch cannot find recomputed rows without it. "
+                "Hint: set it, or use exactlyOnce=false."
             )
         self._job = new_job(options, schema, None)
 

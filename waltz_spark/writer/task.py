@@ -159,8 +159,9 @@ class Job:
         if claim.marks.keys() != self.marks.keys():
             began, now = (listed(sorted(each)) for each in (claim.marks, self.marks))
             raise BadRequest(
-                f"write {claim.write!r} was begun for partitions {began}, and this run is for "
-                f"partitions {now}. Hint: run it again with the same option 'partitions' as before."
+                f"write {claim.write!r} was begun for partitions {began}, but this run is "
+                f"for partitions {now}. Hint: run it again with the same option 'partitions' "
+                "as before."
             )
 
     def _find_earlier_rows(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
@@ -180,7 +181,7 @@ class Job:
         )
         client.begin_sequences(already.next_sequences)
         _log.info(
-            "spark.rows_found task=%d write=%s attempt=%d rows=%d",
+            "spark.committed_rows_found task=%d write=%s attempt=%d rows=%d",
             claim.task,
             claim.write,
             state.attempt,
@@ -264,9 +265,10 @@ class Job:
             else "Hint: use option resultsPath for each row's outcome, or onLockFailure=reject."
         )
         raise LockFailed(
-            f"partition {answered.partition}: a row was rejected, transaction {conflict} has "
-            f"written one of its locks since the row's high-water mark. {written.committed} rows "
-            f"of this task are in the log, and perhaps rows of other tasks. {where}"
+            f"partition {answered.partition}: a row was rejected, because transaction "
+            f"{conflict} has written one of its locks after the row's high-water mark. "
+            f"{written.committed} rows of this task are in the log, and rows of other tasks "
+            f"may be as well. {where}"
         )
 
 

@@ -53,8 +53,8 @@ def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
     assert isinstance(error, Overloaded)
     assert error.retry_after_ms == 1_100
     assert str(error) == (
-        "etl is over its limit of 10 appends per second at this daemon. "
-        "Hint: `waltz-core access limit` changes it."
+        "etl exceeds its limit of 10 appends per second at this daemon. Hint: "
+        "`waltz-core access limit` changes the limit."
     )
     # A rejected request is not charged.
     assert begin(quota, START_NS + 1_100 * MS) == 0
@@ -76,7 +76,7 @@ def test_a_request_over_the_limit_begins_at_once_and_delays_later_ones():
     error = begin(quota, START_NS + SECOND_NS)
     assert isinstance(error, Overloaded)
     assert error.retry_after_ms == 3_000
-    assert "over its limit of 1000 bytes per second" in str(error)
+    assert "exceeds its limit of 1000 bytes per second" in str(error)
     assert begin(quota, START_NS + 4 * SECOND_NS) == 0
 
 
@@ -115,12 +115,12 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
     quota = quota_of(connections=2, feeds=1)
     for each in ("a", "b"):
         quota.connect(each)
-    with pytest.raises(Overloaded, match="etl is over its limit of 2 connections") as caught:
+    with pytest.raises(Overloaded, match="etl exceeds its limit of 2 connections at") as caught:
         quota.connect("c")
     assert caught.value.retry_after_ms > 0
     assert quota.begin_feed((1, 7), "a") is None
     assert quota.begin_feed((1, 7), "b") is None  # the same feed has moved
-    assert "over its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
+    assert "exceeds its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
     quota.end_feed((1, 7), "a")  # it is not that of this connection any more
     assert quota.begin_feed((2, 7), "a") is not None
     quota.leave("b")
@@ -242,7 +242,9 @@ def test_a_principal_over_its_client_ids_does_not_affect_others():
     for _ in range(IDS_AT_ONCE):
         limit.take("etl", START_NS)
     limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
-    with pytest.raises(Overloaded, match="limit of client IDs: 20000 at once") as caught:
+    with pytest.raises(
+        Overloaded, match="client IDs faster than this server permits: 20000"
+    ) as caught:
         limit.take("etl", START_NS)
     assert caught.value.retry_after_ms == 1_000 // IDS_PER_S
     limit.take("other", START_NS)

@@ -32,7 +32,7 @@ def test_the_bytes_of_a_token_are_in_no_repr_and_no_pickle():
     assert TEXT[:16] not in shown  # the address in it may have a shorter part
     assert repr(token.secret) not in shown
     for store in (copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="a token cannot be pickled"):
+        with pytest.raises(TypeError, match="a token is a secret and cannot be pickled"):
             store(token)
 
 

@@ -109,7 +109,7 @@ def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
     """In its pages, its footer and its end."""
     archive.flip(archive.object(number), at)
     found = archive.problem(archive.object(number))
-    assert "expected CRC-32" in found.problem
+    assert "expected a file with CRC-32" in found.problem
 
 
 def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
@@ -125,7 +125,7 @@ def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
         for each in good.listed
     ]
     good.relist(wrong)
-    assert "the chain before" in good.problem(name).problem
+    assert "the chain hash before transaction" in good.problem(name).problem
 
 
 def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
@@ -133,7 +133,7 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     data = one.read_bytes()
     one.write_bytes(data[:-100])
     found = archive.problem(archive.object(1))
-    assert f"expected {len(data)} bytes, found {len(data) - 100}" in found.problem
+    assert f"expected a file of {len(data)} bytes, found {len(data) - 100}" in found.problem
     one.unlink()
     found = archive.problem(archive.object(1))
     assert "it does not exist" in found.problem
@@ -141,7 +141,7 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     shutil.copy(archive.path(archive.object(3)), one)
     expected, other = (archive.listed[each].first for each in (1, 3))
     assert (
-        f"the first ID: expected {expected}, found {other}"
+        f"the first transaction ID: expected {expected}, found {other}"
         in archive.problem(archive.object(1)).problem
     )
 
@@ -159,9 +159,9 @@ def test_a_corrupt_or_missing_manifest_is_found(archive):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"last": 17}, "the last ID in ZooKeeper: expected 17"),
-        ({"first": 1}, "the first ID in ZooKeeper: expected 1, found 0"),
-        ({"chain": b"other chain here"}, "the chain in ZooKeeper: expected 6f74"),
+        ({"last": 17}, "the last ID that ZooKeeper has: expected 17"),
+        ({"first": 1}, "the first ID that ZooKeeper has: expected 1, found 0"),
+        ({"chain": b"other chain here"}, "the chain that ZooKeeper has: expected 6f74"),
     ],
 )
 def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
@@ -171,7 +171,7 @@ def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
 
 def test_the_archive_of_another_partition_is_not_accepted(archive):
     found = archive.problem(archive.log.name, partition=PARTITION + 1)
-    assert "partition in ZooKeeper: expected 4, found 3" in found.problem
+    assert "the partition that ZooKeeper has: expected 4, found 3" in found.problem
 
 
 def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):
@@ -216,13 +216,13 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
     for first in (0, entries[2].first):
         check = good.check(first=first)
         assert [each.name for each in check.found] == [good.object(2)]
-        assert f"the chain before {entries[2].first}" in check.found[0].problem
+        assert f"the chain hash before transaction {entries[2].first}" in check.found[0].problem
 
 
 def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
     problem = archive.problem(archive.object(3)).problem
-    assert f"the chain at {archive.log.manifest.last}: expected 6f74" in problem
+    assert f"the chain hash at transaction {archive.log.manifest.last}: expected 6f74" in problem
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,10 @@ def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     [
         ({"cluster_key": bytes(16)}, f"cluster key: expected {KEY.hex()}, found 0000"),
         ({"partition_id": 4}, "partition: expected 3, found 4"),
-        ({"chain_before": b"not the genesis!"}, f"the chain before 0: expected {bytes(16).hex()}"),
+        (
+            {"chain_before": b"not the genesis!"},
+            f"the chain hash before transaction 0: expected {bytes(16).hex()}",
+        ),
     ],
 )
 def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, text):

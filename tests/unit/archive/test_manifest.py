@@ -43,7 +43,7 @@ def test_a_manifest_round_trips():
 
 @pytest.mark.parametrize("first", [9, 11])
 def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
-    with pytest.raises(BadFormat, match="expected an object from 10 on"):
+    with pytest.raises(BadFormat, match="to be 10, found an object"):
         filled(1).with_object(entry(1, first=first))
 
 
@@ -109,20 +109,23 @@ def test_a_changed_byte_is_found():
     for at in rng.sample(range(len(data)), 100):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
-        with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m: "):
+        with pytest.raises((BadFormat, ChecksumMismatch), match="manifest m"):
             Manifest.from_bytes(bytes(changed), "m")
 
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"last": 40}, "expected objects up to ID 40"),
-        ({"first": 31}, "found objects up to 29 and first ID 31"),
-        ({"newest": (entry(0), entry(2))}, "expected IDs from 10 on, found 20..29"),
-        ({"newest": (entry(1), entry(2)), "first": 5}, "no object has the first ID 5"),
+        ({"last": 40}, "expected objects up to transaction 40"),
+        ({"first": 31}, "found objects up to transaction 29 and the first available ID 31"),
+        ({"newest": (entry(0), entry(2))}, "10, found one with the IDs 20..29"),
+        (
+            {"newest": (entry(1), entry(2)), "first": 5},
+            "begins at the first available ID 5, found none",
+        ),
         (
             {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
-            "expected IDs from 0 on, found 0..-1",
+            "0, found one with the IDs 0..-1",
         ),
     ],
 )
@@ -137,15 +140,18 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b"[]", "expected format 1, found None"),
-        (b'{"format": 2}', "expected format 1, found 2"),
+        (b"[]", "expected file format 1, found None"),
+        (b'{"format": 2}', "expected file format 1, found 2"),
         (b'{"format": 1}', "KeyError"),
         (b"{", "manifest m: "),
         (filled(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'), "file_crc of"),
-        (filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'), "expected ObjectEntry"),
+        (
+            filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'),
+            "expected the values of ObjectEntry",
+        ),
         (
             filled(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),
-            "expected a list of pages",
+            "expected a JSON list in field pages",
         ),
     ],
 )

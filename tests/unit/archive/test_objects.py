@@ -69,7 +69,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
             pieces = [again.read(group) for group in range(again.group_count)]
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
-            found += str(error).startswith("object")
+            found += str(error).startswith("archived object")
     assert found > 25
 
 
@@ -166,9 +166,9 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"chain_before": bytes(range(16))}, "with the chain"),
-        ({"chain": bytes(range(16))}, "with the chain"),
-        ({"last": FIRST + 49}, "expected to end at 1049"),
+        ({"chain_before": bytes(range(16))}, "with chain hash"),
+        ({"chain": bytes(range(16))}, "with chain hash"),
+        ({"last": FIRST + 49}, "expected the last transaction 1049"),
         ({"first": FIRST - 1}, "expected transaction ID 999, found 1000"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_missing_record_and_a_missing_batch_are_found():
     with pytest.raises(BadFormat, match="expected transaction ID 1010, found 1011"):
         list(opened(object_of(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
-    with pytest.raises(ChecksumMismatch, match="expected to end at 1050"):
+    with pytest.raises(ChecksumMismatch, match="expected the last transaction 1050"):
         list(opened(object_of(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
 
 
@@ -195,9 +195,9 @@ def test_a_file_that_is_no_object_is_rejected():
     pq.write_table(pq.read_table(io.BytesIO(object_of(records, lineage))).select([0, 1]), sink)
     with pytest.raises(BadFormat, match="expected the columns"):
         opened(sink.getvalue())
-    with pytest.raises(BadFormat, match="expected format 1, found 2"):
+    with pytest.raises(BadFormat, match="expected object format 1, found 2"):
         ObjectFacts.from_bytes(b'{"format": 2}')
-    with pytest.raises(BadFormat, match="metadata is not valid"):
+    with pytest.raises(BadFormat, match="file is not valid:"):
         ObjectFacts.from_bytes(b"{}")
 
 

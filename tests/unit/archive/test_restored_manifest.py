@@ -127,7 +127,11 @@ def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
         last_end = ends.get(last, last_end)
         assert found.end_at(last) == last_end
     assert found.end_at(-1) is None
-    with pytest.raises(BadRequest, match=rf"an end in 0\.\.{4 * OBJECT - 1}.*found {4 * OBJECT}"):
+    with pytest.raises(
+        BadRequest,
+        match=rf"to restore in 0\.\.{4 * OBJECT - 1}.*found "
+        rf"{4 * OBJECT}",
+    ):
         found.end_at(4 * OBJECT)
 
 
@@ -182,17 +186,21 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
 def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
     saved, other = saved_of(store, log), ArchiveStore(f"file://{tmp_path}/other")
     for may_have_expired in (False, True):
-        with pytest.raises(ObjectMissing, match=r"found none\. Hint: is this the URL of its arch"):
+        with pytest.raises(ObjectMissing, match="Hint: check that this is the URL of the archive"):
             RestoredRange(other, saved, may_have_expired=may_have_expired)
 
 
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
     store.delete(name_of(0))
-    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet, .* use --without-expired"):
+    with pytest.raises(ObjectMissing, match=r"object .*0\.parquet with .* use --without-expired"):
         RestoredRange(store, saved_of(store, log))
     found = RestoredRange(store, saved_of(store, log), may_have_expired=True)
     assert found.first == OBJECT
-    with pytest.raises(BadRequest, match=rf"expected an end in {OBJECT}\.\."):
+    with pytest.raises(
+        BadRequest,
+        match=r"expected a last transaction to restore in "
+        rf"{OBJECT}\.\.",
+    ):
         found.end_at(OBJECT - 1)
     made = found.write(NEW_KEY, 9, NONCE, found.end_at(found.last))
     manifest = Manifest.from_bytes(store.read(made.name), made.name)
@@ -203,7 +211,9 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
 def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(name_of(each))
-    with pytest.raises(ObjectMissing, match=r"object .*\.parquet, IDs .* does not exist"):
+    with pytest.raises(
+        ObjectMissing, match=r"object .*\.parquet with transactions .* does not exist"
+    ):
         RestoredRange(store, saved_of(store, log), may_have_expired=True)
 
 
@@ -212,7 +222,7 @@ def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
     write_archive(other, sizes=SIZES, seed=5, folder=FOLDER)
     damage(store, name_of(3), other.read(name_of(3)))
     found = RestoredRange(store, saved_of(store, log))
-    with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected the chain"):
+    with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected chain hash"):
         found.end_at(found.last)
     assert found.end_at(3 * OBJECT - 1) is not None
 
@@ -227,7 +237,7 @@ def test_each_file_of_a_manifest_is_verified(store, log):
     ):
         with pytest.raises(ChecksumMismatch, match="manifest"):
             RestoredRange(store, wrong)
-    with pytest.raises(BadFormat, match="expected 1 pages, found 0"):
+    with pytest.raises(BadFormat, match="expected 1 pages in the backup, found 0"):
         RestoredRange(store, saved._replace(pages=()))
     store.delete(f"{FOLDER}/manifests/page")
     with pytest.raises(ObjectMissing):
@@ -262,7 +272,9 @@ def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
     gone = log.manifest.expired(end, 0).expired(end, manifest_module.EXPIRY_GRACE_MS)
     store.write("gone.json", gone.to_bytes())
     saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
-    with pytest.raises(ObjectMissing, match="of partition 3, found that all have expired"):
+    with pytest.raises(
+        ObjectMissing, match="partition 3: all of its archived objects have expired"
+    ):
         RestoredRange(store, saved)
 
 
@@ -288,6 +300,8 @@ def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
     found.check_again()
     store.delete(name_of(0))
     later = RestoredRange(store, saved_of(store, log), may_have_expired=True)
-    with pytest.raises(ObjectMissing, match=f"{name_of(0)}, IDs 0..{OBJECT - 1}, was deleted"):
+    with pytest.raises(
+        ObjectMissing, match=f"{name_of(0)} with transactions 0..{OBJECT - 1} was deleted"
+    ):
         found.check_again()
     later.check_again()

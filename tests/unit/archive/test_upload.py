@@ -119,12 +119,23 @@ def test_nothing_is_overwritten(store):
 @pytest.mark.parametrize(
     ("changes", "error", "reason"),
     [
-        ({"first": 11}, BadFormat, r"up to ID 10 with chain .*, found partition 3 .* up to ID 9"),
-        ({"chain_before": NONCE}, BadFormat, "with chain 0{32}, found"),
+        (
+            {"first": 11},
+            BadFormat,
+            "up to transaction 10 with chain hash .*, found partition 3 .* up to transaction 9",
+        ),
+        ({"chain_before": NONCE}, BadFormat, "with chain hash 0{32}, found"),
         ({"partition_id": 4}, BadFormat, "expected partition 4 .* found partition 3"),
-        ({"manifest_crc": 1}, ChecksumMismatch, r"1-9-.*json: expected CRC 00000001"),
-        ({"manifest": "x/y"}, ArchiveUnavailable, "cannot read .*x/y: expected files in"),
-        ({"manifest": ""}, BadFormat, r"\(none\): expected partition 3 of cluster \w+ up to ID 9"),
+        ({"manifest_crc": 1}, ChecksumMismatch, "1-9-.*json is corrupt: expected CRC 00000001"),
+        ({"manifest": "x/y"}, ArchiveUnavailable, "archive: cannot read .*x/y: folder"),
+        (
+            {"manifest": ""},
+            BadFormat,
+            (
+                r"\(none\) is not the one that ZooKeeper records: expected partition 3 of "
+                r"cluster \w+ up to transaction 9"
+            ),
+        ),
     ],
 )
 def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, changes, error, reason):

@@ -118,14 +118,19 @@ def begun(world):
 
 def test_permissions_are_created_once(world):
     created = world.run("init", "--accept-0.13")
-    assert created.stdout == "the permissions are created, without any grant; revision 1\n"
+    assert (
+        created.stdout == "the permissions were created; they contain no grant yet; "
+        "the permissions have revision 1\n"
+    )
     assert world.permissions.accepts_0_13
-    assert "access control is off at all 2 daemons, or they have no session" in created.stderr
+    assert "at all access control is off at all 2 daemons, or they are" in created.stderr
     key = world.permissions.client_key
     assert "has permissions already" in world.run("init", code=1).stderr
     assert world.permissions.client_key == key
     assert key.hex() not in created.stdout + created.stderr
-    assert world.run("accept-0-13", "off").stdout.startswith("client IDs without a proof are not")
+    assert world.run("accept-0-13", "off").stdout.startswith(
+        "the daemons handle client IDs without a proof of their principal as follows: not"
+    )
     assert not world.permissions.accepts_0_13
 
 
@@ -137,7 +142,9 @@ def test_every_change_needs_permissions_and_a_cluster(world):
 
 def test_grants_are_shown_and_checked(begun):
     granted = begun.run("grant", "etl", "read,append", "--partitions", "0-3,7")
-    assert granted.stdout == "etl has read,append for partitions 0-3,7; revision 4\n"
+    assert granted.stdout == (
+        "etl has the verbs read,append for partitions 0-3,7; the permissions have revision 4"
+    )
     assert begun.permissions.changed_by
     shown = begun.json("list")
     assert (shown["revision"], shown["groups"]) == (4, {"servers": ["s1", "s2"]})
@@ -161,42 +168,57 @@ def test_grants_are_shown_and_checked(begun):
     begun.run("grant", "ops", "administer", "--partitions", "0-7")
     denied = begun.run("check", "ops", "administer", code=1)  # as a daemon denies a request for all
     assert denied.stdout == (
-        "denied: ops has administer for partitions 0-7, which is not `all`; revision 5\n"
+        "denied: ops has the verb administer for partitions 0-7, but not for "
+        "`all`; the permissions have revision 5\n"
     )
     assert begun.json("check", "ops", "administer", code=1)["permitted"] is False
     begun.run("check", "ops", "administer", "--partition", "7")
     begun.run("grant", "ops", "administer")
     begun.run("check", "ops", "administer")
     denied = begun.run("check", "etl", "append", code=1)
-    assert denied.stdout == "denied: etl has append for partitions 0-3,7; revision 6\n"
+    assert denied.stdout == (
+        "denied: etl has the verb append for partitions 0-3,7; the permissions have revision 6\n"
+    )
 
 
 def test_an_equal_grant_makes_no_revision(begun):
     again = begun.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
-    assert again.stdout == "nothing to change; the permissions have revision 3\n"
+    assert again.stdout == "nothing to change; the permissions stay at revision 3\n"
     assert begun.json("grant", "servers", "replicate", "--group")["changed"] is False
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("grant", "a b", "read"), "expected a principal of 1 to 128 characters"),
-        (("grant", "etl", "write"), "expected one or more of read, append, administer, replicate"),
+        (("grant", "a b", "read"), "expected a principal name of 1 to 128 characters"),
+        (
+            ("grant", "etl", "write"),
+            "expected one or more verbs of read, append, administer, replicate",
+        ),
         (("grant", "etl", "read", "--partitions", "8"), "'8': expected partitions like 0-3,7 of"),
         (
             ("grant", "readers", "read", "--group"),
-            "there is no group 'readers'; the groups are: se",
+            "there is no group 'readers'; the existing groups are: se",
         ),
-        (("revoke", "etl", "read"), "etl has no grant of read for partitions all"),
+        (
+            ("revoke", "etl", "read"),
+            "etl has no grant of read for partitions all",
+        ),
         (
             ("limit", "etl"),
             "limits (--bytes-per-s, --appends-per-s, --connections, --feeds), or --remove",
         ),
-        (("limit", "etl", "--feeds", "0"), "feeds: expected 1 to 2^63 - 1, found 0"),
+        (
+            ("limit", "etl", "--feeds", "0"),
+            "limit feeds: expected a number from 1 to 2^63 - 1, found 0",
+        ),
         (("limit", "etl", "--feeds", "1", "--remove"), "expected one or more limits ("),
-        (("check", "etl", "read", "--partition", "8"), "expected a partition in 0..7, found 8"),
+        (
+            ("check", "etl", "read", "--partition", "8"),
+            "--partition: expected a partition in 0..7, found 8",
+        ),
         (("token", "revoke"), "expected the ID of a token, or --expired"),
-        (("token", "revoke", "t1"), "there is no token 't1'"),
+        (("token", "revoke", "t1"), "there is no token with ID 't1'."),
     ],
 )
 def test_wrong_input_changes_nothing(begun, words, error):
@@ -214,7 +236,7 @@ def test_the_last_grant_of_replicate_is_kept_without_force(begun):
     before = begun.permissions
     for words in last:
         assert (
-            "would leave no principal with `replicate` for part" in begun.run(*words, code=1).stderr
+            "no principal would have the verb `replicate` for" in begun.run(*words, code=1).stderr
         )
     assert begun.permissions == before
     begun.run(*last[0], "--force")
@@ -228,8 +250,13 @@ def test_a_revocation_names_what_groups_still_permit(begun):
     begun.run("grant", "analysts", "read", "--group", "--partitions", "0-1")
     begun.run("grant", "ann", "read")
     revoked = begun.run("revoke", "ann", "read")
-    assert revoked.stdout == "ann has no grant of read for partitions all; revision 7\n"
-    assert "ann still has read for partitions 0-1 through a group\n" in revoked.stderr
+    assert revoked.stdout == (
+        "ann no longer has a grant of read for partitions all; the permissions have revision 7"
+    )
+    assert (
+        "ann still has the verb read for partitions 0-1, because its group has it\n"
+        in revoked.stderr
+    )
 
 
 def test_limits_are_shown(begun):
@@ -253,7 +280,10 @@ def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(begun, tmp_pat
     assert unknown.stderr.startswith("no permission or token names anne yet\n")
     assert begun.permissions.limits["anne"].feeds == 1
     group = begun.run("limit", "servers", "--feeds", "1").stderr
-    assert "names servers yet. Hint: servers is a group; limits are for principals.\n" in group
+    assert (
+        "names servers yet. Hint: servers is a group, but only principals can have limits.\n"
+        in group
+    )
 
 
 def test_each_change_has_an_audit_entry(begun):
@@ -264,7 +294,9 @@ def test_each_change_has_an_audit_entry(begun):
         ("access group add servers s1 s2", "done"),
         ("access grant servers replicate --group", "done"),
     ]
-    assert commands[3][1].startswith("failed: the change would leave no principal with")
+    assert commands[3][1].startswith(
+        "failed: nothing was changed: after the change, no principal would have"
+    )
 
 
 # --- tokens
@@ -279,8 +311,8 @@ def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(begun, tmp_path):
     assert token_hash == hash_of(bytes.fromhex(secret))
     assert known.principal == "etl"
     assert known.expires_ms - begun.permissions.changed_ms == 12 * 3_600_000
-    assert f"token {known.token_id} of etl in {file} expires 20" in created.stdout
-    assert "etl has no grant. Hint: `access grant` adds one." in created.stderr
+    assert f"created token {known.token_id} of etl in {file}; it expires at 20" in created.stdout
+    assert "principal etl has no grant yet. Hint: `access grant` adds one." in created.stderr
 
     begun.run("grant", "etl", "read")
     (shown,) = begun.json("list")["tokens"]
@@ -302,7 +334,7 @@ def test_an_existing_file_is_not_overwritten(begun, tmp_path):
     file.write_text("mine")
     before = begun.permissions
     words = ("token", "create", "etl", "--file")
-    assert "expected a new file, found an existing one" in begun.run(*words, file, code=1).stderr
+    assert "another name; delete the file only if an" in begun.run(*words, file, code=1).stderr
     assert file.read_text() == "mine"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
@@ -327,13 +359,14 @@ def test_a_rejected_token_leaves_no_file(begun, tmp_path, monkeypatch):
     file = tmp_path / "token"
     words = ("token", "create", "--file", file)
     assert (
-        "expected a principal that is not reserved" in begun.run(*words, "anonymous", code=1).stderr
+        "expected the name of a principal that is not reserved"
+        in begun.run(*words, "anonymous", code=1).stderr
     )
     assert not file.exists()
     size = len(begun.zookeeper.dump()[NODE])
     monkeypatch.setattr(access_node, "NODE_BYTES_MAX", size + 10)
     too_large = begun.run(*words, "etl", code=1)
-    assert f"bytes, expected at most {size + 10}. Hint: use groups" in too_large.stderr
+    assert f"for their znode: expected at most {size + 10} bytes" in too_large.stderr
     assert not file.exists()
 
 
@@ -366,7 +399,7 @@ def test_expired_tokens_are_removed_together(begun, tmp_path):
     )
     assert [each["is_expired"] for each in begun.json("list")["tokens"]] == [True, False]
     removed = begun.run("token", "revoke", "--expired")
-    assert removed.stdout.startswith("1 expired tokens are removed; revision")
+    assert removed.stdout.startswith("1 expired tokens were removed; the permissions have revision")
     assert [each.principal for each in begun.permissions.tokens.values()] == ["b"]
 
 
@@ -383,8 +416,8 @@ def test_an_export_is_imported_with_a_later_revision(begun, tmp_path):
     begun.run("grant", "etl", "read")
     preview = begun.run("import", "--file", file)
     assert "nothing was changed. Hint: add --yes" in preview.stdout
-    assert "the file has revision 3 of 20" in preview.stdout
-    assert "the cluster has revision 4 of 20" in preview.stdout
+    assert "the file has permissions of revision 3, written at 20" in preview.stdout
+    assert "the cluster has permissions of revision 4, written at 20" in preview.stdout
     assert begun.permissions.revision == 4
     begun.run("import", "--file", file, "--yes")
     now = begun.permissions
@@ -398,7 +431,7 @@ def test_an_import_without_replicate_needs_force(begun, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode(replace(begun.permissions, grants=())))
     words = ("import", "--file", file, "--yes")
-    assert "would leave no principal with `replicate`" in begun.run(*words, code=1).stderr
+    assert "no principal would have the verb `replicate`" in begun.run(*words, code=1).stderr
     begun.run(*words, "--force")
     assert begun.permissions.grants == ()
 
@@ -408,7 +441,8 @@ def test_a_file_that_is_no_export_is_named(begun, tmp_path):
     file.write_bytes(b"{}")
     for words in (("--file", file), ("--file", file, "--yes")):
         assert (
-            f"{file}: permissions: expected format 1" in begun.run("import", *words, code=1).stderr
+            f"{file} is not a file of exported permissions: permissions: expected format 1"
+            in begun.run("import", *words, code=1).stderr
         )
     file.write_bytes((access_node.NODE_BYTES_MAX + 1) * b" ")
     assert "bytes, found more" in begun.run("import", "--file", file, code=1).stderr
@@ -439,8 +473,10 @@ def test_a_command_names_the_daemons_that_use_its_revision(begun):
     begun.publish(5, 4)
     late = begun.run("grant", "etl", "append", "--timeout-s", "0", code=1)
     assert f"{STORAGE}: it uses revision 4\n" in late.stderr
-    assert "revision 5 is stored, and 1 of 2 daemons do not use it. Hint:" in late.stderr
-    assert late.stdout == "etl has append for partitions all; revision 5\n"
+    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
+    assert late.stdout == (
+        "etl has the verbs append for partitions all; the permissions have revision 5\n"
+    )
     assert begun.json("list")["late"] == {STORAGE: "it uses revision 4"}
     begun.publish(5, 5)
     # The same command waits again.
@@ -451,7 +487,7 @@ def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(begun):
     """It may have lost its session, and still permit what was revoked."""
     begun.publish(4, None)
     late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert f"{STORAGE}: it publishes no revision; access control is off there, or" in late.stderr
+    assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
     shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert shown["without_revision"] == [STORAGE]
 
@@ -470,8 +506,11 @@ def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
         patched.setattr(access_run, "read_applied", expired)
         begun.publish(4, 5)
         late = begun.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
-    assert f"{SERVER} is not registered: it may still use earlier permissions\n" in late.stderr
-    assert "revision 5 is stored, and 1 of 2 daemons do not use it. Hint:" in late.stderr
+    assert (
+        f"{SERVER} is not registered in ZooKeeper: it may still use older permissions\n"
+        in late.stderr
+    )
+    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
 
 
 def test_a_server_of_the_assignment_without_zookeeper_is_not_overlooked(begun):
@@ -492,15 +531,15 @@ def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(be
     late = begun.run(
         "revoke", "servers", "replicate", "--group", "--force", "--timeout-s", "0", code=1
     )
-    assert "access control is off at all" not in late.stderr
-    assert f"{STORAGE}: it publishes no revision; access control is off there, or" in late.stderr
+    assert "access control is off at all:" not in late.stderr
+    assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
 
 
 def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
     begun.publish(17, 4)
     late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert f"{SERVER}: it uses revision 17, and ignores earlier ones" in late.stderr
-    assert "Restart each daemon that ignores earlier revisions" in late.stderr
+    assert f"{SERVER}: it uses revision 17, and ignores older revisions" in late.stderr
+    assert "Restart each daemon that ignores older revisions." in late.stderr
 
 
 def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
@@ -531,7 +570,7 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path
         failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)
         *_, known = begun.permissions.tokens.values()
         assert f"token {known.token_id} of etl in {file}" in failed.stderr
-        assert "which daemons use it is unknown: zk:1 does not answer. Hint" in failed.stderr
+        assert "not check which daemons use it: zk:1 does not answer. Hint:" in failed.stderr
         assert (f"token {known.token_id}" in failed.stdout) is (not words)
 
 

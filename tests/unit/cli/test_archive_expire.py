@@ -24,9 +24,9 @@ def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("-7", "expected an ID, or a time with a time zone"),
-        ("soon", "expected an ID, or a time with a time zone"),
-        ("1970-01-01T00:00:09", "expected an ID, or a time with a time zone"),
+        ("-7", "expected a transaction ID, or a time with a time zone"),
+        ("soon", "expected a transaction ID, or a time with a time zone"),
+        ("1970-01-01T00:00:09", "expected a transaction ID, or a time with a time zone"),
         ("1970-01-01T00:16:41Z", "expected a time in the past"),
     ],
 )

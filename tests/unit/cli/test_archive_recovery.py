@@ -66,8 +66,8 @@ def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(arch
     # In the log the batches of the first owner follow instead.
     found, (skipped,) = find(archive)
     assert found.manifest == archive.made[-1].name
-    assert f"{later.name}: it ends at {later.last} with chain" in skipped
-    assert skipped.endswith("the log has no batch end")
+    assert f"{later.name}: it ends at transaction {later.last} with chain hash" in skipped
+    assert skipped.endswith("the log has no batch that ends there")
 
 
 def test_the_first_id_is_that_of_the_last_expiry(archive):
@@ -96,8 +96,8 @@ def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where)
     with pytest.raises(BadRequest) as refused:
         find(archive, url=url, starts={B: 9})
     assert (
-        f"partition 3: expected a manifest in the archive ({where}) that ends at an ID in 9..29, "
-        f"as the log of {B} begins at 10; found none. Hint: "
+        f"partition 3: the log of {B} begins at transaction 10, so the archive ({where}) "
+        "must have a manifest that ends at a transaction in 9..29; found none. Hint: "
     ) in str(refused.value)
 
 
@@ -121,7 +121,10 @@ FAULTS = {
     "a corrupt head": (lambda each: corrupt(each.root / each.made[-1].name), "expected CRC"),
     "a corrupt page": (lambda each: corrupt(page_of(each)), "expected CRC"),
     "no page": (lambda each: page_of(each).unlink(), "-page.json: it does not exist"),
-    "no object": (lambda each: object_from(each, 20).unlink(), "IDs 20..29, with .* found none"),
+    "no object": (
+        lambda each: object_from(each, 20).unlink(),
+        "transactions 20..29. with .* found none",
+    ),
     "half an object": (
         lambda each: object_from(each, 20).write_bytes(b"half"),
         "found one of 4 bytes",
@@ -139,21 +142,28 @@ def test_an_older_manifest_is_used_instead_of_a_wrong_one_if_no_log_has_removed_
     assert found.last in (9, 19)
     assert found.manifest != archive.made[-1].name
     assert skipped
-    with pytest.raises(BadRequest, match=f"found 3, the newest is not: .*{reason}"):
+    with pytest.raises(
+        BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
+    ):
         find(archive, start=9, starts={B: 29})
 
 
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        ({"chains": {}}, "the log has no batch end"),
+        ({"chains": {}}, "the log has no batch that ends there"),
         ({"chains": dict.fromkeys(range(30), OTHER)}, f"the log has {OTHER.hex()}"),
-        ({"starts": {B: 30}, "last": 40}, "expected an end of 30..40, found 29"),
+        (
+            {"starts": {B: 30}, "last": 40},
+            "expected that it ends at a transaction in 30..40, found 29",
+        ),
     ],
 )
 def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
     """Also while all logs begin at 0: the archiver would begin again, and backups need the rest."""
-    with pytest.raises(BadRequest, match=f"found 3, the newest is not: .*{reason}"):
+    with pytest.raises(
+        BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
+    ):
         find(archive, **log)
 
 
@@ -161,7 +171,8 @@ def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
 def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
     """With an older manifest, a collection would delete the object that alone has 20..29."""
     with pytest.raises(
-        BadRequest, match=f"up to 29, which manifest .* has, found one up to {last}"
+        BadRequest,
+        match=rf"ends at transaction {last}, before the end of the archive, 29 \(manifest",
     ):
         find(archive, last=last)
 
@@ -169,11 +180,11 @@ def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
 def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
     """The operator's way out where the chain at the mark is lost (docs/archive.md, "Limits")."""
     folder = (archive.root / archive.made[0].name).parents[1]
-    with pytest.raises(BadRequest, match="the log has no batch end"):
+    with pytest.raises(BadRequest, match="the log has no batch that ends there"):
         find(archive, chains={})
     folder.rename(archive.root / "moved")
     assert find(archive, chains={}) == (None, [])
-    with pytest.raises(BadRequest, match="begins at 10; found none"):
+    with pytest.raises(BadRequest, match="begins at transaction 10, so"):
         find(archive, start=9, chains={})
 
 
@@ -188,7 +199,7 @@ def test_the_manifest_of_another_cluster_or_partition_does_not_count(archive):
 
 def test_the_error_of_a_storage_is_not_a_reason_to_use_an_older_manifest(archive):
     async def chain_at(_):
-        raise ChecksumMismatch("the batches cannot be read")
+        raise ChecksumMismatch("the batches cannot be read:")
 
     log = RecoveredLog(PARTITION, -1, 29, chain_at, {A: -1})
     recovery = ArchiveRecovery(archive.store.url, KEY, lambda _: None)

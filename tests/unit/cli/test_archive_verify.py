@@ -79,7 +79,7 @@ def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
 def test_a_partition_without_an_archive_has_no_problems(case, capsys):
     case.marks = [None]
     assert case.verify()["problems"] == []
-    assert capsys.readouterr().out == f"partition {PARTITION}: nothing is archived\n"
+    assert capsys.readouterr().out == f"partition {PARTITION}: no transaction is archived\n"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,10 @@ def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
     case.check = ArchiveCheck(case.store, KEY, PARTITION, first=first, last=last)
     found = case.verify()
     expired = case.log.manifest.newest[0].last
-    text = f"IDs {shown.format(expired)} have expired; the first available ID is {expired + 1}\n"
+    text = (
+        f"transactions {shown.format(expired)} have expired; the first available one is "
+        f"{expired + 1}\n"
+    )
     assert f"partition {PARTITION}: {text}" in capsys.readouterr().out
     assert (found["last"] is None) == (objects is None)
     assert found["objects"] == (objects or 0)
@@ -106,7 +109,7 @@ def test_a_range_without_an_archived_id_is_empty(case, capsys):
     end = case.log.manifest.last
     case.check = ArchiveCheck(case.store, KEY, PARTITION, first=end + 1, last=None)
     assert case.verify()["last"] is None
-    assert capsys.readouterr().out.endswith(f"archived; the last archived ID is {end}\n")
+    assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}\n")
     everything = case.log.manifest.expired(end + 1, 0)
     mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
     case.marks = [mark]
@@ -152,8 +155,8 @@ def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(case, monk
     with pytest.raises(ArchiveUnavailable):
         case.verify()
     assert capsys.readouterr().err == (
-        f"partition {PARTITION}: IDs before {second.first} are verified; continue with "
-        f"--partition {PARTITION} --first {second.first}\n"
+        f"partition {PARTITION}: all transactions before {second.first} are verified; to "
+        f"continue, use --partition {PARTITION} --first {second.first}\n"
     )
 
 
@@ -182,7 +185,11 @@ def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):
 
     monkeypatch.setattr(case.store, "open", hanging)
     assert case.verify()["problems"] == []
-    assert re.fullmatch(rf"{case.store.url}: no answer for \d+ s: reading {second.name}", found[-1])
+    assert re.fullmatch(
+        rf"the object store at {case.store.url} has not answered for \d+ s: reading "
+        rf"{second.name}",
+        found[-1],
+    )
 
 
 def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
@@ -191,7 +198,7 @@ def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
     monkeypatch.setattr(case.store, "read", lambda name: found.extend(wait()) or read(name))
     entries = asyncio.run(archive_status._entries(case.store, case.marks[0]))
     assert len(entries) == len(case.log.manifest.newest)
-    assert f": reading {case.log.name} and its pages" in found[0]
+    assert f": reading manifest {case.log.name} and its pages" in found[0]
 
 
 def test_an_interrupted_command_does_not_wait_for_the_store(monkeypatch):

@@ -184,7 +184,7 @@ def test_a_backup_is_a_new_file(tmp_path):
     assert place.read() == BACKUP
     assert BackupPlace.parse(f"file://{tmp_path}/copy").name == "copy"
     assert (tmp_path / "new folder" / "b").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(BadConfig, match="expected a new file"):
+    with pytest.raises(BadConfig, match="the file for the"):
         place.check_absent()
     (tmp_path / "other").write_bytes(b"{}")
     with pytest.raises(ChecksumMismatch, match=f"backup {tmp_path}/other"):
@@ -201,11 +201,11 @@ def test_a_backup_is_a_new_file(tmp_path):
 @pytest.mark.parametrize(
     ("marks", "until", "problem"),
     [
-        (["3"], None, "expected PARTITION=ID with a partition of 0..1, found '3'"),
+        (["3"], None, "expected PARTITION=ID with a partition in 0..1, found '3'"),
         (["2=1"], None, "found '2=1'"),
         (["0=x"], None, "found '0=x'"),
         (["0=-2"], None, "found '0=-2'"),
-        (["0=8"], None, "expected at most 7, the mark of partition 0 in the backup, found 8"),
+        (["0=8"], None, "at most 7, the last one of partition 0 in the backup, found 8"),
         ([], "yesterday", "expected a time with a time zone such as .*, found 'yesterday'"),
         ([], "2026-11-28T10:00:00", "expected a time with a time zone"),
     ],
@@ -270,7 +270,9 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
             expected = {"revision": 17, "changed_by": "ann", "changed_ms": 5}
             assert shown == (None if access is None else expected)
         else:
-            line = "permissions: revision 17 of 1970-01-01T00:00:00Z by ann with 0 grants"
+            line = (
+                "permissions of revision 17, written at 1970-01-01T00:00:00Z by ann, with 0 grants"
+            )
             assert (line in ran.stdout) is (access is not None)
             assert ("revoked after the backup are valid again" in ran.stdout) is (
                 access is not None
@@ -321,7 +323,7 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     monkeypatch.setattr(Coordinator, "create_restored", create_later)
     zookeeper = MemoryZooKeeper(asyncio.Event)
     error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
-    assert "there is a cluster at" in error
+    assert "a cluster exists already at" in error
     assert written
     assert files_of(tmp_path / "archive") == before
     assert "/w" in zookeeper.dump(), "the first one"

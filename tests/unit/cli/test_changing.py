@@ -59,7 +59,7 @@ async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
         await coordinator.create_cluster(CLUSTER)
         async with audited(coordinator, creates=creates):
             await coordinator.delete_cluster(lambda _done, _count: None)
-        with pytest.raises(errors.BadConfig, match="no cluster at root"):
+        with pytest.raises(errors.BadConfig, match="there is no cluster at /w"):
             await coordinator.read_cluster()
         assert await coordinator.audit.read() == []
 
@@ -85,6 +85,6 @@ async def test_the_audit_record_names_the_user_behind_sudo(
 
 @on_virtual_loop
 async def test_a_timed_out_command_names_what_it_waited_for():
-    with pytest.raises(errors.Unavailable, match="still waiting: a storage"):
+    with pytest.raises(errors.Unavailable, match="It still waits for: a storage"):
         async with time_limit(0.01, lambda: "a storage"):
             await asyncio.Event().wait()

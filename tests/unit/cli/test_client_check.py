@@ -66,7 +66,7 @@ def test_a_log_that_does_not_reject_conflicts_is_detected(capsys, connected, mon
         code, found = printed(capsys, "validate", "--clients", "3", "--transactions", "20")
     assert code == 1
     assert not found["is_valid"]
-    assert "expected its ID as data" in found["wrong"][0]
+    assert "expected the transaction's own ID as data" in found["wrong"][0]
 
 
 def test_transactions_of_another_client_are_detected(capsys, connected):
@@ -75,7 +75,10 @@ def test_transactions_of_another_client_are_detected(capsys, connected):
             client.append(b"not a number", partition=0).result()
         code, found = printed(capsys, "consume", "--first", "0", "--transactions", "1")
     assert code == 1
-    assert found["wrong"] == ["partition 0, ID 0: expected its ID as data, found b'not a number'"]
+    assert found["wrong"] == [
+        "partition 0, transaction 0: expected the transaction's own ID as data, "
+        "found b'not a number'"
+    ]
 
 
 def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
@@ -88,7 +91,10 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
         code, found = printed(capsys, "consume", "--first", "1", "--transactions", "2")
         assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
         assert main(["client", "consume", "--connect", "x:1/w", "--timeout-s", "0.2"]) == 1
-        assert "not done within 0 s: 0 of 100 were checked" in capsys.readouterr().err
+        assert (
+            "the command did not finish within 0 s: 0 of 100 transactions were checked"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,9 +102,9 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
     [
         (["validate", "--clients", "0"], "--clients: expected 1 or more, found 0"),
         (["validate", "--transactions", "0"], "--transactions: expected 1 or more, found 0"),
-        (["validate", "--partitions", "3"], "expected at most 2, the cluster's number"),
-        (["produce", "--interval-ms", "-1"], "--interval-ms of 0 or more"),
-        (["consume", "--first", "-1"], "--first: expected an ID, 0 or more, found -1"),
+        (["validate", "--partitions", "3"], "--partitions: expected at most 2, the partition"),
+        (["produce", "--interval-ms", "-1"], "--interval-ms of at least 0"),
+        (["consume", "--first", "-1"], "--first: expected a transaction ID, 0 or more, found -1"),
     ],
 )
 def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words, sentence):
@@ -111,4 +117,4 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
     found = faults_of(7, number - 1 - gap, number, text_of(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)
-    assert all(each.startswith(f"partition 7, ID {number}: expected ") for each in found)
+    assert all(each.startswith(f"partition 7, transaction {number}: expected ") for each in found)

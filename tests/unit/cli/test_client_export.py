@@ -97,7 +97,7 @@ def test_a_file_is_complete_or_absent(tmp_path):
         assert not output.exists()
     assert [each.name for each in tmp_path.iterdir()] == ["log.csv"]
     with (
-        pytest.raises(BadConfig, match=r"--output .*log.csv/x: Not a directory"),
+        pytest.raises(BadConfig, match=r"--output .*log.csv/x cannot be written: Not a directory"),
         _sink(output / "x"),
     ):
         pass
@@ -106,7 +106,10 @@ def test_a_file_is_complete_or_absent(tmp_path):
 def test_an_output_that_is_no_file_is_not_replaced(tmp_path):
     output = tmp_path / "pipe"
     os.mkfifo(output)
-    with pytest.raises(BadConfig, match="expected a file, found another kind"), _sink(output):
+    with (
+        pytest.raises(BadConfig, match="expected a regular file, found another kind"),
+        _sink(output),
+    ):
         pass
     assert output.is_fifo()
 
@@ -121,7 +124,7 @@ def test_columns_are_those_of_the_log_or_have_a_type():
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("owner", "the log has no column 'owner'. Hint: NAME:TYPE is a column of the payload"),
+        ("owner", "the log has no column 'owner'. Hint: use NAME:TYPE for a column of the payload"),
         ("id:int46", "--column id: expected one of the types bool"),
     ],
 )

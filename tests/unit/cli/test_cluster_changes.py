@@ -52,7 +52,7 @@ async def run(verb, protocol, address_name="address", **words):
 def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
     verb = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
     words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
-    expected = f"expected a storage's port, found a '{protocol.listener_text}'"
+    expected = f"expected the port of a storage, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
         asyncio.run(run(verb, protocol, **words))
 
@@ -67,7 +67,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)
         command = Command(coordinator, Line())
-        with pytest.raises(Unreachable, match=r"127.0.0.1:2: expected a storage that answers"):
+        with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
             await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
         return set((await coordinator.storages.read()).assignment.partitions)
 
@@ -89,5 +89,5 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
 
     result = asyncio.run(bring_back())
     assert result["moved"] == 0
-    assert "has no replicas: no partition has fewer" in result["summary"]
+    assert "has no replicas, and every partition has" in result["summary"]
     assert "cluster add-replica" in result["summary"]

@@ -14,7 +14,7 @@ def test_a_storage_that_a_server_does_not_know_yet_counts_as_unreachable():
         ("server s:1", f"storage {B}", False),
         ("server s:1", f"storage {C}", False),
     ]
-    assert found[2].reason == "the server does not know this storage (yet)"
+    assert found[2].reason == "the server does not connect to this storage yet"
 
 
 def test_numbers_are_printed_in_the_form_that_commands_accept():

@@ -76,7 +76,7 @@ def test_a_limit_bounds_what_is_shown(storage, capsys):
     assert main(["disk", "verify", str(storage), "--limit", "1"]) == 1
     out = capsys.readouterr().out
     assert out.count("wrong: ") == 1
-    assert "and 2 more, see --limit" in out
+    assert "2 more findings were omitted; --limit shows more" in out
 
 
 def test_ids_choose_records_and_segments(storage, capsys):
@@ -115,7 +115,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     assert [one["is_valid"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
     out = printed(capsys, "dump-segment", path, "-r")
-    assert "record 0: cannot be read, bytes 128..172: expected ID 0, found 1" in out
+    assert "record 0: bytes 128..172 cannot be read: expected transaction ID 0, found 1" in out
     assert " NO" in out
 
 
@@ -150,7 +150,7 @@ def test_the_dump_continues_after_an_unreadable_payload(tmp_path, capsys):
     directory = log_of(tmp_path, [b"{}", b"no json", b"[1]"])
     found = lines(capsys, "dump-segment", directory, "-r", "-d", "json")
     assert (found[0]["data"], found[2]["data"]) == ({}, [1])
-    assert found[1]["data_error"].startswith("BadFormat: transaction data: not JSON")
+    assert found[1]["data_error"].startswith("BadFormat: transaction data is not valid JSON")
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,23 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["dump-segment", "nowhere"], "nowhere: expected a segment or a directory, found nothing"),
-        (["segment-statistic", "."], ".: expected segments, found none"),
+        (
+            ["dump-segment", "nowhere"],
+            "nowhere: expected a segment or a directory, found an empty file",
+        ),
+        (["segment-statistic", "."], ".: the directory has no segments"),
         (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
         (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
-        (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
-        (["dump-segment", ".", "--first", "-1"], "--first: expected an ID from 0, found -1"),
+        (
+            ["repair-index", "x.seg"],
+            "x.seg: expected a segment file, whose name has 19 digits and ends in .seg",
+        ),
+        (
+            ["dump-segment", ".", "--first", "-1"],
+            "--first: expected a transaction ID of at least 0, found -1",
+        ),
         (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction cannot be used"),
-        (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
+        (["verify", ".", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
     ],
 )
 def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
@@ -247,7 +256,10 @@ def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
     assert main(["disk", "repair-index", str(storage)]) == 1
     captured = capsys.readouterr()
     assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in captured.out
-    assert "0000000000000000000.seg: header: expected first ID 0, found 1; no index" in captured.err
+    assert (
+        "0000000000000000000.seg: the header is wrong: "
+        "expected first transaction ID 0, found 1. No index" in captured.err
+    )
 
 
 HOLDER = """
@@ -268,8 +280,8 @@ def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"open\n"
         for words, sentence in (
-            (["verify"], "a storage runs on this directory"),
-            (["repair-index", "--dry-run"], "a storage runs on this directory"),
+            (["verify"], "a running storage uses this directory"),
+            (["repair-index", "--dry-run"], "a running storage uses this directory"),
             (["repair-index"], f"found {name} locked"),
         ):
             assert main(["disk", *words, str(storage)]) == 1

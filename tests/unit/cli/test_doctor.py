@@ -57,10 +57,20 @@ def test_findings_are_numbered_with_their_commands(gathered, capsys):
 
 
 def test_a_finding_that_disappears_is_not_reported(gathered, capsys):
-    gathered[:] = [without(healthy(), A), without(healthy(), B)]
+    gathered[:] = [without(healthy(), A), without(healthy(), B), healthy()]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["is_healthy"], value["findings"]) == (True, [])
+
+
+def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(gathered, capsys):
+    gathered[:] = [without(healthy(), A), without(healthy(), B)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    assert f"storage {B} does not answer" in capsys.readouterr().out
+    gathered[:] = [without(healthy(), each) for each in (A, B, A, B, A)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    (sentence, _) = capsys.readouterr().out.splitlines()
+    assert sentence.startswith(f"1. storage {A} does not answer")
 
 
 def test_scripts_get_one_value(gathered, capsys):
@@ -103,7 +113,7 @@ def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
-    assert "expected more than 0, found 0" in capsys.readouterr().err
+    assert "expected a number above 0, found 0" in capsys.readouterr().err
 
 
 def test_the_mode_of_a_zookeeper_server_is_read():
@@ -150,4 +160,7 @@ def test_progress_names_the_processes_still_waited_for():
         return first.result()
 
     assert asyncio.run(ask()) == "slow"
-    assert shown == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]
+    assert shown == [
+        (1, 2, "waiting for server a:1"),
+        (2, 2, "all have answered"),
+    ]

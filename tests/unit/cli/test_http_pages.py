@@ -64,7 +64,10 @@ def test_numbers_are_shown_whole_without_the_buckets(capsys):
 
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
-    [(b"<html>", 200, "expected lines like"), (b"", 404, "expected a page, found status 404")],
+    [
+        (b"<html>", 200, "/metrics: expected lines"),
+        (b"", 404, "expected a page, found HTTP status 404"),
+    ],
 )
 def test_another_page_is_reported(capsys, body, status, sentence):
     with serving(body, status) as address:

@@ -52,7 +52,7 @@ def test_a_verbs_help_begins_with_what_it_does(capsys):
 def test_a_missing_cluster_argument_is_reported(verb, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert main(["cluster", *verb]) == 1
-    assert "no cluster is specified. Hint: use --connect" in capsys.readouterr().err
+    assert "no cluster is given. Hint: use --connect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

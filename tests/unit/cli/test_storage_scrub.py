@@ -37,6 +37,7 @@ def test_an_incomplete_pass_is_reported_in_time(capsys):
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == (
-        "waltz-core: not done within 0.3 s, still waiting: records of partition 4, 7 of 40. The "
-        "storage continues the pass; --status shows its progress\n"
+        "waltz-core: the command did not finish within 0.3 s. It still waits for: "
+        "scrubbing partition 4: record 7 of 40. The storage continues the scrub; --status "
+        "shows its progress\n"
     )

@@ -177,7 +177,7 @@ async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
     error = future.exception()
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_ms == 700
-    assert "(OVERLOADED: etl is over a limit); it is not in the log" in str(error)
+    assert "was not appended (OVERLOADED: etl is over a limit)" in str(error)
 
 
 @on_virtual_loop

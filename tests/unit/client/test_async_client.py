@@ -118,11 +118,16 @@ async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
         async with at as client:
             await (await client.append(b"x", write_locks=[locks[3]]))
             with pytest.raises(
-                errors.BadRequest, match=r"lock belongs to partition 2, .* partitions \[1, 3\]"
+                errors.BadRequest,
+                match=r"first lock chooses partition 2, .* partitions "
+                r"\[1, 3\]",
             ):
                 await client.append(b"x", write_locks=[locks[2]])
             await (await client.append(b"x", write_locks=[locks[2]], partition=1))
-            outside = r"partition 0 is not one of the client's partitions \[1, 3\]"
+            outside = (
+                r"partition 0 is not one of the partitions that this client was opened for, "
+                r"\[1, 3\]"
+            )
             with pytest.raises(errors.BadRequest, match=outside):
                 await client.append(b"x", partition=0)
             with pytest.raises(errors.BadRequest, match=outside):
@@ -331,7 +336,7 @@ async def test_without_a_server_an_append_fails_definitely():
         assert client.waits_for().startswith(f"partition 0: {client._partitions[0].stream.failure}")
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
-        with pytest.raises(errors.Unavailable, match="no answer within 1000 ms"):
+        with pytest.raises(errors.Unavailable, match="within 1000 ms:"):
             await client.high_water_mark(0)
 
 
@@ -349,7 +354,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
         with mock.patch.object(partition.stream, "step", failing):
             future = await client.append(b"x", partition=0)
-            with pytest.raises(errors.OutcomeUnknown, match="the stream has failed"):
+            with pytest.raises(errors.OutcomeUnknown, match="has failed:"):
                 await future
         assert partition.stream.has_pending
         assert not partition._is_waiting()
@@ -358,7 +363,10 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
             await client.append(b"x", partition=0),
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
         ):
-            with pytest.raises(errors.WaltzError, match="partition 0: the stream has failed: Ass"):
+            with pytest.raises(
+                errors.WaltzError,
+                match="the client's state machine for partition 0 has failed: Ass",
+            ):
                 await asyncio.wait_for(future, HANG_S)
         assert not client.has_pending
 
@@ -471,7 +479,7 @@ async def test_a_context_without_data_is_rejected():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({"value": 0})
         context.execute = lambda builder: True
-        with pytest.raises(errors.BadRequest, match="without transaction data"):
+        with pytest.raises(errors.BadRequest, match="the transaction data"):
             await (await client.submit(context))
         assert context.answered == ["exception BadRequest"]
 
@@ -565,7 +573,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
         assert transaction_id == 71
         assert isinstance(error, errors.ClientAhead)
         assert "partition 0" in str(error)
-        assert "mark 70 is above the log's 0" in str(error)
+        assert "the client's high-water mark 70 is above 0" in str(error)
 
 
 @on_virtual_loop
@@ -657,7 +665,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
             await until(lambda: callbacks.seen == [0, 1])
         (waits,) = [line for line in logged if "for=data" in line]
         assert waits.startswith("feed.waiting partition=0 ")
-        assert "no answer within 250 ms" in waits
+        assert "within 250 ms:" in waits
         assert logged.index(waits) < logged.index("feed.resumed partition=0 with=data")
 
 

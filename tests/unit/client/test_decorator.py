@@ -45,7 +45,7 @@ def test_each_attempt_fills_in_its_own_builder():
     ],
 )
 def test_the_partition_is_named_once_where_the_function_is_decorated(decorate):
-    with pytest.raises(errors.BadRequest, match=r"either @transactional\(partition="):
+    with pytest.raises(errors.BadRequest, match=r"@transactional: expected either partition=.."):
         decorate()
 
 

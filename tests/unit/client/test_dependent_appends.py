@@ -86,7 +86,7 @@ def test_without_a_predecessor_only_the_mark_is_claimed():
 
 @pytest.mark.parametrize("follow", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
 def test_ids_that_do_not_follow_the_mark_are_not_trusted(follow):
-    with pytest.raises(errors.RemoteProtocolError, match="ascending IDs from 5 to 9"):
+    with pytest.raises(errors.RemoteProtocolError, match="ascending transaction IDs from 5 to 9"):
         FOLLOW.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
 
 

@@ -121,7 +121,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
         keys.keys_of.cache_clear()  # as in another process
         expected = [
             (b"one", None),
-            (None, "there is no key 'b'"),
+            (None, "the key 'b' does not exist"),
             (None, "the payload is not encrypted"),
         ]
         reader = waltz.client(config(directory, encryption_required=True))
@@ -145,7 +145,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
             seen = Seen(2)
             await reader.subscribe(SeenOnLoop(seen))
             await until(seen.is_done.is_set)
-            assert seen.rows == [(b"one", None), (None, "there is no key 'b'")]
+            assert seen.rows == [(b"one", None), (None, "the key 'b' does not exist")]
 
 
 @transactional(partition=0)
@@ -191,20 +191,24 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         with pytest.raises(errors.LockFailed) as failed:
             waltz.client(config(directory, key="b")).append(b"x", **hot).result()
         found = failed.value.following.above(2)[0]
-        assert (found.data, found.value(), found.data_error) == (None, None, "there is no key 'a'")
+        assert (found.data, found.value(), found.data_error) == (
+            None,
+            None,
+            "the key 'a' does not exist",
+        )
 
 
 def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
     with clients(directory) as (waltz, client):
-        for key, text in (("c", "expected a key in"), ("../a", "expected a key ID")):
+        for key, text in (("c", "has no such key."), ("../a", "expected a key ID")):
             with pytest.raises(errors.BadConfig, match=text):
                 client.append(b"x", encryption_key=key)
             with pytest.raises(errors.BadConfig, match=text):
                 client.submit(pay(1, key)).result()
         plain = waltz.client()
-        with pytest.raises(errors.BadConfig, match="requires the setting encryption_keys"):
+        with pytest.raises(errors.BadConfig, match="setting encryption_keys, which locates the"):
             plain.append(b"x", encryption_key="a")
-        with pytest.raises(errors.BadConfig, match="requires the setting encryption_keys"):
+        with pytest.raises(errors.BadConfig, match="setting encryption_keys, which locates the"):
             plain.submit(pay(1, "a")).result()
         assert stored(waltz) == []
 
@@ -261,7 +265,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
         headers=table["header"].to_pylist(),
     )
     assert found.data.to_pylist() == [b"one", None, b"plain"]
-    assert found.errors.to_pylist() == [None, "there is no key 'b'", None]
+    assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None]
 
 
 def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +290,13 @@ def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])
 def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
-    with pytest.raises(errors.BadConfig, match=f"{name} requires encryption_keys"):
+    with pytest.raises(errors.BadConfig, match=f"{name} requires setting encryption_keys"):
         replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key" else True})
 
 
 def test_a_client_with_a_wrong_reference_does_not_open(directory: Path) -> None:
     with MemoryWaltz(1) as waltz:
-        with pytest.raises(errors.BadConfig, match="there is no directory"):
+        with pytest.raises(errors.BadConfig, match="encryption keys: the directory"):
             waltz.client(config(directory / "none"))
         with pytest.raises(errors.BadConfig, match="expected a key ID"):
             waltz.client(config(directory, key="a b"))

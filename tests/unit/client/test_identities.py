@@ -104,7 +104,9 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
     link = Link("one:1", FIRST_ISSUED)
     ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
     assert ids.current == ClientIdentity(7)
-    with pytest.raises(errors.ClientIdDenied, match="client ID 7, which this client was given"):
+    with pytest.raises(
+        errors.ClientIdDenied, match="client ID 7, which was passed to this client:"
+    ):
         await ids.get(link, instead_of=7)
     assert link.asked == 0
     # Without sequence numbers it is of no use to the application either.

@@ -184,20 +184,35 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"start": -1}, r"start: partition 0: expected a transaction ID, found -1"),
-        ({"stop": True}, r"stop: partition 0: expected a transaction ID, found True"),
-        ({"start": {1: 0}}, r"start: expected an ID for each partition of \[0\], found \[1\]"),
-        ({"start": 2, "stop": 1}, r"expected a start up to the stop, found start 2 and stop 1"),
+        (
+            {"start": -1},
+            "argument start: partition 0: expected a transaction ID, found -1",
+        ),
+        (
+            {"stop": True},
+            "argument stop: partition 0: expected a transaction ID, found True",
+        ),
+        (
+            {"start": {1: 0}},
+            (
+                r"argument start: expected an ID for each partition of \[0\], found IDs for IDs "
+                r"for \[1\]"
+            ),
+        ),
+        (
+            {"start": 2, "stop": 1},
+            "expected that the scan begins before it ends, found start 2 and stop 1",
+        ),
         ({"data_format": "jsn"}, r"data_format: .*found 'jsn'. Hint: did you mean 'json'\?"),
         ({"schema": {"id": "int"}}, r"expected a pyarrow.Schema"),
         ({"schema": pa.schema([("header", pa.int64())])}, r"'header' of the log: expected type"),
         (
             {"schema": pa.schema([("id", pa.int64()), ("id", pa.int64())])},
-            r"each column once, found 'id' twice",
+            "different column names, found 'id' twice",
         ),
         (
             {"schema": pa.schema([pa.field("commit_time", pa.timestamp("us", "UTC"), False)])},
-            r"'commit_time' of the log may be null",
+            "argument schema: column 'commit_time' of the log",
         ),
     ],
 )
@@ -250,5 +265,5 @@ def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: Walt
 
 def test_columns_that_may_lack_a_decrypted_value_are_nullable():
     for name, kind in (("id", pa.int32()), ("data", pa.binary())):
-        with pytest.raises(errors.BadRequest, match=f"'{name}'.* Hint: declare it nullable"):
+        with pytest.raises(errors.BadRequest, match=f"'{name}'.* Hint: declare the column"):
             ScanColumns(pa.schema([pa.field(name, kind, nullable=False)]), has_keys=True)

@@ -271,7 +271,7 @@ def test_a_mark_below_a_known_one_is_not_trusted():
     effects = scenario.mounted(scenario.link(number=2), 8, link=2)
     assert settled(effects) == {}
     assert scenario.stream.phase is Phase.WAITING
-    assert "is below the known mark 9" in scenario.stream.failure
+    assert "is below the known one, 9" in scenario.stream.failure
 
 
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
@@ -382,7 +382,7 @@ def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
     error = refused(scenario.wake(scenario.now_ms + timeout_ms))[2]
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_ms == 5_000
-    assert "(over a limit); it is not in the log" in str(error)
+    assert "(over a limit); the transaction is not in the log" in str(error)
 
 
 def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
@@ -821,7 +821,7 @@ def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     scenario.step(stream_events.Subscribe(90))
     scenario.mounted(scenario.link(), 50)
     (mount,) = scenario.sent(m.MountWriter)
-    effects = scenario.reject(mount.req_id, errors.ClientAhead("the log ends at 50"))
+    effects = scenario.reject(mount.req_id, errors.ClientAhead("the log now ends at 50"))
     assert isinstance(effects[-1].error, errors.ClientAhead)
     assert scenario.stream.phase is Phase.STOPPED
 

@@ -91,8 +91,10 @@ def wait_until(condition) -> None:
 
 
 def test_an_outcome_that_is_late_states_what_it_waits_for():
-    late = ThreadOutcome(lambda: "partition 0: not connected yet")
-    with pytest.raises(TimeoutError, match="no outcome within 0 s: partition 0: not connected yet"):
+    late = ThreadOutcome(lambda: "partition 0: the client is not connected yet")
+    with pytest.raises(
+        TimeoutError, match="no outcome within 0 s: partition 0: the client is not connected yet"
+    ):
         late.result(0)
     late.set_exception(TimeoutError("of the application"))
     with pytest.raises(TimeoutError, match="of the application"):

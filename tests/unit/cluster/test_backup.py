@@ -79,23 +79,26 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"format": 2}, "expected format 1, found 2"),
-        ({"cluster": 3}, "expected cluster as str, found 3"),
+        ({"format": 2}, "expected file format 1, found 2"),
+        ({"cluster": 3}, "expected field cluster as str, found 3"),
         ({"cluster_key": "x"}, "badly formed"),
-        ({"taken_ms": None}, "expected taken_ms as int, found None"),
-        ({"client_id": 2**31}, "expected client_id in -1..2147483647"),
-        ({"client_id": True}, "expected client_id in"),
-        ({"issued_client_id": 5}, "expected issued_client_id in 1073741823..2147483647"),
-        ({"partitions": []}, "expected 1 partition or more, found 0"),
-        ({"partitions": [3]}, "expected a partition, found 3"),
-        ({"partitions": {}}, "expected partitions as list"),
-        ({"writes": {"w": 3}}, "expected a write, found 3"),
+        ({"taken_ms": None}, "expected field taken_ms as int, found None"),
+        ({"client_id": 2**31}, "expected field client_id in -1..2147483647"),
+        ({"client_id": True}, "expected field client_id in"),
+        ({"issued_client_id": 5}, "expected field issued_client_id in 1073741823..2147483647"),
+        ({"partitions": []}, "expected a backup of at least 1 partition, found 0"),
+        ({"partitions": [3]}, "expected the fields of a partition, found 3"),
+        ({"partitions": {}}, "expected field partitions as list"),
+        ({"writes": {"w": 3}}, "expected the fields of an exactly-once write, found 3"),
         ({"writes": {"w": {"state": "{}", "tasks": {}}}}, "WriteState"),
         ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"x": ""}}}}, "invalid literal"),
-        ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}}, "expected 1 as str, found 2"),
-        ({"restored_from": "{}"}, "RestoredFrom"),
-        ({"access": None}, "expected access as str, found None"),
-        ({"access": "{}"}, "permissions: expected format 1, found None"),
+        (
+            {"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}},
+            "expected field 1 as str, found 2",
+        ),
+        ({"restored_from": "{}"}, "znode restored_from"),
+        ({"access": None}, "expected field access as str, found None"),
+        ({"access": "{}"}, "permissions: expected file format 1, found None"),
     ],
 )
 def test_wrong_values_are_named(changes, problem):
@@ -107,7 +110,10 @@ def test_wrong_values_are_named(changes, problem):
 @pytest.mark.parametrize(
     ("partition", "problem"),
     [
-        (PartitionBackup(7, 60, 3, None), "partition 0: expected a manifest up to 7, found none"),
+        (
+            PartitionBackup(7, 60, 3, None),
+            "partition 0: expected a manifest with transactions up to 7, found none",
+        ),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
         (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),
         (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
@@ -124,7 +130,9 @@ def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition,
 def test_a_damaged_manifest_is_found():
     manifest = saved()._replace(file_crc=1)
     wrong = replace(BACKUP, partitions=(PartitionBackup(7, 60, 3, manifest),))
-    with pytest.raises(ChecksumMismatch, match="backup f: manifest m: expected CRC"):
+    with pytest.raises(
+        ChecksumMismatch, match="backup f cannot be decoded: manifest m is corrupt: expected CRC"
+    ):
         Backup.from_bytes(wrong.to_bytes(), "f")
 
 
@@ -194,5 +202,5 @@ def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
     ],
 )
 def test_a_damaged_node_is_rejected(data):
-    with pytest.raises(BadFormat, match="RestoredFrom"):
+    with pytest.raises(BadFormat, match="znode restored_from"):
         RestoredFrom.from_bytes(data)

@@ -48,16 +48,19 @@ def step(now, wanted, joining=""):
 def test_replicas_are_added_one_by_one_and_awaited():
     assert step(seen("ABC"), "ABCDE", "DE") == "ABCD"
     assert step(seen("ABCD", known="ABC"), "ABCDE", "DE") == (
-        "its server must open a session with A, B, C, D"
+        "the server of the partition must open a store session with the replicas A, B, C, D"
     )
-    assert step(seen("ABCD", "ABC"), "ABCDE", "DE") == "D copies the log"
+    assert step(seen("ABCD", "ABC"), "ABCDE", "DE") == "replica D copies the log"
     assert step(seen("ABCD"), "ABCDE", "DE") == "ABCDE"
     assert step(seen("ABCDE"), "ABCDE", "DE") is None
 
 
 def test_a_step_waits_for_an_open_session():
     reason = step(seen("ABC", session=4), "ABCD", "D")
-    assert reason.startswith("its server must open a session; the last one was with A, B, C")
+    assert reason.startswith(
+        "the server of the partition must open a store session; the last one was "
+        "with the replicas A, B, C"
+    )
 
 
 def test_an_absent_storage_is_replaced_directly_and_removed_first():
@@ -69,11 +72,11 @@ def test_an_absent_storage_is_replaced_directly_and_removed_first():
 def test_no_step_makes_appends_wait_for_a_copy():
     reason = step(seen("ABC", "AB"), "ABCD", "D")
     assert reason == (
-        "C is not in sync, and appends would need 3 of A, B, C, D. "
-        "Hint: start it, or replace its storage."
+        "replica C is not in sync, and without it appends would need 3 of the replicas "
+        "A, B, C, D. Hint: start its storage, or replace it."
     )
     assert step(seen("ABC", "AB"), "BC").startswith(
-        "C is not in sync, and appends would need 2 of B, C."
+        "replica C is not in sync, and without it appends would need 2 of the replicas B, C."
     )
 
 
@@ -98,7 +101,9 @@ def test_a_change_is_not_applied_to_other_replicas():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
     moved = changes.apply([Change(0, ("A", "B"), ("B", "C"))], assigned)
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
-    with pytest.raises(errors.CoordinatorConflict, match="partition 0 has the replicas A, B"):
+    with pytest.raises(
+        errors.CoordinatorConflict, match="has changed partition 0 meanwhile: expected the replicas"
+    ):
         changes.apply([Change(0, ("A",), ("A", "C"))], assigned)
     with pytest.raises(errors.BadRequest, match="D is not a storage of this cluster"):
         changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
@@ -205,7 +210,7 @@ GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 def test_the_replicas_of_a_storage_move_to_groups_without_one():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
     assert changes.without_storage(now, GROUPS, "A") == {0: ("B", "C", "D"), 1: ("B", "C", "D")}
-    with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0 .* add a"):
+    with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0. Hint: add a"):
         changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
@@ -228,7 +233,8 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
     now = {0: ("A", "B", "D"), 1: ("A", "B", "C"), 2: ("A",)}
     with pytest.raises(
         errors.BadRequest,
-        match=r"partition 0: D has a replica already.* left with 2 of the usual 3 replicas",
+        match=r"storage D already has a replica of partition 0.* left "
+        r"with 2 replicas instead of the usual 3",
     ):
         changes.replaced(now, "A", "D", now)
     assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
@@ -253,7 +259,7 @@ def placements(draw):
 def test_spreading_is_even_and_over_groups(placed, count):
     groups, now = placed
     if count is not None and count > len(groups):
-        with pytest.raises(errors.BadRequest, match="the number of storages, found"):
+        with pytest.raises(errors.BadRequest, match="the number of groups of storages, found"):
             changes.spread(now, groups, count)
         return
     wanted = changes.spread(now, groups, count)

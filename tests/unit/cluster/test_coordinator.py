@@ -114,7 +114,7 @@ async def test_ids_end_at_32_bits():
     _, session, coordinator = await with_cluster()
     await session.write([Set(f"{ROOT}/ids/client", model.encode_id(2**31 - 2), 0)])
     assert await coordinator.next_client_id() == 2**31 - 1
-    with pytest.raises(errors.BadFormat, match="all 2147483647 are allocated"):
+    with pytest.raises(errors.BadFormat, match="all IDs up to 2147483647 are allocated"):
         await coordinator.next_client_id()
 
 

@@ -21,16 +21,16 @@ ONE = NewStorage("a:1", 2, 0)
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"name": ""}, "name is empty"),
-        ({"partition_count": 0}, "1 or more partitions, found 0"),
-        ({"partition_count": 2**31}, "1 or more partitions"),
+        ({"name": ""}, "name of the cluster is empty"),
+        ({"partition_count": 0}, "of at least 1, found 0"),
+        ({"partition_count": 2**31}, "of at least 1"),
         ({"storages": (ONE, ONE)}, "a:1 is named twice"),
         ({"storages": (NewStorage("a", 2, 0),)}, "'a' has no port"),
-        ({"storages": (NewStorage("a:1", 0, 0),)}, "admin port 0"),
+        ({"storages": (NewStorage("a:1", 0, 0),)}, "admin port in 1..65535, found 0"),
         ({"storages": (NewStorage(".a:1", 2, 0),)}, "'.a', which is not a valid host.* Hint: "),
         ({"assignment": {"b:1": (0,)}}, "b:1, which is not a storage"),
-        ({"storages": (ONE,), "assignment": {"a:1": (4,)}}, "expected 0..3"),
-        ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected 0..3"),
+        ({"storages": (ONE,), "assignment": {"a:1": (4,)}}, "expected partitions in 0..3"),
+        ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected partitions in 0..3"),
     ],
 )
 def test_an_invalid_cluster_is_rejected(fields, problem):

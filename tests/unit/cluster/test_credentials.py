@@ -128,8 +128,8 @@ def test_one_user_has_all_permissions_of_every_node(path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "expected digest:USER:PASSWORD, found nothing"),
-        ("# digest:a:b\n", "expected digest:USER:PASSWORD, found nothing"),
+        ("", "expected digest:USER:PASSWORD, found an"),
+        ("# digest:a:b\n", "expected digest:USER:PASSWORD, found an"),
         ("hunter2", "line 1: expected digest:USER:PASSWORD"),
         ("digest:hunter2", "line 1: expected digest:USER:PASSWORD"),
         ("digest::hunter2", "line 1: expected digest:USER:PASSWORD"),
@@ -141,7 +141,10 @@ def test_one_user_has_all_permissions_of_every_node(path):
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
         ("digest:a:b\nmembers:digest:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
         ("digest:a:b\nmembers:hunter2", "line 2: expected members:digest:USER:PASSWORD"),
-        ("digest:a:b\nmembers:digest:a:hunter2", "line 2: expected a second user, found"),
+        (
+            "digest:a:b\nmembers:digest:a:hunter2",
+            "line 2: expected a different user in the second line, found",
+        ),
         (
             "digest:a:b\nadministrators:digest:c:hunter2",
             "line 2: expected administrators:digest:USER:HASH, with the base64 text of the SHA-1",
@@ -149,7 +152,10 @@ def test_one_user_has_all_permissions_of_every_node(path):
         (f"digest:a:b\nadministrators:sasl:{ADMINISTRATOR}", "line 2: expected administrators:"),
         (
             f"digest:admin:hunter2\nadministrators:digest:{ADMINISTRATOR}",
-            "line 2: expected a second user, found that of the first line again",
+            (
+                "line 2: expected a different user in the second line, found that of the "
+                "first line again"
+            ),
         ),
         (f"{OF_MEMBERS}members:digest:c:hunter2", "line 3: expected one line with members or"),
         (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),
@@ -168,7 +174,7 @@ def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, problem)
     ("content", "problem"),
     [
         (None, " cannot be read: No such file or directory. Hint: "),
-        (bytes([0x80]), " cannot be read: it is not UTF-8 text. Hint: "),
+        (bytes([0x80]), " cannot be read: the file is not UTF-8 text. Hint: "),
         (b"0" * 64, ", line 1: expected digest:USER:PASSWORD. Hint: "),
     ],
     ids=["missing", "bytes", "token"],

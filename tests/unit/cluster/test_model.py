@@ -39,7 +39,7 @@ from waltz_core.cluster.znodes import model
         (
             model.ClusterParams.from_bytes,
             "b4e87347" + "01" + "0000" + "00000001" + "00",
-            "1 bytes too many",
+            "found 1 bytes after the end",
         ),
         (
             model.ServerDescriptor.from_bytes,
@@ -50,7 +50,7 @@ from waltz_core.cluster.znodes import model
         (
             model.PartitionAssignment.from_bytes,
             "03" + "00000001" * 2 + "7fffffff",
-            "server count 2147483647 needs 17179869176 bytes or more, found 0",
+            "server count 2147483647 needs at least 17179869176 bytes, found 0",
         ),
         (
             model.PartitionAssignment.from_bytes,
@@ -98,7 +98,7 @@ def test_metadata_of_another_partition_is_rejected():
 
 def test_a_string_over_65535_bytes_is_rejected():
     assert len(model.encode_utf("a" + "é" * 32767)) == 2 + 65535
-    with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536"):
+    with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536:"):
         model.encode_utf("é" * 32768)
 
 

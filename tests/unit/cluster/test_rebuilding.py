@@ -47,9 +47,11 @@ def test_the_members_are_of_different_groups_first():
 
 def test_fewer_than_a_quorum_may_be_missing():
     assert chosen({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
-    with pytest.raises(errors.BadRequest, match=r"7: 1 of 3 replicas have a trusted log .* \(A\)"):
+    with pytest.raises(
+        errors.BadRequest, match=r"7: only 1 of 3 replicas have a trusted log .* \(A\)"
+    ):
         chosen({"A": log(5, 10)}, unanswered=["B", "C"])
-    with pytest.raises(errors.BadRequest, match="Fewer than 2 may be missing"):
+    with pytest.raises(errors.BadRequest, match="Fewer than 2 replicas may be missing"):
         chosen({"A": log(5, 10)})
     with pytest.raises(errors.BadRequest, match="0 of 1 replicas have"):
         chosen({}, count=1)
@@ -59,11 +61,11 @@ def test_fewer_than_a_quorum_may_be_missing():
 def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(trouble):
     doubtful, later = log(5, 99, **{trouble: True}), log(6, 99, **{trouble: True})
     assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
-    with pytest.raises(errors.BadRequest, match="no trusted log from: A;"):
+    with pytest.raises(errors.BadRequest, match="without a trusted log: A;"):
         chosen({"A": doubtful, "B": log(5, 9)})
     with pytest.raises(
         errors.BadRequest,
-        match=r"0 of . replicas have .* no trusted log from: A; only in older sessions: B, C",
+        match=r"0 of . replicas have .* without a trusted log: A; .* in older sessions: B, C",
     ):
         chosen({"A": later, "B": log(5, 9), "C": log(5, 8)})
 
@@ -73,7 +75,7 @@ def test_a_copy_of_an_older_session_does_not_count():
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
     # The same from a replica that lags: nothing distinguishes it from D.
-    with pytest.raises(errors.BadRequest, match="from: C; only in older sessions: B"):
+    with pytest.raises(errors.BadRequest, match="C; replicas that were only in older sessions: B"):
         chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}, count=2).source == "C"
@@ -132,9 +134,9 @@ def test_one_replica_is_declared_and_decides_alone():
 def test_other_logs_with_more_or_later_data_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
-        "the last session of C is 6, that of the chosen log is 5"
+        "replica C has store session 6 as its last one, but the chosen log has 5"
     ]
-    lacking = "B has transactions 11..12, which the chosen log lacks"
+    lacking = "replica B has transactions 11..12, which the chosen log does not have"
     assert rebuilding.losses(logs["A"], logs)[0] == lacking
 
 

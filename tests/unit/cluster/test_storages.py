@@ -132,7 +132,7 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
 @pytest.mark.parametrize(
     ("address", "port", "problem"),
     [
-        (A, 9, "is a storage of this cluster already"),
+        (A, 9, "is already a storage of this cluster"),
         ("host", 9, "no port"),
         ("a..b:1", 9, "'a..b', which is not a valid host name"),
         (C, 0, "admin port"),
@@ -160,7 +160,11 @@ def test_an_admin_port_can_be_registered_again():
     assert layout().with_admin_port(B, 77).assignment == layout().assignment
     with pytest.raises(errors.BadRequest):
         layout().with_admin_port(D, 77)
-    with pytest.raises(errors.BadConfig, match=r"admin port 0: expected 1\.\.65535"):
+    with pytest.raises(
+        errors.BadConfig,
+        match=r"expected an admin port in 1\.\.65535, "
+        r"found 0",
+    ):
         layout().with_admin_port(B, 0)
 
 
@@ -217,7 +221,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
         raise errors.CoordinatorConflict("x")
 
     cluster.coordinator._znodes.write = conflict
-    with pytest.raises(errors.CoordinatorUnavailable, match="during each attempt to write"):
+    with pytest.raises(errors.CoordinatorUnavailable, match="changed it during each attempt"):
         await cluster.coordinator.storages.forget_id(A)
 
 
@@ -267,7 +271,8 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
             assert not waiting.done()
             waiting.cancel()
     assert str(progress[-1].waits[0]).startswith(
-        f"partition 0: {C} is not in sync, and appends would need 2 of {B}, {C}"
+        f"partition 0: {C} is not in sync, and without it appends would need 2 of the "
+        f"replicas {B}, {C}."
     )
     assert progress[-1].step == ()
 

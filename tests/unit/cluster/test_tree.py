@@ -56,7 +56,7 @@ async def test_find_clusters_rejects_a_path_with_too_many_znodes(scenario, monke
     await scenario.session.write([CreateNode(f"/n{number}") for number in range(9)])
     assert await tree.find_clusters(scenario.session, "/") == []
     await scenario.session.write([CreateNode("/n9")])
-    with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
+    with pytest.raises(errors.BadRequest, match="more than 10 znodes below /"):
         await tree.find_clusters(scenario.session, "/")
 
 
@@ -131,10 +131,12 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
                 await other.write([CreateNode(f"/w/n{next(numbers)}")])
             return await scenario.session.write(operations)
 
-    with pytest.raises(errors.CoordinatorConflict, match="is written to while it is deleted"):
+    with pytest.raises(
+        errors.CoordinatorConflict, match="deleted, because processes still write to it"
+    ):
         await tree.delete_tree(ConcurrentWriter(), "/w")
     assert scenario.zookeeper.dump()["/w"] == b""
-    with pytest.raises(errors.BadConfig, match="no cluster at root /w"):
+    with pytest.raises(errors.BadConfig, match="is no cluster at /w"):
         await coordinator.read_cluster()
 
 
@@ -147,7 +149,7 @@ async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario
     await scenario.session.write([CreateNode("/b", b"x")])
     assert await tree.delete_tree(scenario.session, "/w") == 3
     with pytest.raises(
-        errors.BadRequest, match="expected a cluster or its remains, found a node t"
+        errors.BadRequest, match="expected a cluster or its remains, found a znode t"
     ):
         await tree.delete_tree(scenario.session, "/a")
     with pytest.raises(errors.BadRequest, match="1 bytes of another program"):

@@ -18,7 +18,10 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 ) -> None:
     """Ending would end all servers or storages at once."""
     monkeypatch.setattr(unreadable, "UNREADABLE_PAUSE_S", 0.0)
-    rot = (errors.BadFormat("/w/s_0: rotten"), errors.BadRequest("the partitions shrink"))
+    rot = (
+        errors.BadFormat("/w/s_0: rotten"),
+        errors.BadRequest("the change for partitions shrink"),
+    )
     looks, seen = [1, rot[0], 2, rot[1], 3, errors.BadConfig("enough")], []
 
     async def follow(take):
@@ -40,7 +43,7 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
     assert [each.message for each in caplog.records] == [
-        f"zookeeper.node_unreadable error={each}" for each in rot
+        f"zookeeper.znode_unreadable error={each}" for each in rot
     ]
 
 
@@ -87,7 +90,7 @@ def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> N
         asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", 4)] * 2
     assert [each.message for each in caplog.records] == [
-        f"access.unreadable error={each}" for each in (denied, "format 2", denied)
+        f"access.permissions_unreadable error={each}" for each in (denied, "format 2", denied)
     ]
 
 

@@ -54,7 +54,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
         return await real(operations)
 
     monkeypatch.setattr(paused, "write", write)
-    with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
+    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
         await its.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
 
@@ -84,7 +84,9 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
     begun_again_before_the_change(paused, monkeypatch, other)
-    with pytest.raises(errors.ConnectionSuperseded, match="removed, and begun again"):
+    with pytest.raises(
+        errors.ConnectionSuperseded, match="removed, and another run has begun it again"
+    ):
         await its.writes.finish("w", {"rows": 1}, 9)
     assert await other.writes.read("w") == WriteState({0: 99}, 5)
 
@@ -153,7 +155,7 @@ async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
 
     async def write(operations):
         if isinstance(operations[0], Delete):
-            with pytest.raises(errors.ConnectionSuperseded, match="done"):
+            with pytest.raises(errors.ConnectionSuperseded, match="already finished"):
                 await writes.enter("w", 1, "r", coordinator.next_client_id)
             removals.append(operations)
         return await real(operations)
@@ -264,7 +266,9 @@ async def test_impossible_numbers_are_rejected():
         b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
         b'{"format":2,"keep_ms":1,"marks":%s' % (100_000 * b"["),
     ):
-        with pytest.raises(errors.BadFormat, match=r"WriteState: (expected|not valid JSON)"):
+        with pytest.raises(
+            errors.BadFormat, match=r"(WriteState|exactly-once write): (expected|not valid JSON)"
+        ):
             WriteState.from_bytes(data)
 
     session = MemoryZooKeeper(asyncio.Event).session()
@@ -279,7 +283,7 @@ async def test_impossible_numbers_are_rejected():
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])
 def test_invalid_write_names_are_rejected(name):
-    with pytest.raises(errors.BadRequest, match="the name of a write: expected"):
+    with pytest.raises(errors.BadRequest, match="name of an exactly-once write: expected"):
         check_name(name)
 
 

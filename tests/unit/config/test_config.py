@@ -64,12 +64,13 @@ def test_every_bound_of_a_setting_is_enforced(config_type):
 
 
 def test_relations_are_checked():
-    with pytest.raises(BadConfig, match="admin_port: expected a port other than port's"):
+    with pytest.raises(BadConfig, match="setting admin_port: expected another port than that"):
         StorageConfig(connect=CONNECT, directory="d", port=9, admin_port=9)
     assert StorageConfig(connect=CONNECT, directory="d", port=0, admin_port=0).port == 0
     with pytest.raises(
         BadConfig,
-        match=r"retry_interval_ms_min: expected at most retry_interval_ms_max \(400\), found 500",
+        match=r"setting retry_interval_ms_min: expected at most the value of "
+        r"retry_interval_ms_max \(400\), found 500",
     ):
         ServerConfig(connect=CONNECT, retry_interval_ms_min=500, retry_interval_ms_max=400)
     with pytest.raises(BadConfig, match="memory_bytes_max: expected at least"):
@@ -113,7 +114,7 @@ def test_only_settings_of_a_kind_of_process_are_written():
 )
 def test_an_unreachable_address_is_not_advertised(kind, more, host):
     settings = {"connect": "zk:2181/w", "listen_host": host, **more}
-    with pytest.raises(BadConfig, match="advertised_host: listen_host is"):
+    with pytest.raises(BadConfig, match="setting advertised_host is"):
         kind(**settings)
     assert kind(**settings, advertised_host="db1").listen_host == host
 
@@ -124,7 +125,7 @@ def test_an_unreachable_address_is_not_advertised(kind, more, host):
     ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
 )
 def test_a_host_that_cannot_exist_is_rejected(kind, more, name, host):
-    with pytest.raises(BadConfig, match=rf"{name} .* is not a valid host name: .* Hint: "):
+    with pytest.raises(BadConfig, match=rf"{name}: .* is not a valid host name: .* Hint: "):
         kind(connect="zk:2181/w", **{name: host}, **more)
 
 

@@ -87,17 +87,23 @@ def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
     [
         ("water_ms = 999", "water_ms: expected 1000..9000, found 999"),
         ("water_ms = 9001", "expected 1000..9000, found 9001"),
-        ("water_ms = true", "water_ms: expected a whole number, found True"),
-        ("water_ms = 1.5", "expected a whole number, found 1.5"),
-        ('water_ms = "soon"', "expected a whole number, found 'soon'"),
+        ("water_ms = true", "water_ms: expected an integer, found True"),
+        ("water_ms = 1.5", "expected an integer, found 1.5"),
+        ('water_ms = "soon"', "expected an integer, found 'soon'"),
         ("is_green = 1", "is_green: expected true or false, found 1"),
         ('is_green = "yes"', "expected true or false, found 'yes'"),
         ("name = 5", "name: expected a text, found 5"),
         ("name = []", "expected a text"),
         ("[name]", "expected a text"),
         ("name = ", "expected a TOML file"),
-        ('name = ""', "name is required"),
-        ("", r"plant: name is required: set it in plant.toml, as WALTZ_PLANT_NAME, or by --name"),
+        ('name = ""', "name is required."),
+        (
+            "",
+            (
+                "plant: setting name is required. Hint: set it in plant.toml, in the environment "
+                "as WALTZ_PLANT_NAME, or with the option --name"
+            ),
+        ),
     ],
 )
 def test_a_wrong_value_is_reported_with_its_place(tmp_path, text, message):

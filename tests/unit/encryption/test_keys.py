@@ -125,7 +125,7 @@ def test_a_directory_that_does_not_answer_is_not_a_destroyed_key(tmp_path: Path)
         provider("a")
     (directory / "a").rmdir()
     directory.rmdir()
-    with pytest.raises(errors.Unavailable, match="does not exist any more"):
+    with pytest.raises(errors.Unavailable, match="no longer exists"):
         provider("a")
 
 
@@ -147,7 +147,7 @@ def test_a_reference_is_a_directory_or_a_function(
 @pytest.mark.parametrize(
     ("reference", "text"),
     [
-        ("/no/such/directory", "there is no directory '/no/such/directory'"),
+        ("/no/such/directory", "encryption keys: the directory '/no/such/directory'"),
         ("no_such_module:find", "'no_such_module:find' cannot be imported"),
         ("json:no_such_name", "cannot be imported"),
         ("json:__doc__", "to be a function"),

@@ -207,7 +207,7 @@ def test_a_connection_with_an_unanswered_mount_is_closed(table):
     assert table.end_reason is None  # only the mark was not answered: it may not be the owner yet
     table.receive(m.HighWaterMarkResponse(mine(-2), 9))
     table.say(m.MountWriter(mine(-3), 5, LATEST_MARK, wants_feed=False))
-    assert "got no answer" in table.end_reason
+    assert "did not answer" in table.end_reason
 
 
 def test_answers_to_an_older_mount_are_ignored(mounted):

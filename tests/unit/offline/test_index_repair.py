@@ -33,7 +33,7 @@ DAMAGES = {
     "half an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(4)),
     "nothing but a name": lambda disk: disk.cut(INDEX, 0),
     "another partition's header": lambda disk: disk.flip(INDEX, 31),
-    "no index": lambda disk: disk.remove(INDEX),
+    "No index": lambda disk: disk.remove(INDEX),
 }
 
 
@@ -121,7 +121,9 @@ def test_impossible_entries_become_the_beginning_of_the_damage(disk):
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):
     disk.flip(SEGMENT, 39)
-    with pytest.raises(BadFormat, match="expected first ID 11, found 10; no index is built"):
+    with pytest.raises(
+        BadFormat, match=r"expected first transaction ID 11, found 10. No index is built"
+    ):
         repair_index(disk, SEGMENT, dry_run=False)
 
 
@@ -135,7 +137,7 @@ def test_a_repair_locks_the_storage_directory(tmp_path):
         assert not file.lock_whole()
     assert file.lock_whole()
     with (
-        pytest.raises(DiskFailed, match=r"found waltz-x.id locked"),
+        pytest.raises(DiskFailed, match=r"holds the lock on waltz-x.id"),
         locked_exclusively(disk, tmp_path),
     ):
         pass

@@ -67,7 +67,12 @@ RECORDS = {
     ),
     "the id": (
         lambda s: flip(seg(s, 0), 128 + 7, 4),
-        [f"{ONE}.seg at 128: record 0: expected ID 0, found 4; not listed as damaged"],
+        [
+            (
+                f"{ONE}.seg at 128: record 0: expected transaction ID 0, found 4; not listed as "
+                "damaged"
+            )
+        ],
     ),
     "a length that leads elsewhere": (
         lambda s: flip(seg(s, 0), 128 + 31, 4),
@@ -75,7 +80,12 @@ RECORDS = {
     ),
     "a length that leads nowhere": (
         lambda s: flip(seg(s, 0), 128 + 28, 64),
-        [f"{ONE}.seg at 128: record 0: expected at most 733 bytes of data, found a length of 1073"],
+        [
+            (
+                f"{ONE}.seg at 128: record 0: expected a record with at most 733 bytes of data, "
+                "found a length of 1073"
+            )
+        ],
     ),
     "zeros over several": (
         lambda s: patch(seg(s, 0), 256, bytes(400)),
@@ -83,37 +93,56 @@ RECORDS = {
     ),
     "a segment that is cut": (
         lambda s: cut(seg(s, 1), 30),
-        [f"{TWO}.seg at 858: record 23: expected at most 8 bytes of data, found a length of 38"],
+        [
+            (
+                f"{TWO}.seg at 858: record 23: expected a record with at most 8 bytes of data, "
+                "found a length of 38"
+            )
+        ],
     ),
     "the last segment cut": (
         lambda s: cut(seg(s, 2), 30),
         [
-            f"{THREE}.seg at 806: bytes 806..872 hold no record from 35 on: expected at most 27",
-            f"{THREE}.idx at 216: expected 216 bytes, for 11 records, found 224",
-            f"{THREE}.chn at 128: batch 32..35: the log ends at 34, without record 35",
-            f"{SLOTS}: expected a log up to the acked ID 35, found one that ends at 34",
+            (
+                f"{THREE}.seg at 806: bytes 806..872 have no valid record from 35 on: "
+                "expected a record with at most 27 bytes of data"
+            ),
+            (f"{THREE}.idx at 216: expected 216 bytes, for the index of 11 records, found 224"),
+            (
+                f"{THREE}.chn at 128: batch 32..35: the log ends at transaction 34, without "
+                "record 35"
+            ),
+            f"{SLOTS}: the log ends at transaction 34, below its acked ID 35",
         ],
     ),
     "bytes behind the last record": (
         lambda s: seg(s, 2).write_bytes(seg(s, 2).read_bytes() + b"x" * 50),
-        [f"{THREE}.seg at 903: bytes 903..952 hold no record from 36 on: expected ID 36, found 8"],
+        [
+            (
+                f"{THREE}.seg at 903: bytes 903..952 have no valid record from 36 on: expected "
+                "transaction ID 36, found 8"
+            )
+        ],
     ),
     "a segment that is gone": (
         lambda s: [seg(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
         [
-            f"{THREE}.chn at 40: header: expected chain 2851e2a1c2b64d2cd46733f6a3d31852 before",
-            f"{THREE}.chn at 64: batch 23..31: expected it to begin at 9",
-            f"{ONE}.seg at 901: ends with record 10, the next segment begins with 24",
+            f"{THREE}.chn at 40: header: expected chain hash 2851e2a1c2b64d2cd46733f6a3d31852",
+            f"{THREE}.chn at 64: batch 23..31: expected the batch to begin at transaction 9",
+            (
+                f"{ONE}.seg at 901: the segment ends with record 10, but the next segment "
+                "begins with 24"
+            ),
         ],
     ),
     "two segments in each other's place": (
         lambda s: swap(seg(s, 0), seg(s, 1)),
         [
             f"{ONE}.seg at 32: header: expected first ID 0, found 11",
-            f"{ONE}.seg at 128: records 0..10: expected ID 0, found 11",
-            f"{ONE}.seg at 189: continues with record 11, with which the next segment begins",
+            f"{ONE}.seg at 128: records 0..10: expected transaction ID 0, found 11",
+            (f"{ONE}.seg at 189: the segment has record 11, with which the next segment begins"),
             f"{TWO}.seg at 32: header: expected first ID 11, found 0",
-            f"{TWO}.seg at 128: records 11..23: expected ID 11, found 0",
+            f"{TWO}.seg at 128: records 11..23: expected transaction ID 11, found 0",
         ],
     ),
     "the partition in a header": (
@@ -124,11 +153,11 @@ RECORDS = {
 OTHER_FILES = {
     "an index entry": (
         lambda s: flip(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
-        [f"{THREE}.idx at 152: record 27: expected offset 304, found 306"],
+        [f"{THREE}.idx at 152: index entry of record 27: expected offset 304, found 306"],
     ),
-    "no index": (
+    "No index": (
         lambda s: seg(s, 1, ".idx").unlink(),
-        [f"{TWO}.idx: is missing; waltz-core disk repair-index rebuilds it"],
+        [f"{TWO}.idx: the file is missing; waltz-core disk repair-index rebuilds it"],
     ),
     "a batch": (
         lambda s: flip(seg(s, 2, ".chn"), 64 + 8),
@@ -136,7 +165,7 @@ OTHER_FILES = {
     ),
     "no batches": (
         lambda s: seg(s, 1, ".chn").unlink(),
-        [f"{TWO}.chn: is missing: its batches are lost"],
+        [f"{TWO}.chn: the file is missing: its batches are lost"],
     ),
     "two batches in each other's place": (
         lambda s: patch(
@@ -149,11 +178,14 @@ OTHER_FILES = {
             f"{TWO}.chn at 128: entry 1, after batch 8: expected CRC",
         ],
     ),
-    "one slot": (
+    "one control slot": (
         lambda s: flip(s / SLOTS, 20),
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
-            f"{SLOTS}: only one slot is valid; a promise may be lost with the other",
+            (
+                f"{SLOTS}: only one control slot is valid; the other one may have had a later "
+                "promised session"
+            ),
         ],
     ),
     "both slots": (
@@ -161,32 +193,42 @@ OTHER_FILES = {
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
             f"{SLOTS} at 4096: slot 1: expected CRC 1c5b59de, found 080e2c0b",
-            f"{SLOTS}: no slot is valid; the partition will not open",
+            f"{SLOTS}: no control slot is valid; the storage cannot open the partition",
         ],
     ),
     "no slots": (
         lambda s: (s / SLOTS).unlink(),
-        [f"{SLOTS}: is missing, and there are batches: the promise is lost"],
+        [
+            (
+                f"{SLOTS}: the file is missing although there are batches; the promised session "
+                "is lost with it"
+            )
+        ],
     ),
     "the storage's id": (
         lambda s: flip(s / "waltz-x.id", 6),
-        ["waltz-x.id at 0: expected CRC b0afd326, found 2da03250; the storage will not start"],
+        [("waltz-x.id at 0: expected CRC b0afd326, found 2da03250; the storage does not start")],
     ),
     "a structure of the control file": (
         lambda s: flip(s / "waltz-storage.ctl", 128 + 76 * 2 + 4 + 7),
-        ["waltz-storage.ctl at 284: partition 2, structure 1: expected CRC"],
+        ["waltz-storage.ctl at 284: partition 2, copy 1 of its structure: expected CRC"],
     ),
     "a cut control file": (
         lambda s: cut(s / "waltz-storage.ctl", 200),
-        ["waltz-storage.ctl at 232: expected 432 bytes, for 4 partitions, found 232"],
+        [("waltz-storage.ctl at 232: expected 432 bytes, for 4 partitions, found 232")],
     ),
     "no control file": (
         lambda s: (s / "waltz-storage.ctl").unlink(),
-        ["waltz-storage.ctl: is missing; the storage will not start without it"],
+        ["waltz-storage.ctl: the file is missing; without it the storage does not start"],
     ),
     "a partition that is gone": (
         lambda s: shutil.rmtree(s / "2"),
-        ["2: is missing: partition 2 is assigned, its last session is 1"],
+        [
+            (
+                "2: the directory is missing, but partition 2 is assigned to the storage and had "
+                "session 1"
+            )
+        ],
     ),
 }
 
@@ -232,35 +274,49 @@ def write_slot(storage, **changes):
 def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
     acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
     chain = acked.chain.hex()
-    assert found(storage)[0] == [f"{SLOTS}: acked ID 35: expected chain {'00' * 16}, found {chain}"]
+    assert found(storage)[0] == [
+        (
+            f"{SLOTS}: the acked marker is at transaction 35: expected chain hash {'00' * 16} "
+            f"there, found {chain}"
+        )
+    ]
     write_slot(storage, acked=Marker(30, acked.chain))
     assert found(storage)[0] == [
-        f"{SLOTS}: acked ID 30: expected chain {chain}, found no batch that ends there",
-        f"{SLOTS}: closed with the acked ID 30, but the log continues to 35",
+        (
+            f"{SLOTS}: the acked marker is at transaction 30: expected chain hash {chain} "
+            "there, found no batch that ends there"
+        ),
+        (
+            f"{SLOTS}: the log was closed with its acked marker at transaction 30, but it "
+            "continues to 35"
+        ),
     ]
     write_slot(storage, acked=acked, low_water_mark=36, provisional=ProvisionalMark(1, 40))
     assert found(storage)[0] == [
-        f"{SLOTS}: expected a log up to the low-water mark 36, found one that ends at 35",
-        (
-            f"{SLOTS}: expected a log up to the provisional low-water mark 40, found one that ends "
-            "at 35"
-        ),
+        f"{SLOTS}: the log ends at transaction 35, below its low-water mark 36",
+        (f"{SLOTS}: the log ends at transaction 35, below its provisional low-water mark 40"),
     ]
     write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
-    assert found(storage)[0] == [f"{SLOTS}: damaged 40..41: the log ends at 35"]
+    assert found(storage)[0] == [
+        f"{SLOTS}: records 40..41 are listed as damaged, but the log ends at transaction 35"
+    ]
     write_slot(storage, damaged=(), suspect=True)
-    notes = [f"{SLOTS}: suspect: the log is not trusted until it is repaired"]
+    notes = [f"{SLOTS}: the replica is suspect: its log is not trusted until it is repaired"]
     assert found(storage) == ([], notes)
 
 
 def test_sessions_of_the_two_control_files_are_compared(storage):
     write_slot(storage, last_session=0, engaged=0)
-    adopts = "Waltz 0.13 has written here since; the next start adopts its records"
+    adopts = (
+        "Waltz 0.13 has written to this log since; the next start of the storage adopts the records"
+    )
     assert found(storage) == ([], [f"{SLOTS}: {adopts}"])
     write_slot(storage, last_session=5, promised=5)
     wrong, notes = found(storage)
     assert wrong == []
-    assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
+    assert notes == [
+        "waltz-storage.ctl: partition 2: expected session 5, as in the control slot, found 1"
+    ]
 
 
 def test_records_may_have_no_batches_if_the_slot_states_it(storage):
@@ -270,11 +326,13 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     )
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
-    writes = "records have no batches; the next start of the storage creates them"
-    ends = f"{THREE}.chn: the batches do not cover records 23..35"
+    writes = (
+        "some records belong to no batch; the next start of the storage creates batches for them"
+    )
+    ends = f"{THREE}.chn: no batch has records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))
-    found_text = f"{SLOTS}: expected a log up to the acked ID 36, found one that ends at 35"
+    found_text = f"{SLOTS}: the log ends at transaction 35, below its acked ID 36"
     assert found(storage)[0] == [found_text]
 
 
@@ -282,14 +340,14 @@ def test_swapped_slots_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
     wrong, _ = found(storage)
-    assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence, found ")
-    assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence, found ")
-    assert wrong[2] == f"{SLOTS}: no slot is valid; the partition will not open"
+    assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence number, found ")
+    assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence number, found ")
+    assert wrong[2] == f"{SLOTS}: no control slot is valid; the storage cannot open the partition"
 
 
 def test_bytes_that_are_never_written_are_reported(storage):
     flip(storage / SLOTS, 5000, 7)
-    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero after the slot, found 0x07"]
+    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zeros after the slot, found 0x07"]
     flip(storage / SLOTS, 5000, 7)
     (storage / SLOTS).write_bytes((storage / SLOTS).read_bytes() + b"x")
     assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
@@ -303,7 +361,12 @@ def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
     write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
     wrong, notes = found(directory)
     assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
-    assert notes == [f"{SLOTS}: damaged 30..31: all records can be read and have valid CRCs"]
+    assert notes == [
+        (
+            f"{SLOTS}: records 30..31 are listed as damaged, but all of them can be read and have "
+            "valid CRCs"
+        )
+    ]
 
 
 @pytest.mark.parametrize("segment_bytes_max", [900, 100_000])
@@ -315,8 +378,12 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     cut(seg(directory, -1), 10)
     wrong, notes = found(directory)
     assert wrong == []
-    assert any("never acknowledged, the next start truncates it" in one for one in notes)
-    assert f"{SLOTS}: was not closed; known to be synced up to 35" in notes
+    assert any(
+        "never acknowledged, so the next start of the storage truncates it" in one for one in notes
+    )
+    assert (
+        f"{SLOTS}: the log was not closed properly; it is known to be synced up to transaction 35"
+    ) in notes
     flip(seg(directory, 0), 200)
     (confirmed,) = found(directory)[0]
     assert confirmed.startswith(f"{ONE}.seg at 173: record 1: ")
@@ -333,7 +400,7 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     alone = verified(seg(storage, 1))
     assert [(one.path, one.offset) for one in alone.findings.kept] == [(f"{TWO}.seg", 189)]
     assert found(copy) == ([], [])
-    with pytest.raises(BadRequest, match="expected partition 3, found 2"):
+    with pytest.raises(BadRequest, match="partition 3; it has 2"):
         verified(storage, partitions=[3])
     findings = verified(storage, partitions=[2], limit=1).findings
     assert (len(findings.kept), findings.wrong, findings.omitted_count) == (1, 3, 2)
@@ -351,7 +418,7 @@ def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     with locked_shared(storage), locked_shared(storage / "2"):
         assert not file.lock_whole()
     assert file.lock_whole()
-    with pytest.raises(DiskFailed, match="a storage runs on this directory"):
+    with pytest.raises(DiskFailed, match="a running storage uses this directory"):
         verified(storage)
     file.close()
     assert verified(storage).findings.wrong == 0
@@ -365,7 +432,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     patch(path, 128, bytes(record))
     wrong, _ = found(storage)
     assert len(wrong) == 1
-    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
+    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
 
 def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
@@ -437,7 +504,7 @@ def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
         (storage / "2" / name).write_bytes(b"torn")
     assert found(storage) == ([], [])
     (storage / "2" / "notes.txt").write_bytes(b"")
-    assert found(storage) == ([], ["2/notes.txt: is not a file of a storage"])
+    assert found(storage) == ([], ["2/notes.txt: the file does not belong to a storage"])
 
 
 @pytest.fixture
@@ -471,17 +538,17 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
     directory, before = started
     for suffix in (".seg", ".idx", ".chn"):
         shutil.copy(seg(before, 0, suffix), directory / f"{ONE}{suffix}")
-    note = f"{ONE}.seg: ends before 21, where the log begins; the next start removes it"
+    note = (
+        f"{ONE}.seg: the segment ends before transaction 21, where the log begins; the next "
+        "start of the storage removes it"
+    )
     assert found(directory) == ([], [note])
 
 
 def test_a_log_without_its_first_segment_is_wrong(started):
     directory, before = started
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
-    assert (
-        f"{TWO}.seg: records 0..10: expected in an earlier segment, found in none"
-        in found(directory)[0]
-    )
+    assert f"{TWO}.seg: no segment has records 0..10" in found(directory)[0]
 
 
 def test_another_chain_at_the_start_is_wrong(started):
@@ -492,7 +559,9 @@ def test_another_chain_at_the_start_is_wrong(started):
     ]
     (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
     (wrong,) = found(directory)[0]
-    assert wrong.startswith(f"{SLOTS}: start of the log after 20: expected chain 6363")
+    assert wrong.startswith(
+        f"{SLOTS}: the log begins after transaction 20: expected chain hash 6363"
+    )
 
 
 def blocks(name, directory):

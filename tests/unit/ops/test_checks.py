@@ -51,7 +51,7 @@ def test_partitions_that_were_not_chosen_are_left_out(case):
 def test_missing_servers_and_a_partition_without_an_owner_are_reported(case):
     case.cluster(owners={1: Ownership(2, 4)})
     assert failed(case) == [("assignment", (0,))]
-    assert text(case) == "partition 0 has no server"
+    assert text(case) == "partition 0 is assigned to no server"
     case.cluster(servers={}, owners={}, is_settled=False)
     assert failed(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
 
@@ -61,7 +61,7 @@ def test_a_server_that_does_not_answer_or_serve_is_reported(case):
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
     case.server(1, failure="")
-    assert text(case) == (f"partition 0: server {ONE} owns it, but does not serve it")
+    assert text(case) == (f"partition 0: server {ONE} owns it, but does not answer requests for it")
     case.server(1, served={0: False})
     assert failed(case) == [("health", (0,))]
     case.server(1, served={0: True})
@@ -71,9 +71,7 @@ def test_a_server_that_does_not_answer_or_serve_is_reported(case):
 
 
 def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case):
-    never = (
-        f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
-    )
+    never = f"storage {A} is not registered: it has never started, or it is a Waltz 0.13 storage"
     case.storage(A, registered_id=None, storage_id="aa")
     assert text(case) == never
     case.storage(A, storage_id=None)
@@ -92,8 +90,8 @@ def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
     assert text(case).endswith("`waltz-core storage sync-partitions`")
     case.replica(A, is_held=True, is_available=False)
     assert text(case) == (
-        f"partition 0: storage {A} has it offline: `waltz-core storage availability --storage {A} "
-        "--partition 0 --online true`"
+        f"partition 0: storage {A} has taken its replica offline. Hint: `waltz-core "
+        f"storage availability --storage {A} --partition 0 --online true`"
     )
     for changed in ({"is_opening": True}, {"reason": "rot"}, {"is_stuck": True}):
         case = Case()
@@ -103,7 +101,7 @@ def test_a_storage_that_does_not_serve_an_assigned_replica_is_reported(case):
 
 def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
-    assert text(case) == f"partition 0: {C} is not engaged"
+    assert text(case) == f"partition 0: {C} is not in sync"
     case.states({A: ENGAGED, B: BEHIND, C: BEHIND})
     assert failed(case) == [("quorum", (0,))]
     case.states({A: ENGAGED, B: ENGAGED})
@@ -111,7 +109,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
     case.partition(metadata=PartitionMetadata())
     assert text(case) == "partition 0 was never opened"
     case.cluster(assigned={0: (), 1: (A, B, C)})
-    assert text(case) == "partition 0 has no replicas: `waltz-core cluster auto-assign`"
+    assert text(case) == "partition 0 has no replicas. Hint: `waltz-core cluster auto-assign`"
 
 
 def test_consequences_fail_together_with_their_cause(case):

@@ -173,7 +173,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
     case.storage(A, failure="refused", replicas={})
     found = case.the_only("process-down")
-    assert found.sentence == "storage-1 of the cluster in here/.waltz is not running"
+    assert found.sentence == "storage-1 of the cluster in here/.waltz does not run"
     assert found.command == "waltz-core local up --directory here/.waltz"
     case.local(MemberFacts("storage-1", A, "stopped", 78))
     found = case.the_only("process-stopped")
@@ -265,7 +265,7 @@ def test_two_preferred_owners_of_one_partition_are_reported(case):
     assert case.found() == []
     case.server(2, preferred=(0, 1))
     found = case.the_only("preference-not-granted")
-    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns it" in found.sentence
+    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in found.sentence
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
@@ -297,7 +297,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
     found = case.the_only("storage-starting")
-    assert "wait, and do not stop it" in found.sentence
+    assert "Hint: wait, and do not stop" in found.sentence
     assert found.command == again
     # Nor is it ended for the sake of a quorum.
     case.storage(B, failure="refused", replicas={})
@@ -308,14 +308,14 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     # From another machine this is unknown: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
-    assert "wait for it" in diagnose(case.facts)[0].sentence
+    assert "then wait" in diagnose(case.facts)[0].sentence
 
 
 def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", other_admin=5281, is_hanging=True)
     found = case.the_only("storage-unresponsive")
-    assert "(no answer within 3 s), as when a disk hangs" in found.sentence
+    assert "them (no answer within 3 s); its disk may hang." in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
     case.storage(A, admin_failure="", is_hanging=False)
     case.replica(A, is_stuck=True)
@@ -334,7 +334,7 @@ def test_no_command_deletes_a_log_that_is_being_opened(case):
 def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("storage-id-mismatch")
-    assert "but aa is registered there" in found.sentence
+    assert "but ZooKeeper has aa for" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
     assert case.the_only("storage-cluster-mismatch").about == A
@@ -355,7 +355,7 @@ def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
 def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(A, space=SpaceFacts(5 << 20, True))
     found = case.the_only("disk-full")
-    assert found.sentence.endswith("it rejects appends, with 5 MiB free")
+    assert found.sentence.endswith("5 MiB are free, and the storage rejects appends")
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
     case.storage(A, space=SpaceFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
@@ -388,7 +388,7 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
         assert case.found() == []
         return
     found = case.the_only("disk-full-soon")
-    assert f"will be full in {days} days at the rate of the last day: 70000 MiB are free" in (
+    assert f"will be full in {days} days: 70000 MiB are free, and in the last day" in (
         found.sentence
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
@@ -400,11 +400,11 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
 def test_clocks_that_differ_are_reported(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
     found = case.the_only("storage-clock-skew")
-    assert f"storage {A} is 4.2 s behind this machine's clock" in found.sentence
+    assert f"storage {A} is 4.2 s behind the clock of this" in found.sentence
     case.storage(A, clock_ahead_ms=None)
     case.partition(stamp_ahead_ms=61_000.0)
     found = case.the_only("server-clock-skew")
-    assert "61.0 s in the future" in found.sentence
+    assert "61.0 s in the future:" in found.sentence
     assert ONE in found.sentence
 
 
@@ -460,7 +460,7 @@ def test_a_replica_that_the_session_does_not_count_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last=50)
     found = case.the_only("replica-not-engaged")
-    assert found.sentence.endswith("its log ends at 50")
+    assert found.sentence.endswith("its log ends at transaction 50")
     assert "--online false && waltz-core storage availability" in found.command
     case.storage(C, failure="refused")
     assert case.found() == [("storage-unavailable", C)]
@@ -471,7 +471,7 @@ def test_a_replica_that_lags_is_reported(case):
     case.replica(B, last=91 + LAG_MAX)
     found = case.the_only("replica-lagging")
     assert found.about == f"0 {C}"
-    assert f"{LAG_MAX + 1} transactions behind" in found.sentence
+    assert f"{LAG_MAX + 1} transactions:" in found.sentence
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
@@ -508,7 +508,7 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
         ("no-quorum", "1"),
     ]
     found = diagnose(case.facts)[2]
-    assert "only 1 of 3 replicas answer, 2 are required" in found.sentence
+    assert "only 1 of 3 replicas answer, and a quorum of 2 is required" in found.sentence
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
@@ -553,7 +553,7 @@ def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     case.server(1, served={0: True})
     case.server(2, served={0: True, 1: True})
     found = case.the_only("partition-served-by-another")
-    assert f"server {TWO} serves it, but {ONE} owns it" in found.sentence
+    assert f"server {TWO} answers requests for it, but {ONE} owns it." in found.sentence
 
 
 def test_a_session_with_other_replicas_and_a_missing_mark_are_reported(case):
@@ -663,7 +663,7 @@ def test_a_server_that_others_cannot_connect_to_is_reported():
     case.server(2, is_left_out=True, unreachable=(f"{ONE}: refused",))
     found = case.the_only("server-unreachable")
     assert found.about == TWO
-    assert f"cannot connect to it ({ONE}: refused)" in found.sentence
+    assert f"cannot connect to it ({ONE}: refused)." in found.sentence
     case.server(2, unreachable=())
     assert "none has connected to it yet" in case.the_only("server-unreachable").sentence
 
@@ -676,7 +676,8 @@ def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(c
     case.server(1, append_times={A: (30, 180_000), **usual})
     case.server(2, append_times={A: (10, 100_000)})
     assert case.the_only("storage-slow").sentence.startswith(
-        f"storage {A} takes 160 ms to answer an append, 64 times as long as the others. Hint: "
+        f"storage {A} takes 160 ms to answer an append, 64 times as long as the other "
+        "storages. Hint: "
     )
     for times in (
         {A: (30, 180_000)},  # nothing to compare it with
@@ -719,15 +720,17 @@ def archive():
 def test_storages_with_different_archives_are_reported(archive):
     archive.storage(B, archive=ArchiveFacts("s3://other/waltz", 600_000))
     found = archive.the_only("archive-settings-differ")
-    assert f"storage {B} has the archive s3://other/waltz, the other storages {URL}" in (
-        found.sentence
-    )
+    assert (
+        f"storage {B} archives to s3://other/waltz, but the other storages archive to {URL}. "
+        "Hint: set the"
+    ) in (found.sentence)
     assert found.command == f"waltz-core storage run --config storage.toml --archive-url {URL}"
     for address in (A, B):
         archive.storage(address, archive=None)
     assert archive.found() == [("archive-settings-differ", A), ("archive-settings-differ", B)]
     assert (
-        f"has the archive (none), the other storages {URL}" in diagnose(archive.facts)[0].sentence
+        f"(none), but the other storages archive to {URL}. Hint: set the"
+        in diagnose(archive.facts)[0].sentence
     )
     # Of a storage that does not answer it is not known.
     archive.storage(A, failure="refused", replicas={})
@@ -784,7 +787,7 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
     archive.storage(A, archive=failed)
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
     found = archive.the_only("archive-damaged")
-    assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint" in found.sentence
+    assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint:" in found.sentence
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))
@@ -793,7 +796,7 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
     assert "object 8: bad" in archive.the_only("archive-damaged").sentence
     # Another storage has found the same file.
     archive.storage(C, archive=damaged)
-    assert f"storages {A}, {C} found a file" in archive.the_only("archive-damaged").sentence
+    assert f"storages {A}, {C} found that a file" in archive.the_only("archive-damaged").sentence
     archive.storage(B, archive=replace(damaged, read_damage="object 9: bad"))
     assert [about for _, about in archive.found()] == [f"{A}, {C}", B]
 
@@ -804,7 +807,7 @@ def test_an_archive_that_lags_is_reported(archive):
     archive.partition(0, unarchived_s=HOUR_S + 1_211)
     found = archive.the_only("archive-lagging")
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
-    assert "the oldest has waited for 1.3 h" in found.sentence
+    assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
     assert archive.found() == []  # with a greater `archive_age_ms`
     # A partition of which nothing is archived yet.

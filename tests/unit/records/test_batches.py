@@ -170,7 +170,7 @@ def test_each_row_of_a_slice_has_the_crc_of_its_bytes(
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"header": [1]}, "expected data"),
+        ({"header": [1]}, "expected a column 'data'"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
         ({"data": [b""], "color": [1]}, "found .*color"),
         ({"data": [None, b""]}, "column data: expected no nulls, found 1"),
@@ -202,12 +202,12 @@ def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
     none: list[list[int]] = [[]]
     with pytest.raises(BadRequest, match="column header"):
         batches.encode_append([2**31], [b""], write_locks=none, read_locks=none, append_locks=none)
-    with pytest.raises(BadRequest, match="one length"):
+    with pytest.raises(BadRequest, match="equal numbers of rows"):
         batches.encode_append([1, 2], [b""], write_locks=none, read_locks=none, append_locks=none)
 
 
 def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
-    with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} in row 1"):
+    with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} bytes in row 1"):
         simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
     simple([bytes(TRANSACTION_BYTES_MAX)])
 
@@ -257,7 +257,7 @@ def test_the_unchanged_stream_is_decoded() -> None:
         (2, [1, None], "column crc: expected no nulls, found 1"),
         (2, [1, 2], "data of row 0: expected CRC 00000001"),
         (2, [crc32(b"x" * 500), 2], "data of row 1: expected CRC 00000002"),
-        (3, [[1], [None]], "a lock is null"),
+        (3, [[1], [None]], "nulls, found a null"),
     ],
 )
 def test_invalid_contents_are_rejected(place: int, column: list[object], problem: str) -> None:

@@ -205,7 +205,7 @@ def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
         ([47, 39], 86, "at least 40"),
         ([47, -1], 46, "at least 40"),
         ([FRAME_BYTES_MAX + 1], FRAME_BYTES_MAX + 1, "at most"),
-        ([47, 47], 95, "add up to 94, found 95"),
+        ([47, 47], 95, "94, but the records have 95"),
     ],
 )
 def test_impossible_lengths_are_rejected(values: list[int], total: int, problem: str) -> None:

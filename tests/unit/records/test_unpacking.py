@@ -220,7 +220,7 @@ def test_nested_fields_that_are_not_nullable_never_have_a_null(kind, good, bad) 
     assert (column.type, column.to_pylist(maps_as_pydicts="strict")) == (kind, good)
     for each in bad:
         data = pa.array([msgpack.packb({"a": each})], pa.binary())
-        with pytest.raises(BadFormat, match="is null, but NOT NULL in the schema"):
+        with pytest.raises(BadFormat, match="is null, but the schema declares it NOT NULL"):
             unpacker.columns(data, where)
         columns, is_whole = unpacker.readable_columns(data)
         assert (columns[0].to_pylist(), is_whole.tolist()) == ([None], [False])

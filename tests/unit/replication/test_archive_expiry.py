@@ -63,7 +63,9 @@ def test_an_expiry_is_recorded_and_then_announced(bench):
     assert not bench.store.has_expired(2, 77)
     bench.run()
     assert bench.marker.archived == mark._replace(first=2, manifest="e1", manifest_crc=8)
-    assert bench.reports("archive.expired") == [{"session": 0, "first": 2, "manifest": "e1"}]
+    assert bench.reports("archive.transactions_expired") == [
+        {"session": 0, "first": 2, "manifest": "e1"}
+    ]
     learned = [
         (name, each.first) for name, each in bench.sent if isinstance(each, wire.SetArchived)
     ]
@@ -104,7 +106,7 @@ def test_the_first_available_id_never_decreases(bench):
     bench.run()
     assert (first_of(bench), bench.marker.archived.manifest) == (2, "e1")
     (failure,) = bench.reports("archive.expiry_failed")
-    assert failure["reason"] == "expected a first ID of 2..4, found 1"
+    assert failure["reason"] == "expected a first available ID in 2..4, found 1"
 
 
 def test_nothing_is_recorded_if_nothing_expires(bench):
@@ -127,7 +129,7 @@ def test_an_expiry_is_recorded_once_although_zookeeper_does_not_answer(bench, ou
     bench.run_for(5_000)
     assert first_of(bench) == 2
     assert bench.store.has_expired(2, 0)
-    assert len(bench.reports("archive.expired")) == 1
+    assert len(bench.reports("archive.transactions_expired")) == 1
 
 
 def test_another_session_in_zookeeper_ends_this_one_before_the_expiry_is_recorded(bench):

@@ -59,7 +59,9 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     bench.run()
     assert bench.marker.archived.last == 3
     assert sorted(learned(bench)) == [(A, 3), (B, 3), (C, 3)]
-    assert bench.reports("archive.recorded") == [{"session": 0, "last": 3, "manifest": "m1"}]
+    assert bench.reports("archive.manifest_recorded") == [
+        {"session": 0, "last": 3, "manifest": "m1"}
+    ]
 
 
 def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(bench):
@@ -87,7 +89,10 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
     assert not bench.reports("archive.failed")
     bench.wait(1)
     (report,) = bench.reports("archive.failed")
-    assert (report["replica"], report["reason"]) == (replica, "no report of progress for 300000 ms")
+    assert (report["replica"], report["reason"]) == (
+        replica,
+        "the storage has reported no progress for 300000 ms",
+    )
     bench.silent = set()
     other, second = begin(bench)
     assert (other != replica, second.attempt) == (True, 2)
@@ -109,7 +114,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
     bench.silent, bench.rejected = set(), wire.ArchiveRange
     bench.run()
     assert [each["reason"] for each in bench.reports("archive.failed")] == [
-        "no report of progress for 300000 ms"
+        "the storage has reported no progress for 300000 ms"
     ]
 
 
@@ -198,7 +203,7 @@ def test_a_chain_that_another_replica_does_not_have_is_not_recorded(bench):
     assert bench.marker.archived is None
     (report,) = bench.reports("archive.failed")
     assert report["reason"].startswith(
-        f"expected chain {'78' * 16} at ID 5, as archived by {replica}, found"
+        f"expected chain hash {'78' * 16} at transaction 5, as archived by {replica}, found"
     )
 
 
@@ -207,7 +212,7 @@ def test_an_end_within_a_batch_is_not_recorded(bench):
     finish(bench, replica, request, last=4, chain=chain_at(bench, 5))
     bench.run()
     assert bench.marker.archived is None
-    assert "found no batch end at" in bench.reports("archive.failed")[0]["reason"]
+    assert "found no batch that ends there at" in bench.reports("archive.failed")[0]["reason"]
 
 
 def test_results_of_other_attempts_and_replicas_are_ignored(bench):
@@ -273,8 +278,8 @@ def test_a_log_with_another_chain_at_the_archived_mark_is_not_appended_to(bench)
     bench.lose(A)
     bench.wait(3_000)
     bench.run()
-    (report, *_) = bench.reports("partition.rejected")
-    assert "the archive has IDs up to 3 with chain 7878" in report["reason"]
+    (report, *_) = bench.reports("partition.open_failed")
+    assert "the archive has transactions up to 3 with chain hash 7878" in report["reason"]
     assert len(bench.all_reported(SessionSettled)) == settled
     assert bench.store.open_session is None
 
@@ -286,8 +291,8 @@ def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
     bench.lose(A)
     bench.wait(3_000)
     bench.run()
-    assert bench.reports("partition.rejected")[0]["reason"] == (
-        "the replicas' log ends at 5, but 9 is archived"
+    assert bench.reports("partition.open_failed")[0]["reason"] == (
+        "the log of the replicas ends at transaction 5, but 9 is archived"
     )
 
 
@@ -416,7 +421,7 @@ def test_a_failed_collection_is_reported_and_archiving_continues(bench, fault):
         end_collection(bench, replica, request, error="listed files are missing")
     elif fault == "silence":
         bench.wait(PROGRESS_MS_MAX)
-    (report,) = bench.reports("archive.collection_failed")
+    (report,) = bench.reports("archive.garbage_collection_failed")
     assert report["replica"] == replica
     assert bench.store.open_session == 0
     bench.run_for(INTERVAL_MS)
@@ -452,9 +457,12 @@ def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
     finish(bench, replica, request, last=3)
     bench.run_for(INTERVAL_MS)
     assert not collections(bench)
-    (report,) = bench.reports("archive.collection_failed")
+    (report,) = bench.reports("archive.garbage_collection_failed")
     assert report["replica"] == C
-    assert report["reason"].startswith("its log begins after 4, but ZooKeeper has 3 as the last")
+    assert report["reason"].startswith(
+        "the log of the replica begins after transaction 4, but in ZooKeeper the "
+        "last archived transaction is 3:"
+    )
     assert attempts(bench)[-1][1].first == 4, "archiving continues"
 
 
@@ -666,7 +674,7 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other.own()
     other.run_for(3_000)
     assert other.store.open_session is None
-    assert "has records up to ID 1" in other.reports("partition.rejected")[0]["reason"]
+    assert "has records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
     assert not other.all_sent(wire.ResetLog)
 
 
@@ -770,7 +778,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
         bench.run()
         bench.wait(50)
     assert bench.store.open_session is None
-    reasons = [each["reason"] for each in bench.reports("partition.rejected")]
+    reasons = [each["reason"] for each in bench.reports("partition.open_failed")]
     assert reasons
     assert (
         "begins later: the log is not the archived one, or ZooKeeper's data was rolled back"

@@ -116,7 +116,7 @@ def test_a_later_generation_is_not_touched():
     bench.metadata = PartitionMetadata(5, 7, {})
     bench.own(generation=4)
     bench.run()
-    assert "generation 5" in bench.all_reported(Released)[0].reason
+    assert "generation of the partition is 5" in bench.all_reported(Released)[0].reason
     assert bench.metadata.session_id == 7
     assert bench.store.wake_at_ms is None
 
@@ -125,7 +125,7 @@ def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench = Bench(state=MarkerState.OPEN)
     bench.own()
     bench.run()
-    assert "lost or rolled back" in bench.reports("partition.rejected")[0]["reason"]
+    assert "lost or rolled back" in bench.reports("partition.open_failed")[0]["reason"]
     assert not bench.sent
     bench.metadata = PartitionMetadata(1, 3, dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED)))
     bench.wait(11_000)
@@ -142,7 +142,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "has no recorded state" in bench.reports("partition.rejected")[0]["reason"]
+    assert "but ZooKeeper has no" in bench.reports("partition.open_failed")[0]["reason"]
     assert bench.storages[A].last == 0
 
 
@@ -359,7 +359,7 @@ def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "lost to another server" in bench.all_reported(Released)[0].reason
+    assert "other servers have claimed" in bench.all_reported(Released)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
@@ -371,8 +371,8 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
         bench.wait(bench.limits.useful_ms)
     assert bench.store.open_session is None
     assert any(
-        "99" not in one["reason"] and "bound to sessions later" in one["reason"]
-        for one in bench.reports("partition.rejected")
+        "99" not in one["reason"] and "have store sessions after" in one["reason"]
+        for one in bench.reports("partition.open_failed")
     )
     assert bench.metadata.session_id < 99
 
@@ -592,7 +592,7 @@ def test_too_many_new_replicas_at_once_are_rejected():
     bench.step(session_events.Reassign((A, D, E)))
     bench.run()
     bench.wait(100)
-    assert "fewer than 2 new replicas" in bench.reports("partition.rejected")[0]["reason"]
+    assert "fewer than 2 new replicas" in bench.reports("partition.open_failed")[0]["reason"]
     bench.step(session_events.Reassign((A, B, D)))
     bench.reopen()
     assert bench.store.open_session == 1
@@ -606,7 +606,7 @@ def test_a_mark_that_was_exposed_never_decreases(bench):
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
     assert bench.store.open_session is None
-    assert "0 was committed" in bench.reports("partition.rejected")[0]["reason"]
+    assert "0 was committed" in bench.reports("partition.open_failed")[0]["reason"]
 
 
 def test_failures_are_followed_by_growing_pauses(bench):
@@ -651,7 +651,7 @@ def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
     bench.own(generation=2)
     bench.run_for(100)
     assert bench.store.open_session is None
-    assert "rolled back" in bench.reports("partition.rejected")[0]["reason"]
+    assert "rolled back" in bench.reports("partition.open_failed")[0]["reason"]
     claimed = bench.metadata.session_id
     for _ in range(5):
         bench.wait(11_000)

@@ -176,7 +176,7 @@ def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
 def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
-    assert "was engaged in session 6" in recovery.objection(later)
+    assert "was in sync in store session 6" in recovery.objection(later)
     # One that has set a mark in a session that never opened has reported nothing; what
     # ZooKeeper has is as ever.
     assert recovery.objection(prepared(9, session=6)) is None

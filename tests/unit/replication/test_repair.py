@@ -177,7 +177,7 @@ def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
 def test_reconstructed_batches_of_a_source_truncate_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
-    with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
+    with pytest.raises(ChecksumMismatch, match="the source replica has lost the batches of"):
         walk(repair_of(one), one, source, Goal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
     # In the other direction, the reconstructed batches are truncated.
@@ -188,7 +188,11 @@ def test_reconstructed_batches_of_a_source_truncate_no_replica():
 
 def test_reconstructed_batches_of_a_source_are_not_copied():
     one, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
-    with pytest.raises(ChecksumMismatch, match=r"the source has lost the batches of 1\.\.2"):
+    with pytest.raises(
+        ChecksumMismatch,
+        match=r"the source replica has lost the batches of "
+        r"transactions 1\.\.2",
+    ):
         walk(repair_of(one), one, source, Goal(2, source.chain))
     assert one.payloads() == [0]
 
@@ -390,7 +394,7 @@ def test_batches_must_continue_the_chain():
     source = storage(*OLD)
     answer = range_of(source, 0, 2)
     assert verify_batches(answer, GENESIS_CHAIN) == storage(*OLD[:2]).chain
-    with pytest.raises(ChecksumMismatch, match="expected it to follow"):
+    with pytest.raises(ChecksumMismatch, match="expected chain hash"):
         verify_batches(answer, b"x" * 16)
 
 
@@ -404,7 +408,7 @@ def test_batches_must_cover_the_records():
 def test_a_batch_of_another_session_has_another_chain():
     answer = range_of(storage(*OLD), 0, 1)
     forged = (answer.lineage[0]._replace(session_id=8),)
-    with pytest.raises(ChecksumMismatch, match="the chain does not match"):
+    with pytest.raises(ChecksumMismatch, match="the chain hash does not match"):
         verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
 
 
@@ -445,14 +449,16 @@ def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
     one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
     without_batches(one, 3, 5)
     repair = repair_of(one)
-    with pytest.raises(DataLoss, match=r"up to 5 are lost, also below .* 4\. Hint: restart"):
+    with pytest.raises(
+        DataLoss, match=r"up to transaction 5, even those below .* 4\. Hint: restart"
+    ):
         walk(repair, one, source, Goal(5, source.chain))
     assert one.last == 5
 
 
 def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
     one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
-    with pytest.raises(DataLoss, match="no common batch end"):
+    with pytest.raises(DataLoss, match="no common end of a batch"):
         walk(repair_of(one), one, source, Goal(5, source.chain))
     assert one.last == 5
 
@@ -464,7 +470,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
         step := repair.next_step(Goal(5, source.chain), can_fill=available), Truncation
     ):
         take(repair, one, source, step)
-    with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
+    with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
         repair.truncate(4, bytes(16), step)
 
 
@@ -539,7 +545,7 @@ def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
 def test_a_log_that_differs_below_its_own_mark_is_not_reset():
     source, goal = removed(5, *LONG)
     one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
-    with pytest.raises(DataLoss, match="no common batch end"):
+    with pytest.raises(DataLoss, match="no common end of a batch"):
         walk(repair_of(one), one, source, goal)
     assert one.payloads() == [1, 2, 3, 40, 50, 60, 70]
 

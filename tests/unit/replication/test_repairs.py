@@ -123,7 +123,10 @@ def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
     behind(bench, C)
     answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
     bench.reopen()
-    assert "expected the log to end at 15" in bench.reports("replica.rejected")[0]["reason"]
+    assert (
+        "expected that its log ends at transaction 15"
+        in bench.reports("replica.rejected")[0]["reason"]
+    )
     assert bench.store.readable_replicas == [B, C]
 
 
@@ -132,7 +135,7 @@ def test_a_replica_with_an_unsynced_copy_is_not_ready():
     behind(bench, C)
     answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
     bench.reopen()
-    assert "expected 3 to be synced, found 2" in bench.reports("replica.rejected")[0]["reason"]
+    assert "synced up to transaction 3, found 2" in bench.reports("replica.rejected")[0]["reason"]
     assert bench.store.readable_replicas == [A, B]
 
 
@@ -153,7 +156,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
     for _ in range(5):
         bench.wait(1_000)
         bench.run()
-    assert {each["replica"] for each in bench.reports("replica.no_source")} == {A}
+    assert {each["replica"] for each in bench.reports("replica.source_unusable")} == {A}
     assert bench.all_sent(wire.Truncate, C)
     assert bench.logs()[C] == bench.logs()[B]
 
@@ -232,7 +235,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
-    assert "no common batch end" in bench.reports("replica.rejected")[-1]["reason"]
+    assert "no common end of a batch" in bench.reports("replica.rejected")[-1]["reason"]
     assert bench.store.readable_replicas == [A, B]
     assert bench.storages[C].last == 15
 
@@ -410,7 +413,7 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench.step(
         session_events.ReplicaResponded(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
-    assert "pairs of IDs, found 1" in bench.reports("replica.rejected")[-1]["reason"]
+    assert "pairs of transaction IDs, found 1" in bench.reports("replica.rejected")[-1]["reason"]
 
 
 def test_early_damage_reports_are_followed_by_a_full_request():

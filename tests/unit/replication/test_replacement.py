@@ -64,7 +64,7 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     assert bench.reports("archive.object_replaced") == [
         {"session": 0, "object": "o1", "replica": replica, "manifest": "r1"}
     ]
-    assert not bench.reports("archive.expired")
+    assert not bench.reports("archive.transactions_expired")
     learned = [
         (name, each.manifest) for name, each in bench.sent if isinstance(each, wire.SetArchived)
     ]
@@ -96,7 +96,7 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     assert sorted(asked) == [A, B, C]
     reasons = tuple(f"{replica}: reason {number}" for number, replica in enumerate(asked))
     assert bench.store.replacement(OBJECT) == ReplacementOutcome(False, None, reasons)
-    assert len(bench.reports("archive.replacement_failed")) == 3
+    assert len(bench.reports("archive.object_replacement_failed")) == 3
     assert bench.marker.archived == mark
 
 
@@ -139,7 +139,9 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert bench.marker.archived.manifest == "r1"
     (reason,) = bench.store.replacement(OBJECT).failures
     expected = (
-        "no report of progress" if kind == "silence" else "expected a manifest that ends at 3"
+        "the storage has reported no progress for"
+        if kind == "silence"
+        else "expected a manifest that ends at transaction 3"
     )
     assert f"{first}: {expected}" in reason
 

@@ -136,7 +136,9 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
     bench.run_for(LIMITS.grace_ms)
     assert bench.store.open_session is None
     assert bench.logs() == before
-    assert "ZooKeeper's data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
+    assert (
+        "ZooKeeper's data was rolled back" in bench.reports("partition.open_failed")[-1]["reason"]
+    )
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
@@ -158,14 +160,14 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run_for(LIMITS.grace_ms)
-    why = "was engaged in session 9, but the last opened session in ZooKeeper is"
+    why = "was in sync in store session 9, but in ZooKeeper the last opened session is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.rejected")[0]["replica"] == C
         assert why in bench.reports("replica.rejected")[0]["reason"]
     else:
         assert bench.store.open_session is None
-        assert f"replica {C} {why}" in bench.reports("partition.rejected")[-1]["reason"]
+        assert f"replica {C} {why}" in bench.reports("partition.open_failed")[-1]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_bad_copies_are_noticed_and_another_source_is_queried(bench):
     for _ in range(5):
         bench.run()
         bench.wait(100)
-    assert bench.reports("replica.no_source")[0]["replica"] == A
+    assert bench.reports("replica.source_unusable")[0]["replica"] == A
     assert bench.logs()[C] == bench.logs()[B]
     assert bench.store.readable_replicas == [A, B, C]
 
@@ -233,7 +235,7 @@ def test_a_silent_storage_times_out_and_is_dialed_again(bench):
     assert bench.store.readable_replicas == [A, B]
     assert stage(bench, C) is ReplicaStage.PREPARING
     bench.wait(LIMITS.answer_ms_max)
-    assert bench.reports("replica.lost")[-1]["reason"] == "no answer"
+    assert bench.reports("replica.disconnected")[-1]["reason"] == "no answer"
     bench.silent = set()
     bench.wait(3000)
     bench.run()
@@ -290,7 +292,9 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
-    assert not [one for one in bench.reports("replica.lost") if one["reason"] == "no answer"]
+    assert not [
+        one for one in bench.reports("replica.disconnected") if one["reason"] == "no answer"
+    ]
     assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), "it lacks what is committed"
     bench.silent = set()
     bench.run()
@@ -390,14 +394,14 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "expected a last synced ID of" in bench.all_reported(SessionClosed)[0].reason
+    assert "expected that it is synced up to a" in bench.all_reported(SessionClosed)[0].reason
     assert not bench.all_reported(Committed)
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (wire.Appended(0, 999, 0, 0), "there is no such request"),
+        (wire.Appended(0, 999, 0, 0), "answers request"),
         (wire.HeartbeatResponse(0, 4, 0), "expected Appended, found HeartbeatResponse"),
         (Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""), "found Prepared"),
     ],
@@ -468,7 +472,7 @@ def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
         assert isinstance(message, wire.Prepare)
         nack = wire.Nack(0, message.sequence, 0, errors.DiskFailed.code, 0, "input/output error")
         bench.step(session_events.ReplicaResponded(0, name, nack))
-    assert bench.reports("partition.rejected") == []
+    assert bench.reports("partition.open_failed") == []
     assert bench.store.session is not None
     for _ in range(20):
         bench.wait(1_000)
@@ -505,7 +509,7 @@ def test_a_storage_at_the_address_of_another_is_not_trusted():
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
     bench.step(session_events.ReplicaResponded(0, A, answer))
-    assert "expected storage ID" in bench.reports("replica.rejected")[0]["reason"]
+    assert "expected the storage with ID" in bench.reports("replica.rejected")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]

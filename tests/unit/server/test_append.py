@@ -381,9 +381,9 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
     assert faults(out) == [errors.ChecksumMismatch.code] * 2
     single, batch = (each.message for each in out if isinstance(each, SendToClient))
     assert isinstance(single, ErrorResponse)
-    assert "data with CRC" in single.message
+    assert "data is damaged: expected CRC" in single.message
     assert isinstance(batch, ErrorResponse)
-    assert "payload with CRC" in batch.message
+    assert "payload is damaged: expected CRC" in batch.message
     assert world.submitted == []
 
 

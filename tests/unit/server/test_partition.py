@@ -948,7 +948,7 @@ def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -
 
 
 def below_start(fetch: Fetch, first: int) -> FetchFailed:
-    return FetchFailed(fetch.token, "expected IDs from 2 on", TransactionId(first))
+    return FetchFailed(fetch.token, "log begins at transaction 2", TransactionId(first))
 
 
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
@@ -963,7 +963,7 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
         assert isinstance(answer, messages.ErrorResponse)
         assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
         assert not answer.retriable
-        assert "expected IDs from 2 on" in answer.message
+        assert "log begins at transaction 2" in answer.message
     assert len(world.fetches) == 2, "the log begins there for all replicas"
 
 
@@ -1017,7 +1017,7 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     assert world.error(req_id) == errors.OutcomeUnknown.code
     assert not world.partition.is_owned
     (released,) = [each for each in world.rest if isinstance(each, replication.Released)]
-    assert "below the start of the log" in released.reason
+    assert "before the start of the log" in released.reason
 
 
 def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
@@ -1109,7 +1109,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     world.prove()
     message = world.answer(early)
     assert message.result[0] is None
-    assert "high-water mark is 1" in (message.result[1] or "")
+    assert "which ends at transaction 1" in (message.result[1] or "")
     world.fill(1, data=b"later")
     late = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     message = world.answer(late)
@@ -1326,7 +1326,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     world.step(Fetched(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
     world.run()
     assert world.store.of(replication.Submit)
-    assert Report("locks.refilled", (("known_from", 0), ("mark", 5))) in world.rest
+    assert Report("locks.loaded", (("known_from", 0), ("mark", 5))) in world.rest
     world.commit()
     assert world.reason(appended) is Reason.COMMITTED
 

@@ -590,4 +590,4 @@ def test_a_filter_of_a_range_has_a_limited_number_of_headers(count) -> None:
     else:
         assert isinstance(found, SendToClient)
         assert isinstance(found.message, ErrorResponse)
-        assert found.message.message == "range: expected at most 1000 headers, found 1001"
+        assert found.message.message == "range request: expected at most 1000 headers, found 1001"

@@ -83,7 +83,7 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert world.written(*range(10)) == list(range(10))
     assert world.table.estimate(77) == -1
     assert world.refill.floor == -1
-    assert world.reports == [Report("locks.refilled", (("known_from", 0), ("mark", MARK)))]
+    assert world.reports == [Report("locks.loaded", (("known_from", 0), ("mark", MARK)))]
     assert len(world.fetches) == 1
     assert world.refill.turn_at_ms(world.now_ms) is None
 
@@ -115,7 +115,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     world.run()
     assert world.refill.floor == 6
     assert world.written(5, 6, 7, 8) == [6, 6, 7, 8]
-    assert world.reports[0].name == "locks.refilled"
+    assert world.reports[0].name == "locks.loaded"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
     assert world.table.estimate(77) == MARK
     assert not world.refill.holds(world.now_ms)
     assert world.reports == [
-        Report("locks.partially_refilled", (("known_from", MARK + 1), ("mark", MARK)))
+        Report("locks.partially_loaded", (("known_from", MARK + 1), ("mark", MARK)))
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
     for _ in REPLICAS:
         world.fail()
     assert len(world.fetches) == len(REPLICAS)
-    assert world.reports[0].name == "locks.partially_refilled"
+    assert world.reports[0].name == "locks.partially_loaded"
     assert world.refill.turn_at_ms(world.now_ms) is None
 
 

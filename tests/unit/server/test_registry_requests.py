@@ -182,7 +182,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), mine)
     await requests.answer(request(OPERATIONS.BEGIN, "c"), mine)  # removes the expired one
     assert await writes.read("expired") is None
-    with pytest.raises(errors.BadRequest, match="mine already has 3 writes"):
+    with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), mine)
     # Those that exist continue, and other principals are not affected.
     await requests.answer(request(OPERATIONS.BEGIN, "a"), mine)
@@ -433,7 +433,9 @@ async def test_another_server_answers_for_one_that_does_not():
         short, more_links = requests_of(
             directory, config=ClientConfig(request_timeout_ms=100, retry_interval_ms_min=5)
         )
-        with pytest.raises(errors.Unreachable, match="registry of writes: no answer within 100 ms"):
+        with pytest.raises(
+            errors.Unreachable, match="answer a request about an exactly-once write within 100 ms:"
+        ):
             await short.read("w")
         await links.close("over")
         await more_links.close("over")

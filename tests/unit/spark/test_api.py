@@ -58,17 +58,22 @@ def frame(*columns: str, **settings: str) -> SimpleNamespace:
 def test_marks_cannot_be_given_twice() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
     with pytest.raises(
-        BadConfig, match="'clientHighWaterMarks' is not allowed: argument high_water_marks is given"
+        BadConfig,
+        match="'clientHighWaterMarks' is not allowed: the argument high_water_marks sets it",
     ):
         append(frame("data"), "localhost:2181/waltz", **marks)  # type: ignore[arg-type]
     snapshot = Snapshot(None, "localhost:2181/waltz", {0: 1})  # type: ignore[arg-type]
-    with pytest.raises(BadConfig, match=r"a snapshot ends at its own marks\. Hint: omit"):
+    with pytest.raises(
+        BadConfig,
+        match=r"a snapshot ends at its own high-water marks\. "
+        r"Hint: omit",
+    ):
         snapshot.read(endingHighWaterMarks='{"0": 0}')
 
 
 def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_written() -> None:
     for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
-        with pytest.raises(BadRequest, match="which are the same name"):
+        with pytest.raises(BadRequest, match="the results would have columns"):
             _check_distinct_columns(frame(*names, **INSENSITIVE), {})
         _check_distinct_columns(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
     _check_distinct_columns(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})

@@ -163,7 +163,9 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
     rows = shaped([(2, b"a")])
     mark = rows.append.column("client_high_water_mark")[0]
-    sentence = f"partition 2: the log ends at 0, and a row's client_high_water_mark is {mark}: "
+    sentence = (
+        f"partition 2: the log ends at 0, but the client_high_water_mark of a row is {mark}: "
+    )
     with pytest.raises(ClientAhead, match=sentence):
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
 
@@ -180,7 +182,7 @@ def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
             )
 
     monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)
-    sentence = r"\(last answer: OVERLOADED: etl is over a limit\); 1 rows are not in the log"
+    sentence = r"\(last answer: OVERLOADED: etl is over a limit\), so 1 rows are not in the log"
     with pytest.raises(Overloaded, match=sentence):
         list(Appender(Limited(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
 

@@ -38,22 +38,22 @@ def schema(**columns: str) -> StructType:
     ("columns", "options", "sentence"),
     [
         ({"payload": "binary"}, PLAIN, "no column 'data'"),
-        ({"data": "int"}, PLAIN, "'data': expected binary or string, found int"),
+        ({"data": "int"}, PLAIN, "'data': expected type binary or string, found int"),
         (
             {"data": "binary", "a": "int"},
             PACKED,
-            "expected column 'data' or option 'dataFormat', found both",
+            "expected either column 'data' or option 'dataFormat', found both.",
         ),
         ({"header": "int"}, PACKED, "no column to pack"),
-        ({"data": "binary", "header": "long"}, PLAIN, "'header': expected int, found bigint"),
-        ({"data": "binary", "partition": "string"}, PLAIN, "'partition': expected int"),
+        ({"data": "binary", "header": "long"}, PLAIN, "'header': expected type int, found bigint"),
+        ({"data": "binary", "partition": "string"}, PLAIN, "'partition': expected type int"),
         (
             {"data": "binary", "write_locks": "array<string>"},
             PLAIN,
-            "'write_locks': expected array<int>",
+            "'write_locks': expected type array<int>",
         ),
-        ({"data": "binary", "read_locks": "int"}, PLAIN, "'read_locks': expected array<int>"),
-        ({"data": "binary", "client_high_water_mark": "double"}, PLAIN, ": expected long"),
+        ({"data": "binary", "read_locks": "int"}, PLAIN, "'read_locks': expected type array<int>"),
+        ({"data": "binary", "client_high_water_mark": "double"}, PLAIN, ": expected type long"),
         (
             {"data": "binary", "id": "long", "who": "string"},
             PLAIN,
@@ -63,11 +63,11 @@ def schema(**columns: str) -> StructType:
         (
             {"data": "binary", "write_lock": "array<int>"},
             PLAIN,
-            "column 'write_lock' is not a column of the log; did you mean 'write_locks'?",
+            ("log has no column 'write_lock'; did you mean 'write_locks'? Hint: rename the column"),
         ),
         # Packed with the others, it would be payload, and nothing locked.
         *(
-            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'")
+            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'?")
             for name, meant in (
                 ("WRITE_LOCKS", "write_locks"),
                 ("Append_Locks", "append_locks"),
@@ -93,7 +93,7 @@ def schema(**columns: str) -> StructType:
         (
             {"data": "binary", "status": "string"},
             replace(PLAIN, results_path="somewhere", result_columns=("status",)),
-            "results already have a column 'status'",
+            "results already have a column 'status'.",
         ),
     ],
 )
@@ -212,7 +212,7 @@ LOCKS = pa.list_(pa.int32())
         (
             {"data": [b"x"], "partition": pa.array([9], pa.int32())},
             BadRequest,
-            "'partition': expected 0 to 3, found 9",
+            "'partition': expected a partition in 0..3, found 9",
         ),
         (
             {"data": [b"x"] * 4, "client_high_water_mark": [-1, None, -7, -8]},
@@ -299,15 +299,17 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     )
     with pytest.raises(
         BadRequest,
-        match=r"the first lock chooses the partition: expected one of option 'partitions', 1, 3, "
-        r"found partition 2 of row 1 .* Hint: name a partition in column 'partition'",
+        match=r"setting the first lock chooses the partition: expected one of option "
+        "'partitions', 1, 3, found partition 2 of row 1 .* Hint: name a partition in column "
+        "'partition'",
     ):
         shaper(SOME).shape(batch)
     named = batch.append_column("partition", pa.array([None, 3], pa.int32()))
     assert shaper(SOME).shape(named).partitions.tolist() == [1, 3]
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
-        BadRequest, match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1"
+        BadRequest,
+        match=r"setting column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
     ):
         shaper(SOME).shape(outside)
 

@@ -54,7 +54,7 @@ def destroy(directory: Path, key_id: str) -> None:
         ({"encryptionKeys": "/k"}, "expected one of encryptionKey and encryptionKeyColumn, .*none"),
         (
             {"encryptionKeys": "/k", "encryptionKey": "a", "encryptionKeyColumn": "b"},
-            "expected one of encryptionKey and encryptionKeyColumn, found both",
+            "expected either encryptionKey or encryptionKeyColumn in addition, found both",
         ),
         ({"encryptionKeys": "/k", "encryptionKey": "a/b"}, "'encryptionKey': expected a key ID"),
         ({"requireEncryption": "true"}, "option 'requireEncryption' is for reading"),
@@ -70,14 +70,14 @@ def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -
     [
         ({"requireEncryption": "true"}, "'requireEncryption' needs option encryptionKeys"),
         ({"encryptionKeys": "/k", "encryptionKey": "a"}, "'encryptionKey' is for writing"),
-        ({"columns": "data_error"}, "the log has no column 'data_error'"),
+        ({"columns": "data_error"}, "the log has no column 'data_error'."),
         (
             {
                 "encryptionKeys": "/k",
                 "dataFormat": "json",
                 "columnNameOfCorruptRecord": "data_error",
             },
-            "found the log's column 'data_error'",
+            "column of the log, found 'data_error'",
         ),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> N
 @pytest.mark.parametrize(
     ("ddl", "text"),
     [
-        ("data binary", "there is no column 'customer'"),
+        ("data binary", "input has no column 'customer'"),
         ("data binary, customer int", "column 'customer': expected a string, found int"),
     ],
 )

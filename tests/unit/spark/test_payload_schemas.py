@@ -155,7 +155,9 @@ def test_keys_that_a_format_lacks_are_rejected_on_the_driver(data_format, key):
     kind = types.MapType(key, types.IntegerType())
     schema = StructType([types.StructField("m", kind)])
     options = CONNECT | {"dataFormat": data_format, "schemaRegistry": "http://r"} | SUBJECT
-    with pytest.raises(BadRequest, match=f"dataFormat={data_format} does not support such keys"):
+    with pytest.raises(
+        BadRequest, match=f"dataFormat={data_format} does not support keys of this type"
+    ):
         WaltzDataSource(options)._write_options(schema)
 
 

@@ -133,16 +133,16 @@ def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
         (
             RowSum(2, 5),
             (
-                "the same write ID with different rows: write 'daily' was finished with 1 row, "
-                "and this run has 2 rows. Hint: Do this."
+                "the write ID was used with different rows: write 'daily' was completed "
+                "with 1 row, but this run has 2 rows. Hint: Do this."
             ),
         ),
         (
             RowSum(1, 5),
             (
-                "the same write ID with different rows: write 'daily' was finished with 1 row, "
-                "and this run has 1 row; the counts are equal, the hashes differ: 000000000000004d "
-                "and 0000000000000005. Hint: Do this."
+                "the write ID was used with different rows: write 'daily' was completed "
+                "with 1 row, but this run has 1 row; the counts are equal, the hashes "
+                "differ: 000000000000004d and 0000000000000005. Hint: Do this."
             ),
         ),
     ],

@@ -261,8 +261,8 @@ STRUCT = types.StructType([types.StructField("x", INT)])
     [
         (STRUCT, "msgpack", "use dataFormat=json, or cast the keys"),
         (types.ArrayType(INT), "msgpack", "use dataFormat=json, or cast the keys"),
-        (VOID, "msgpack", "a map cannot have null keys"),
-        (VOID, "json", "a map cannot have null keys"),
+        (VOID, "msgpack", "a packed map cannot have null keys."),
+        (VOID, "json", "a packed map cannot have null keys."),
     ],
 )
 def test_maps_whose_keys_cannot_be_packed_are_rejected(
@@ -328,6 +328,6 @@ def test_reader_and_writer_reject_types_before_any_task() -> None:
     source._write_options(never)  # what is written may well be without nulls
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
-        with pytest.raises(BadRequest, match="dataFormat=msgpack does not support such keys"):
+        with pytest.raises(BadRequest, match="but dataFormat=msgpack does not support keys"):
             call(keyed)
     WaltzDataSource(connect | {"dataFormat": "json"})._write_options(keyed)

@@ -135,7 +135,7 @@ def test_the_cluster_is_checked():
     assert Terminal().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
     for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
         text = refused(Terminal().ask(other), errors.ClusterKeyMismatch)
-        assert f"expected cluster {KEY.hex()} with 4 partitions" in text
+        assert f"expected cluster key {KEY.hex()} with 4 partitions" in text
         as_0_13 = Terminal().ask(other, version=0)
         assert as_0_13 == wire.AdminFailure(-1, f"ClusterKeyMismatch: {text}", ())
 
@@ -158,7 +158,7 @@ def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
         SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
-    assert refused(answer, DiskFailed) == "no; done before that: partitions [0, 1]"
+    assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
     assert [each.partition_id for each in desk.changes] == [0, 1, 2]
     assert refused(desk.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
@@ -169,7 +169,7 @@ def test_marks_and_held_partitions_are_reported():
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    assert "this storage holds" in refused(
+    assert "this storage does not have" in refused(
         absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
     )
 
@@ -245,14 +245,16 @@ def test_a_replica_outside_the_session_can_be_removed():
     assert desk.changes == [Unassign(2, False)]
 
 
-IN_SESSION = "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)"
+IN_SESSION = (
+    "in store session 7 with a:1, b:1, c:1 (without it 2 replicas are left, still a quorum)"
+)
 
 
 @pytest.mark.parametrize(
     ("state", "forced", "text"),
     [
-        (ASSIGNED, False, "in ZooKeeper, found one"),
-        (ASSIGNED, True, "in ZooKeeper, found one"),
+        (ASSIGNED, False, "is assigned to this storage in ZooKeeper"),
+        (ASSIGNED, True, "is assigned to this storage in ZooKeeper"),
         (ENGAGED, False, IN_SESSION),
         (ENGAGED, True, None),
     ],
@@ -279,7 +281,7 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     desk = Terminal(FindZooKeeperState=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
-    assert "(without it 1 are left, less than the quorum of 2)" in text
+    assert "(without it 1 replicas are left, less than the quorum of 2)" in text
     assert "offline first" in text
     assert desk.changes == []
     assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
@@ -291,7 +293,9 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
     desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
-    assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
+    assert "the only replica in sync" in refused(
+        desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
+    )
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
 
@@ -349,7 +353,7 @@ def test_a_copy_is_accepted_only_while_the_partition_is_offline():
     entry = LineageEntry(53, 53, 6, 5, bytes(16))
     copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
     desk = Terminal(PutCopy=53)
-    assert "expected it to be offline" in refused(desk.ask(copy), errors.BadRequest)
+    assert "must be offline while it" in refused(desk.ask(copy), errors.BadRequest)
     assert desk.changes == []
     desk = Terminal(PutCopy=53, InspectReplica=OFFLINE)
     assert desk.ask(copy) == wire.Copied(1, 2, 53)
@@ -399,7 +403,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     assert errors_found == [
         dropped,
         dropped,
-        f"{dropped}; done before that: partitions [0, 1]",
+        f"{dropped}. Partitions already done: [0, 1]",
         None,
     ]
 
@@ -465,7 +469,7 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
             port.stop()
             tasks_may_end.set()
         audited.end.assert_called_once_with(
-            "unknown", "the storage was shut down before the answer"
+            "unknown", "the storage was shut down before it answered"
         )
         assert failures == []
 
@@ -479,7 +483,7 @@ def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_
     desk.take(desk.machine.step(AdminDisconnected(1), 0))
     desk.carry_out()
     desk.carry_out()
-    assert [each.name for each in desk.reports] == ["storage.administered"]
+    assert [each.name for each in desk.reports] == ["storage.admin_request_completed"]
     desk.answered.clear()
     assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
     assert desk.changes == [MarkReplicaSuspect(2), MarkReplicaSuspect(2)]
@@ -513,7 +517,7 @@ def test_changes_and_rejections_are_reported():
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
     assert [report.name for report in desk.reports] == [
-        "storage.administered",
-        "storage.administration_rejected",
+        "storage.admin_request_completed",
+        "storage.admin_request_rejected",
     ]
     assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

@@ -165,7 +165,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
     assert isinstance(found, BelowStart)
     assert (found.first_available, found.retriable) == (6, False)
-    assert "expected IDs from 6 on, found 5..9" in str(found)
+    assert "the first available one is 6" in str(found)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
@@ -223,8 +223,9 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: expected IDs from 16 on, found 0..9; earlier IDs are in the archive, "
-        "and the owner has not sent the archived mark yet"
+        "partition 0: the requested transactions 0..9 are not available: the log of this storage "
+        "begins at 16; earlier transactions are in the archive, but the server that owns the "
+        "partition has not sent the archived mark yet"
     )
 
 
@@ -266,7 +267,10 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
     found = archived.error(message)
     assert isinstance(found, ArchiveUnavailable), "the archive may have them"
-    assert "records 4..7 are damaged; the owner has not sent yet" in str(found)
+    assert (
+        "records 4..7 are damaged; the server that owns the partition has not reported yet"
+        in str(found)
+    )
     bench.ask(1, archived.mark())
     found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
     assert (found.first, found.count) == (4, 6)
@@ -304,7 +308,9 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert rejected.sequence == messages[-1].sequence
     error = from_code(rejected.error_code, rejected.message)
     assert isinstance(error, ArchiveUnavailable)
-    assert str(error).endswith(f"; {QUERIES_MAX} requests wait for the archive already")
+    assert str(error).endswith(
+        f"; {QUERIES_MAX} requests already wait for the archive, which is the limit"
+    )
     assert bench.ask(1, owner.append(2)).synced_max == ROWS + 1
     assert archived.read() == QUERIES_MAX
     assert archived.answer(messages[0], 7).count == 10
@@ -317,4 +323,4 @@ def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench.log._files.begin_after(Marker(3, bench.log.chain_at(3)), bench.log.slot)
     bench.ask(7, open_request())
     answer = bench.ask(7, range_of(owner, 0, 1, reader=True))
-    assert "and this storage has no `archive_url`" in answer.message
+    assert "but this storage has no setting `archive_url`" in answer.message

@@ -218,9 +218,9 @@ def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(
     bench = make()
     owner = filled(bench)
     request(bench, owner, range_to(owner, 5, chain=NONCE))
-    assert "expected the chain " in notices(bench)[-1].error
+    assert "expected chain hash " in notices(bench)[-1].error
     request(bench, owner, range_to(owner, 5, first=1))
-    assert "expected a batch that begins at 1" in notices(bench)[-1].error
+    assert "expected a batch that begins at transaction 1" in notices(bench)[-1].error
     read_range = bench.log.read_range
 
     def reconstructed(*args, **options):
@@ -231,7 +231,7 @@ def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(
 
     monkeypatch.setattr(bench.log, "read_range", reconstructed)
     request(bench, owner, range_to(owner, 5))
-    assert "found reconstructed ones" in notices(bench)[-1].error
+    assert "damaged and reconstructed" in notices(bench)[-1].error
     monkeypatch.undo()
     bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(3, 3),)))
     assert request(bench, owner, range_to(owner, 5)) is None
@@ -380,7 +380,7 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     assert reports(bench, "storage.garbage_collected") == (
         [{"partition": 0, "files": 3, "bytes": 700, "unknown_files": 1}] if kind == "some" else []
     )
-    assert reports(bench, "storage.collection_failed") == (
+    assert reports(bench, "storage.garbage_collection_failed") == (
         [{"partition": 0, "error": "cannot list x"}] if kind == "error" else []
     )
     assert request(bench, owner, range_to(owner, 5)).attempt == 1
@@ -396,7 +396,9 @@ def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, 
     bench.finish()
     bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
     assert not [each for number in (1, 2) for each in collected(bench, number)]
-    assert not reports(bench, "storage.collection_failed"), "the later owner explains its files"
+    assert not reports(bench, "storage.garbage_collection_failed"), (
+        "the later owner explains its files"
+    )
 
 
 def test_a_collection_and_an_upload_wait_for_each_other(make):
@@ -555,7 +557,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     for last in (2, 15, 99):
         found = rejection(bench, owner.make(SetArchived, last, NONCE, 0, 0, "m"))
         assert isinstance(found, BadRequest)
-        assert f"at {last}, which is archived, found" in str(found)
+        assert f"at transaction {last}, up to which the log is archived; found" in str(found)
     assert starts(bench) == []
 
 
@@ -703,7 +705,7 @@ def test_the_records_of_an_object_to_replace_take_a_bounded_memory(make, monkeyp
     bench = make(archive=OLD)
     owner = filled(bench, batches=20)
     assert request(bench, owner, replacement_of(owner, 0, 39, made=MADE)) is None
-    assert "expected whole batches with the IDs 0..39, found them up to 7" in (
+    assert "expected whole batches with transactions 0..39, found batches up to 7" in (
         notices(bench)[-1].error
     )
 
@@ -714,13 +716,13 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
     bench.finish()
     assert bench.log.start.transaction_id == 5
     for first, last, reason in (
-        (6, 8, "expected whole batches with the IDs 6..8, found them up to "),
-        (6, 16, "expected whole batches with the IDs 6..16, found them up to 15"),
-        (7, 9, "expected a batch that begins at 7"),
-        (4, 7, "expected IDs from 6 on, found 4..7"),
+        (6, 8, "expected whole batches with transactions 6..8, found batches up to "),
+        (6, 16, "expected whole batches with transactions 6..16, found batches up to 15"),
+        (7, 9, "expected a batch that begins at transaction 7"),
+        (4, 7, "4..7 are not available: the log of this storage begins at 6"),
     ):
         request(bench, owner, replacement_of(owner, first, last, made=MADE))
         assert reason in notices(bench)[-1].error
         assert notices(bench)[-1].manifest == ""
-    assert len(reports(bench, "storage.replacement_failed")) == 4
+    assert len(reports(bench, "storage.object_replacement_failed")) == 4
     assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, made=MADE)))

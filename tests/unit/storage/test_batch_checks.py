@@ -41,10 +41,15 @@ def test_a_run_that_differs_from_its_header_is_rejected():
     records, lengths, entries = make_batches(4, [3, 2], KEY)
     bad = bytearray(records)
     bad[2 * RECORD_BYTES + 44] ^= 1
-    with pytest.raises(ChecksumMismatch, match="append at 4: record 6 has a wrong CRC or length"):
+    with pytest.raises(
+        ChecksumMismatch,
+        match="append from transaction 4 on: the CRC or the length of record 6 is wrong",
+    ):
         check_batches(4, lengths, bytes(bad), KEY, entries)
     other = records[:RECORD_BYTES] + make_run(9, [20])[0] + records[2 * RECORD_BYTES :]
-    with pytest.raises(BadRequest, match="append at 4: expected ID 5, found 9"):
+    with pytest.raises(
+        BadRequest, match="append from transaction 4: expected transaction ID 5, found 9 on"
+    ):
         check_batches(4, lengths, other, KEY, entries)
     refused = [
         (5, lengths, records, KEY, entries),
@@ -57,7 +62,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
         (4, lengths[:0], b"", KEY, entries),
     ]
     for first, sizes, run, chain, batches in refused:
-        with pytest.raises(BadRequest, match="append at"):
+        with pytest.raises(BadRequest, match="append from"):
             check_batches(first, sizes, run, chain, batches)
 
 
@@ -100,7 +105,7 @@ def test_the_batch_before_an_id_ends_there():
     assert entry_before(segments, 0) is None
     assert entry_before(segments, 3) == entries[0]
     assert entry_before(segments, 5) == entries[1]
-    assert entry_before(segments, 4) is None, "no batch ends at 3"
+    assert entry_before(segments, 4) is None, "no batch that ends theres at 3"
     position = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
     disk.flip(ROOT / segment_name(0, ".chn"), position)
     assert entry_before(segments, 5) is None, "it cannot be read"

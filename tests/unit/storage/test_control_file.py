@@ -89,7 +89,11 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
         control.set_marks(1, 7, 41)
     assert control.has_failed
     for partition_id in (0, 1, 2):
-        with pytest.raises(DiskFailed, match="a sync has failed before: sync "):
+        with pytest.raises(
+            DiskFailed,
+            match="the control file cannot be written, because a "
+            "sync of it has failed before: sync ",
+        ):
             control.set_marks(partition_id, 8, 42)
     assert control.info(0) == before
     assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
@@ -140,7 +144,7 @@ def test_the_other_structure_counts_when_one_is_damaged():
     assert open_control(disk).info(1) == older
     (other,) = set(offsets) - {newest}
     disk.flip(PATH, other + 9)
-    with pytest.raises(BadFormat, match="both structures of partition 1 are wrong"):
+    with pytest.raises(BadFormat, match="both copies of the state of partition 1 are"):
         open_control(disk)
 
 
@@ -150,7 +154,7 @@ def test_a_structure_in_the_place_of_another_is_rejected():
     content = disk.content(PATH)
     first, second = (partition_info_offset(0, slot) for slot in (0, 1))
     disk.overwrite(PATH, second, content[first:second])
-    with pytest.raises(BadFormat, match="both sequence numbers of partition"):
+    with pytest.raises(BadFormat, match="both copies of the state of partition"):
         open_control(disk)
     disk.put(PATH, content)
     disk.flip(PATH, partition_entry_offset(1) + 3, 2)
@@ -235,7 +239,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     slots = SlotFile.open(disk, ROOT, 2)
     assert (slots.slot.promised, slots.fell_back) == (6, True)
     disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
-    with pytest.raises(BadFormat, match="no control slot is valid"):
+    with pytest.raises(BadFormat, match="neither control slot is valid"):
         SlotFile.open(disk, ROOT, 2)
 
 

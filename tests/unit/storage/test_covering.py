@@ -366,7 +366,11 @@ def test_a_disk_failure_between_two_appends_loses_no_record(world):
 
 
 def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
-    with pytest.raises(BadRequest, match=r"expected chain 0+ at 3, found no batch end there"):
+    with pytest.raises(
+        BadRequest,
+        match=r"expected chain hash 0\+ at transaction 3, found "
+        r"no batch end there",
+    ):
         world.log.truncate(2, 8, 3, GENESIS_CHAIN)
     cover(world)
     append(world, next(other_batches(records(0, 10), (3,), 2)))

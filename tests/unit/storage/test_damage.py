@@ -55,7 +55,7 @@ def test_damage_found_during_a_repair_is_recorded(log):
 @pytest.mark.parametrize(("first", "last"), [(5, 6), (0, 1), (1, 2), (4, 7), (8, 8)])
 def test_only_known_damage_is_written_over(log, first, last):
     before = log.disk.files()
-    with pytest.raises(BadRequest, match=f"partition 2: .* damaged range .*, found {first}"):
+    with pytest.raises(BadRequest, match=f"partition 2: .* damaged range.*, found {first}"):
         log.fill(first, last)
     assert log.disk.files() == before
 
@@ -63,7 +63,9 @@ def test_only_known_damage_is_written_over(log, first, last):
 def test_records_that_are_wrong_by_themselves_are_not_written(log):
     before = log.disk.files()
     run, lengths = make_run(4, [20])
-    with pytest.raises(ChecksumMismatch, match="2: record 4 is damaged or has another ID"):
+    with pytest.raises(
+        ChecksumMismatch, match="2: the copy of record 4 is damaged or has another transaction ID"
+    ):
         damage.fill(HOLE, log.segments, 4, lengths, run[:-1] + bytes([run[-1] ^ 1]))
     other, lengths = make_run(5, [20])
     with pytest.raises(ChecksumMismatch, match="record 4"):
@@ -73,7 +75,7 @@ def test_records_that_are_wrong_by_themselves_are_not_written(log):
 
 def test_records_of_another_history_leave_the_damage_known(log):
     run, lengths, _ = make_batches(1, [1], seed=8)
-    with pytest.raises(ChecksumMismatch, match=r"do not match the chain of batch 0\.\.2"):
+    with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
         damage.fill(HOLE, log.segments, 1, lengths, run)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
@@ -125,7 +127,7 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     slot = Slot(2, damaged=(IdRange(4, 6),))
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
     before = log.disk.content(ROOT / segment_name(0, ".chn"))
-    with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain after"):
+    with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain hash after"):
         damage.fill(slot, log.segments, *foreign(4, 6))
     assert log.disk.content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
@@ -135,7 +137,7 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
 def test_a_whole_batch_is_compared_with_its_records_next_to_a_lost_one(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
-    with pytest.raises(ChecksumMismatch, match=r"do not match the chain of batch 0\.\.2"):
+    with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
         damage.fill(slot, log.segments, *foreign(1, 4))
 
 
@@ -153,7 +155,7 @@ def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
     first, last = (8, 8) if spoiled == (2,) else (4, 5)
     with pytest.raises(
-        ChecksumMismatch, match="do not match the chain after the unreadable batch entry"
+        ChecksumMismatch, match="do not match the chain hash after the unreadable batch entry"
     ):
         log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))
 

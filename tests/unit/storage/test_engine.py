@@ -124,7 +124,7 @@ def test_another_cluster_or_another_number_of_partitions_is_rejected(tmp_path):
     open_engine(tmp_path).close()
     with pytest.raises(ClusterKeyMismatch, match=f"found {KEY.hex()}"):
         open_engine(tmp_path, settings=LogSettings(bytes(16), 10_000, lambda: 5))
-    with pytest.raises(BadFormat, match="expected 4 partitions, found 3"):
+    with pytest.raises(BadFormat, match="expected a partition count of 4, found 3"):
         open_engine(tmp_path, partition_count=4)
     open_engine(tmp_path).close()
 
@@ -141,7 +141,9 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         log = engine.log(1)
         assert (log.max_id, log.suspect, log.last_session) == (-1, True, -1)
         for session in (6, 7):
-            with pytest.raises(SessionFenced, match="expected a session above 7"):
+            with pytest.raises(
+                SessionFenced, match="expected a store session above the promised one, 7"
+            ):
                 log.prepare(session, KEY)
         engine.close()
     engine = open_engine(tmp_path)
@@ -184,7 +186,9 @@ def test_an_absent_partition_cannot_be_administered(tmp_path):
     ):
         with pytest.raises(UnknownPartition, match="partition 1 is not assigned"):
             command(1)
-        with pytest.raises(UnknownPartition, match=r"expected a partition in 0..2, found 3"):
+        with pytest.raises(
+            UnknownPartition, match=r"--partition: expected a partition in 0..2, found 3"
+        ):
             command(3)
     with pytest.raises(UnknownPartition):
         engine.info(-1)

@@ -90,7 +90,7 @@ def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
     # Too long ago to be stored, and a number that would precede all sessions.
     assert Slot.decode(Slot(0, last_session=1 << 40, engaged=3).encode()).engaged == -1
     body = Slot(0, last_session=7, engaged=0).encode()[:-8] + (9).to_bytes(4, "big")
-    with pytest.raises(BadFormat, match="at least 0, found -1"):
+    with pytest.raises(BadFormat, match="expected an engaged session of at least 0, found -1"):
         Slot.decode(with_crc(body))
 
 

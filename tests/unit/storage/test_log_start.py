@@ -110,7 +110,7 @@ def test_reads_below_the_start_name_the_first_id(world, first):
         lambda: log.reader.locations(first, log.max_id, 1000),
         lambda: log.lineage(first, start),
     ):
-        with pytest.raises(BelowStart, match=f"expected IDs from {start + 1} on") as caught:
+        with pytest.raises(BelowStart, match=f"this storage begins at {start + 1}") as caught:
             read()
         assert caught.value.first_available == start + 1
     assert log.chain_at(first) is None
@@ -123,9 +123,12 @@ def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
     assert not log.remove_oldest(end_of(log, log.max_id)), "no mark is confirmed"
     marked(world)
     assert not log.remove_oldest(end_of(log, 3))
-    with pytest.raises(BadRequest, match=r"expected chain .* at 47, which is archived"):
+    with pytest.raises(
+        BadRequest,
+        match=r"expected chain hash .* at transaction 47, up to which the log is archived",
+    ):
         log.remove_oldest(Marker(47, Chain(b"c" * 16)))
-    with pytest.raises(BadRequest, match="at 99, which is archived"):
+    with pytest.raises(BadRequest, match="at transaction 99, up to which the log is archived"):
         log.remove_oldest(Marker(99, log.chain))
     assert names(world) == before
     assert log.start.transaction_id == -1
@@ -242,7 +245,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
         log.reset(1, end_of(log, 47))
     marked(world)
     log.prepare(2, NONCE)
-    with pytest.raises(DataLoss, match="expected to keep the records up to 47"):
+    with pytest.raises(DataLoss, match="the replica must keep records up to its low-water mark 47"):
         log.reset(2, Marker(40, Chain(b"c" * 16)))
     assert log.max_id == 47
 
@@ -272,7 +275,9 @@ def test_a_first_segment_that_begins_above_the_start_is_reported(world):
         path = oldest.with_suffix(suffix)
         path.rename(path.with_name(segment_name(first + 1, suffix)))
     world.control.close()
-    with pytest.raises((MissingSegment, BadFormat), match=f"begin at ID {first} or below"):
+    with pytest.raises(
+        (MissingSegment, BadFormat), match=f"begins at transaction {first} or earlier"
+    ):
         world.open()
     for suffix in (".seg", ".idx", ".chn"):
         (world.directory / "0" / segment_name(first + 1, suffix)).rename(oldest.with_suffix(suffix))
@@ -295,7 +300,7 @@ def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
 def test_a_removal_that_fails_is_finished_by_the_next_opening(world):
     archived = marked(world)
     world.disk.unlink, unlink = _failing, world.disk.unlink
-    with pytest.raises(DiskFailed, match="the log cannot begin after"):
+    with pytest.raises(DiskFailed, match="cannot remove the log before"):
         world.log.remove_oldest(archived)
     assert world.log.is_broken
     world.disk.unlink = unlink

@@ -321,7 +321,7 @@ def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
     with pytest.raises(DiskFailed):
         world.append([1])
     world.disk.fail.clear()
-    with pytest.raises(BadRequest, match="a write failed in this session"):
+    with pytest.raises(BadRequest, match="a write failed in this store session"):
         world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     assert world.log.damaged == (IdRange(130, 130),)
 
@@ -514,14 +514,20 @@ def run_an_original(world, session, mark):
 
 def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     world.append([2, 3])
-    with pytest.raises(BadRequest, match="expected mark -1 of session -1, found 4 of 1"):
+    with pytest.raises(
+        BadRequest, match="expected low-water mark -1 of session -1, found 4 of session 1"
+    ):
         world.log.engage(1, 4)
     chain = world.log.chain
     world.log.set_low_water_mark(1, 4, chain)
-    with pytest.raises(BadRequest, match="expected mark 4 of session 1, found 1 of 1"):
+    with pytest.raises(
+        BadRequest, match="expected low-water mark 4 of session 1, found 1 of session 1"
+    ):
         world.log.engage(1, 1)
     world.log.prepare(2, NONCE)
-    with pytest.raises(BadRequest, match="expected mark 4 of session 1, found 4 of 2"):
+    with pytest.raises(
+        BadRequest, match="expected low-water mark 4 of session 1, found 4 of session 2"
+    ):
         world.log.engage(2, 4)
     with pytest.raises(SessionFenced):
         world.log.engage(1, 4)
@@ -761,7 +767,7 @@ def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world
         world.log.truncate(2, 5, 3, chain)
     world.disk.fail.clear()
     for session, last in ((1, 5), (2, 4), (2, 6)):
-        with pytest.raises(DiskFailed, match="a write failed in this session"):
+        with pytest.raises(DiskFailed, match="a write failed in this store session"):
             world.log.truncate(session, last, 3, chain)
     world.log.mark_acked()  # the marker stays where it is
     world.crash()

@@ -76,13 +76,13 @@ def test_whole_batches_begin_and_end_with_one(log):
     assert log.read(0, 11, 5 * RECORD_BYTES, whole_batches=True) == 4
     assert log.read(0, 11, 7 * RECORD_BYTES, whole_batches=True) == 4
     assert log.read(3, 11, whole_batches=True) == 11
-    with pytest.raises(BadRequest, match="expected a batch that begins at 4, found"):
+    with pytest.raises(BadRequest, match="expected a batch that begins at transaction 4, found"):
         log.read(4, 11, whole_batches=True)
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (5, 4), (3, 12), (12, 12)])
 def test_missing_ids_are_rejected(log, first, last):
-    with pytest.raises(BadRequest, match="expected IDs up to 11"):
+    with pytest.raises(BadRequest, match="this storage ends at 11"):
         log.read(first, last)
 
 
@@ -178,7 +178,7 @@ def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large
     assert large.read(0, 99) == 13
     assert large.slots.slot.damaged == (IdRange(14, 23),)
     assert len(large.written) == 1
-    assert "a sector cannot be read" in large.reader.take_errors()[0]
+    assert "a sector cannot be read:" in large.reader.take_errors()[0]
     with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
         large.read(14, 99)
     assert large.read(24, 99) == 99
@@ -237,7 +237,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
     assert log.reader.verify(8, 1 << 20) == 10
     lineage = ROOT / segment_name(0, ".chn")
     log.disk.overwrite(lineage, len(log.disk.content(lineage)) - 10, bytes(10))
-    with pytest.raises(ChecksumMismatch, match="the last 1 of 2 batches"):
+    with pytest.raises(ChecksumMismatch, match="the last 1 of 2 batch"):
         log.reader.verify(0, 1 << 20)
 
 
@@ -263,7 +263,7 @@ def test_places_are_reported_over_segments_as_far_as_they_fit(log):
     assert placed(log, 4, 6) == 6
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
     assert placed(log, 7, 11, 1) == 7
-    with pytest.raises(BadRequest, match="expected IDs up to 11"):
+    with pytest.raises(BadRequest, match="this storage ends at 11"):
         log.reader.locations(3, 12, 1)
 
 

@@ -262,7 +262,11 @@ def test_missing_slots_are_reported_and_not_rebuilt():
     disk = new_disk()
     written(disk, [3])
     disk.unlink(ROOT / SLOTS_NAME)
-    with pytest.raises(BadFormat, match=r"expected waltz-x\.ctl with \.chn files, found none"):
+    with pytest.raises(
+        BadFormat,
+        match=r"expected a file waltz-x\.ctl, because there are "
+        r"\.chn files; found none",
+    ):
         opened(disk)
 
 
@@ -271,7 +275,9 @@ def test_a_log_without_its_beginning_is_rejected():
     written(disk, [3], [2])
     for suffix in (".seg", ".idx", ".chn"):
         disk.unlink(path_of(0, suffix))
-    with pytest.raises(MissingSegment, match="segment to begin at ID 0 or below, found ID 3"):
+    with pytest.raises(
+        MissingSegment, match="the oldest segment begins at transaction 0 or earlier, found 3"
+    ):
         opened(disk)
 
 
@@ -702,7 +708,7 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
     disk.make_unreadable(path, start, start)
     end = len(disk.content(path_of(0, ".idx"))) - 1
     disk.make_unreadable(path_of(0, ".idx"), end, end)
-    with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read"):
+    with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read:"):
         opened(disk)
     assert disk.content(path) == before
 
@@ -715,7 +721,7 @@ def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
     before = disk.content(path)
     start = SEGMENT_HEADER_BYTES + 25 * RECORD_BYTES
     disk.make_unreadable(path, start, start)
-    with pytest.raises(ReadFailed, match="a sector cannot be read"):
+    with pytest.raises(ReadFailed, match="a sector cannot be read:"):
         opened(disk)
     assert disk.content(path) == before
 

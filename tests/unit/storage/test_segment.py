@@ -92,7 +92,7 @@ def test_a_segment_of_something_else_is_rejected():
         with pytest.raises(BadFormat, match="expected partition"):
             Segment.open(disk, ROOT, 0, partition_id=partition_id, cluster_key=key)
     disk.rename(SEG, ROOT / segment_name(7, ".seg"))
-    with pytest.raises(BadFormat, match="from ID 7"):
+    with pytest.raises(BadFormat, match="from transaction 7"):
         open_segment(disk, 7)
     disk.rename(ROOT / segment_name(7, ".seg"), SEG)
     disk.flip(SEG, 60)

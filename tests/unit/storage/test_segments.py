@@ -184,7 +184,11 @@ def test_an_entry_of_another_place_is_not_trusted():
     path, position = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
     segment_crc = LineageHeader(BLANK, GENESIS_CHAIN).segment_crc
     disk.overwrite(path, position, encode_entry(entries[3], 5, segment_crc=segment_crc, position=1))
-    with pytest.raises(ChecksumMismatch, match=r"after 0\.\.1 to begin at 2, found 6"):
+    with pytest.raises(
+        ChecksumMismatch,
+        match=r"at transaction 2, after batch 0\.\.1, "
+        r"found 6\.\.",
+    ):
         segments.entries(0, 6, 9)
     assert segments.entries(6, 6, 9)[1] == (entries[3],)
 
@@ -194,7 +198,7 @@ def test_the_last_batches_of_a_running_log_are_not_reconstructed():
     segments, _, entries = make_segments(disk, [2, 1, 3])
     path = ROOT / segment_name(0, ".chn")
     disk.flip(path, len(disk.content(path)) - 20)
-    with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batches"):
+    with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batch"):
         segments.repair(0, 5)
     disk.flip(path, len(disk.content(path)) - 20)
     assert segments.repair(0, 5) == ()

@@ -692,7 +692,7 @@ def test_a_dropped_partition_is_not_served_any_more(bench):
 def test_rejections_are_reported(bench):
     bench.refusal(1, prepare(Owner(5, partition_id=3)))
     (report,) = bench.only(Report)
-    assert report.name == "storage.rejected"
+    assert report.name == "storage.request_rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 

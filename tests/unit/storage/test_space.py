@@ -35,7 +35,7 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
     steps = disk.step_count
     space.check(6_000)
     assert not space.is_short
-    with pytest.raises(NoSpace, match="expected 6001 bytes for an append and the reserve, found 6"):
+    with pytest.raises(NoSpace, match="full: an append and the reserve need 6001 bytes, and 6"):
         space.check(6_001)
     assert space.is_short
     assert space.reserved_bytes == 4_000

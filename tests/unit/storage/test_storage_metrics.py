@@ -119,8 +119,8 @@ def test_a_pass_of_the_scrub_is_counted_for_its_partition():
     metrics, storage_metrics = made()
     storage_metrics.report(Report("storage.scrub_finished", (("partition", 4),)))
     storage_metrics.report(
-        Report("storage.rejected", (("request", "Prepare"), ("error", "SessionFenced")))
+        Report("storage.request_rejected", (("request", "Prepare"), ("error", "SessionFenced")))
     )
     assert metrics.value("waltz_storage_scrub_passes_total", partition=4) == 1
     assert metrics.value("waltz_storage_events_total", event="storage.scrub_finished") == 1
-    assert metrics.value("waltz_storage_events_total", event="storage.rejected") == 1
+    assert metrics.value("waltz_storage_events_total", event="storage.request_rejected") == 1

@@ -49,7 +49,7 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert held_by(engine) == ()
     absent = facts_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
-    assert absent.reason == "its log is not open"
+    assert absent.reason == "the storage has not opened its log"
     with pytest.raises(UnknownPartition):
         facts_of(engine, 3, is_served=False)
     assert carry_out(engine, admin_tasks.Assign(1)) is None
@@ -183,7 +183,7 @@ def test_a_copy_without_space_does_not_use_the_reserve(is_found):
     disk.capacity_bytes += size - is_found
     if not is_found:
         disk.plan_call(("write",), DiskFault.DISK_FULL)
-    error = f"expected {size} bytes for an append and the reserve" if is_found else "."
+    error = f"full: an append and the reserve need {size} bytes" if is_found else "."
     with pytest.raises(NoSpace, match=error):
         carry_out(engine, admin_tasks.PutCopy(copy))
     assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
@@ -205,7 +205,7 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     log = engine.log(1)
     log.prepare(4, NONCE)
     log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
-    with pytest.raises(BadRequest, match="without a provisional mark"):
+    with pytest.raises(BadRequest, match="the provisional low-water mark"):
         carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
     assert log.slot.provisional is not None
 

@@ -99,16 +99,16 @@ def test_a_table_of_another_cluster_or_follower_is_not_continued():
 
 
 def test_a_log_that_ends_before_the_table_has_lost_data():
-    with pytest.raises(DataLoss, match="partition 1 up to transaction 5, but its log ends at 4"):
+    with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at 4:"):
         next_batch({0: 1, 1: 5}, LogState({0: 9, 1: 4}, {}), 10)
-    with pytest.raises(DataLoss, match="partition 1 up to transaction 5, but its log ends at -1"):
+    with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at -1:"):
         next_batch({1: 5}, LogState({0: 9}, {}), 10)
 
 
 def test_transactions_that_expired_after_the_table_marks_are_data_loss():
     log = LogState({0: 9}, {0: 6})
     assert next_batch({0: 5}, log, 10) == {0: 9}
-    with pytest.raises(DataLoss, match="up to transaction 4, but the first available one is 6"):
+    with pytest.raises(DataLoss, match="up to 4, but the first available one in the log is 6:"):
         next_batch({0: 4}, log, 10)
 
 

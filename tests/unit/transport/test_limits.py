@@ -71,8 +71,10 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         for _ in range(2):
             with pytest.raises(Overloaded, match="over its limit of 2 connections at this daemon"):
                 await dial()
-        assert caplog.text.count("access.over_limit peer=127.0.0.1") == 1
-        rejected = f"access.rejected peer={port.address} error=spark-etl is over its limit of 2 "
+        assert caplog.text.count("access.limit_exceeded peer=127.0.0.1") == 1
+        rejected = (
+            f"access.rejected_by_peer peer={port.address} error=spark-etl is over its limit of 2 "
+        )
         assert caplog.text.count(rejected) == 1
         first.abort("done")
         await until(lambda: len(port.peer.closed) == 3)
@@ -97,9 +99,9 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
         port.learn(limited())
         dial = Dialer(port, files, token_file, WireProtocol.STORAGE)
         first, second = await dial(), await dial()
-        with pytest.raises(Overloaded, match="spark-etl is over the limit of 2 connections"):
+        with pytest.raises(Overloaded, match="spark-etl exceeds the limit of 2 connections at"):
             await dial()
-        assert "access.over_limit peer=127.0.0.1" in caplog.text
+        assert "access.limit_exceeded peer=127.0.0.1" in caplog.text
         first.abort("done")
         await until(lambda: len(port.peer.closed) == 2)
         third = await dial()

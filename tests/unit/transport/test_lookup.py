@@ -93,7 +93,7 @@ def test_the_errors_of_a_lookup_name_the_host(dns: Dns, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         found = lookup.begin("localhost")
-    with pytest.raises(OSError, match="no thread for the lookup of localhost"):
+    with pytest.raises(OSError, match="resolve the host name localhost: no thread"):
         found.result()
     assert lookup.begin("localhost").result()
 

@@ -196,7 +196,7 @@ async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tm
         await until(lambda: "unable to get local issuer certificate" in logged())
         shown = issued(made, tmp_path, "expired", common_name="ann", not_after=past)
         await rejected_at(port.address, trusting(files), **shown)
-        await until(lambda: "certificate has expired" in logged())
+        await until(lambda: "certificate of the peer has expired" in logged())
         assert port.principals == []
 
 
@@ -271,8 +271,8 @@ async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp
     ("secret", "reason"),
     [
         (EXPIRED, "token t2 of spark-etl has expired"),
-        (REVOKED, "token t3 of ann is revoked"),
-        (bytes(32), "the token is unknown or revoked"),
+        (REVOKED, "token t3 of ann was revoked"),
+        (bytes(32), "the token is unknown, or was revoked"),
     ],
     ids=["expired", "revoked", "unknown"],
 )
@@ -289,7 +289,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
         await until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
         assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
-        assert logged().count(f"access.rejected peer={port.address} error={reason}") == 1
+        assert logged().count(f"access.rejected_by_peer peer={port.address} error={reason}") == 1
         assert secret.hex() not in logged()
         assert repr(secret) not in logged()
 
@@ -327,7 +327,7 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
     connect = trusting(files, f"&token_file={token_file}")
     async with open_port(files) as port:
         port.context.access.permissions = None
-        with pytest.raises(AuthenticationFailed, match="there are no permissions yet"):
+        with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
             await dialed(port.address, connect)
         port.learn(PERMISSIONS)
         await dialed(port.address, connect)
@@ -341,10 +341,10 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access.learn(Permissions(4, "ops", 0, bytes(32)))
     assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
-        "access.missing revision=0",
-        "access.revision revision=5",
-        "access.missing revision=5",
-        "access.revision_ignored revision=4 known=5",
+        "access.permissions_missing revision=0",
+        "access.revision_applied revision=5",
+        "access.permissions_missing revision=5",
+        "access.older_revision_ignored revision=4 known=5",
     ]
     access.learn(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
@@ -427,7 +427,9 @@ def test_a_token_of_another_length_is_a_protocol_error(protocol):
 def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token_file, tls_part):
     settings = {"tls": "off"} if "OFF" in tls_part else {}
     connect = f"zk:1/w?{tls_part.replace('OFF', files.authorities)}token_file={token_file}"
-    with pytest.raises(BadConfig, match=r"token_file '.*': expected TLS that verifies the peer"):
+    with pytest.raises(
+        BadConfig, match=r"token_file '.*': a token requires TLS that verifies the peer"
+    ):
         tls.dialing(ClientConfig(**settings), connect)
 
 
@@ -440,7 +442,7 @@ def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_f
 
 
 def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
-    with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
+    with pytest.raises(BadConfig, match="the file absent' cannot be read: No such file"):
         tls.dialing(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
     monkeypatch.delenv("OUR_TOKEN", raising=False)
     with pytest.raises(BadConfig, match="token_env OUR_TOKEN: expected a token"):
@@ -512,9 +514,9 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     denied = made.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
     assert type(denied) is PermissionDenied
     assert str(denied) == (
-        "AppendRequest requires append for partition 9, and spark-etl is not granted append there. "
-        "Hint: `waltz-core access grant` grants it; clients with permissions for some partitions "
-        "name them (docs/access.md)."
+        "AppendRequest requires the verb append for partition 9, but spark-etl has no "
+        "grant of append there. Hint: `waltz-core access grant` grants it; a client that has "
+        "permissions for some partitions only must name them (docs/access.md)."
     )
     assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
     assert made.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
@@ -598,7 +600,7 @@ async def test_a_mount_needs_the_proof_of_its_client_id():
     ):
         error = made.denial(denied)
         assert type(error) is ClientIdDenied
-        assert str(error).startswith("partition 3: expected a client ID with the proof that it ")
+        assert str(error).startswith("partition 3: expected a client ID with a proof that it ")
         assert type(made.denial(denied, version=7)) is BadRequest
     assert others.denial(proven(others, FIRST_ISSUED)) is None
 
@@ -624,7 +626,7 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
 async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
     accepting = dataclasses.replace(MOUNTING, accepts_0_13=True)
     for mount, reason in (
-        (mount_of(5), ["client IDs without a proof are not accepted any more"]),
+        (mount_of(5), ["client IDs without a proof of their principal are no longer accepted"]),
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
         (mount_of(FIRST_ISSUED), []),
     ):
@@ -652,7 +654,7 @@ async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(m
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
         AccessOfConnection().access.take_client_id()
-    assert "access.over_limit peer=a:1 error=no ID" in logged()
+    assert "access.limit_exceeded peer=a:1 error=no ID" in logged()
     AccessOfConnection(is_enforced=False).access.take_client_id()
 
 
@@ -746,7 +748,7 @@ def revision(**changes):
         (revision(groups={}, grants=(Grant("spark-etl", False, APPEND, None),)), None),
         (revision(grants=(Grant("etl", True, APPEND, ((0, 2),)),)), "permissions of spark-etl"),
         (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
-        (revision(tokens={}), "token t1 of spark-etl is revoked"),
+        (revision(tokens={}), "token t1 of spark-etl was revoked"),
         (
             revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
@@ -779,7 +781,7 @@ async def test_a_report_ends_connections_only_because_of_tokens():
     made.port.learn(revision(grants=()))
     assert made.ended == []
     made.port.learn(revision(tokens={}))
-    assert made.ended == ["token t1 of spark-etl is revoked"]
+    assert made.ended == ["token t1 of spark-etl was revoked"]
 
 
 @on_loop
@@ -794,7 +796,7 @@ async def test_an_expired_certificate_ends_its_connection_soon():
     assert reports.opened(certificate, "a:1", ended.append).expires_ms is None
     now_ms += 1
     await until(lambda: ended)
-    assert ended == ["the certificate has expired"]
+    assert ended == ["the certificate of the peer has expired"]
 
 
 @on_loop
@@ -822,10 +824,10 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
         assert server_side.permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
         port.learn(dataclasses.replace(GRANTED, revision=8))
         await link.wait_closed()
-        assert server_side.closed_reason == "the permissions of spark-etl have changed"
+        assert server_side.closed_reason == "the permissions of spark-etl were changed"
 
 
 @on_loop
 async def test_access_control_needs_tls():
-    with pytest.raises(BadConfig, match='tls: expected "on" with access = "on"'):
+    with pytest.raises(BadConfig, match='tls: access = "on" requires tls = "on"'):
         tls.listening(StorageConfig(connect="zk:1/w", directory="d", access="on"))

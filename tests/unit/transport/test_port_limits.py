@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 HELLO = codec.encode_hello(Hello(WireProtocol.STORAGE.versions_offered, "x"))
 STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
 
@@ -32,9 +36,9 @@ STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
 def test_one_host_has_half_of_the_handshakes_in_progress():
     limits = HandshakeLimits(count_max=10, burst=100, per_s=1, clock_s=lambda: 0.0)
     assert [limits.begin("10.0.0.1") for _ in range(5)] == [""] * 5
-    assert limits.begin("10.0.0.1") == "5 of 5 handshakes are in progress"
+    assert limits.begin("10.0.0.1") == "5 handshakes of this host are in progress; the limit is 5"
     assert [limits.begin(f"2001:db8::{n:x}") for n in range(5)] == [""] * 5
-    assert limits.begin("10.0.0.2") == "0 of 10 handshakes are in progress"
+    assert limits.begin("10.0.0.2") == "0 handshakes of this host are in progress; the limit is 10"
     limits.end("2001:db8::ffff")  # the same network
     assert limits.begin("10.0.0.2") == ""
     for _ in range(5):
@@ -57,7 +61,7 @@ def test_after_a_burst_one_host_has_a_rate_of_handshakes():
         return outcomes.count("")
 
     assert begun("a", 50) == 20
-    assert limits.begin("a") == "more than 2 handshakes per second"
+    assert limits.begin("a") == "this host begins more than 2 handshakes per second"
     assert begun("b", 50) == 20
     now_s += 3.0
     assert begun("a", 50) == 6
@@ -77,26 +81,42 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
 
 
 @on_loop
-async def test_hosts_take_turns_and_each_iteration_of_the_loop_begins_one_handshake():
-    iterations, begun = [], []
-    turns = HandshakeTurns(iterations.append)
+async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
+    scheduled: list[tuple[float, Callable[[], None]]] = []
+    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
     added = {}
+    closed = {"b1", "c1"}
     for name in ("a1", "a2", "a3", "b1", "2001:db8::1", "2001:db8::2", "c1"):
         added[name] = asyncio.get_running_loop().create_future()
-        turns.add(name if ":" in name else name[0], added[name])
+        host = name if ":" in name else name[0]
+        turns.add(host, added[name], lambda name=name: name in closed)
     added["a2"].cancel()
-    while iterations:
-        (begin_one,) = iterations
-        iterations.clear()
+    begun, pauses_s = ["a2"], []
+    while scheduled:
+        ((pause_s, begin_one),) = scheduled
+        pauses_s.append(pause_s)
+        scheduled.clear()
         begin_one()
-        begun.append([each for each, turn in added.items() if turn.done()])
-    before, order = ["a2"], []
-    for each in begun:
-        (new,) = set(each) - set(before)
-        order.append(new)
-        before = each
-    assert order == ["a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    assert turns._waiting == {}
+        begun += [name for name, turn in added.items() if turn.done() and name not in begun]
+    assert begun == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
+    # No pause before the first one and after those that have closed; one after the last one.
+    pause = port_limits.HANDSHAKE_PAUSE_S
+    assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
+
+
+@on_loop
+async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
+    scheduled: list[tuple[float, Callable[[], None]]] = []
+    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
+    first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
+    turns.add("a", first, lambda: False)
+    scheduled.pop()[1]()
+    turns.add("a", second, lambda: False)
+    ((_, begin_one),) = scheduled
+    assert first.done()
+    assert not second.done()
+    begin_one()
+    assert second.done()
 
 
 @on_loop
@@ -119,7 +139,12 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
                 link.abort("done")
         assert rejected == 6
         lines = [each for each in caplog.messages if "handshakes per second" in each]
-        assert lines == ["tls.failed peer=127.0.0.1 error=more than 1 handshakes per second"]
+        assert lines == [
+            (
+                "tls.handshake_failed peer=127.0.0.1 error=this host begins more than 1 "
+                "handshakes per second"
+            )
+        ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -139,7 +164,10 @@ class OneLink:
 
 
 def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
-    limits, rejection = LinkLimits(40), "too many connections of principals without permissions"
+    limits, rejection = (
+        LinkLimits(40),
+        "the limit of connections of principals without permissions is reached",
+    )
     strangers = [OneLink(is_stranger=True) for _ in range(6)]
     assert [limits.add(each) for each in strangers] == [""] * 5 + [rejection]
     elsewhere = [OneLink(f"10.0.1.{n}", is_stranger=True) for n in range(6)]
@@ -202,7 +230,7 @@ async def test_incomplete_frames_of_real_connections_are_limited():
         await reader.readexactly(7)
         writers.append(writer)
     await until(lambda: peer.closed)
-    assert "incomplete frames of all connections exceed 3145728 bytes" in peer.closed[0]
+    assert "incomplete messages of all connections exceed 3145728 bytes" in peer.closed[0]
     assert len(listener.links) == 1
     (left,) = listener.links
     await until(lambda: left.incomplete_bytes == 1024 * 1024)
@@ -246,7 +274,9 @@ async def test_a_stranger_is_disconnected_after_its_denials(files, monkeypatch):
         asking.send(Heartbeat(1, 0, 3))
         await silent.wait_closed()
         await asking.wait_closed()
-        assert sides[1].closed_reason == "its principal had no permission for 0.2 s"
+        assert (
+            sides[1].closed_reason == "the principal of the connection had no permission for 0.2 s"
+        )
         sides[0]._tick()
         assert not sides[0].is_closed
         known.abort("done")

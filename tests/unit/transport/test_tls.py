@@ -163,7 +163,7 @@ def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files)
 
 
 def test_a_port_with_certificates_never_listens_in_plain_text():
-    with pytest.raises(BadConfig, match='tls: expected "on" with tls_require_certificate'):
+    with pytest.raises(BadConfig, match='tls_require_certificate = true requires tls = "on"'):
         tls.listening(server(tls_require_certificate=True))
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
 
@@ -175,7 +175,7 @@ def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     context = tls.listening(config)
     file.write_text('tls = "off"\n')
     tls.renew(config, context)
-    assert "tls.renewal_failed error=tls: expected it to be on" in caplog.text
+    assert "tls.reload_failed error=tls: expected it to be on" in caplog.text
 
 
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
@@ -192,7 +192,7 @@ def test_a_daemon_with_tls_requires_a_certificate(files):
 
 
 def test_tls_files_without_the_tls_setting_are_an_error(files):
-    with pytest.raises(BadConfig, match='tls: expected "on" or "off" with tls_authorities'):
+    with pytest.raises(BadConfig, match='tls: expected "on" or "off", because tls_authorities'):
         tls.dialing(ClientConfig(tls_authorities=files.authorities), CONNECT)
     assert tls.dialing(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
 
@@ -200,7 +200,9 @@ def test_tls_files_without_the_tls_setting_are_an_error(files):
 def test_files_that_cannot_be_used_are_named(files, tmp_path):
     for name in ("tls_certificate", "tls_key", "tls_authorities"):
         settings = files.settings | {name: str(tmp_path / "absent.pem")}
-        with pytest.raises(BadConfig, match=rf"{name}: '.*absent.pem' cannot be read: No such"):
+        with pytest.raises(
+            BadConfig, match=f"setting {name}: '.*absent.pem' cannot be read: No such"
+        ):
             tls.dialing(ClientConfig(**settings), "")
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing\n")
@@ -225,7 +227,7 @@ def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
         )
     )
     settings = files.settings | {"tls_key": str(locked)}
-    with pytest.raises(BadConfig, match="expected a key without a password"):
+    with pytest.raises(BadConfig, match="expected a private key without a password"):
         tls.dialing(ClientConfig(**settings), "")
 
 
@@ -260,8 +262,11 @@ def test_the_documented_commands_create_valid_files(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
-        ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
+        ({"tls": "yes"}, "setting tls: expected one of nothing, on, off, found 'yes'"),
+        (
+            {"tls_verify": "host"},
+            "setting tls_verify: expected one of name, chain, nothing, found 'host'",
+        ),
         ({"tls": "on", "tls_key": "k"}, "tls_key requires tls_certificate"),
     ],
 )
@@ -318,7 +323,7 @@ def test_the_error_names_each_missing_setting(settings, missing):
 
 def test_open_znodes_of_permissions_are_logged(caplog):
     tls.check_network(server(**PROTECTED))
-    assert "access.znodes_open" in caplog.text
+    assert "access.znodes_unprotected" in caplog.text
 
 
 def test_with_a_transition_only_dial_connects_with_tls(files):
@@ -332,7 +337,7 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"tls_transition": "accept"}, 'tls: expected "on" with tls_transition'),
+        ({"tls_transition": "accept"}, 'setting tls: tls_transition requires tls = "on"'),
         ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
         (
             {"tls_transition": "dial", "access": "on"},
@@ -357,12 +362,15 @@ def failure(reason: str) -> ssl.SSLError:
     [
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
-        ("TLSV1_ALERT_UNKNOWN_CA", "the peer does not accept this side's certificate: tlsv1"),
+        ("TLSV1_ALERT_UNKNOWN_CA", "the peer rejects the certificate of this process: tlsv1"),
         (
             "SSLV3_ALERT_CERTIFICATE_EXPIRED",
-            "the peer does not accept this side's certificate: sslv3",
+            "the peer rejects the certificate of this process: sslv3",
         ),
-        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "the peer expects a certificate, found none"),
+        (
+            "TLSV13_ALERT_CERTIFICATE_REQUIRED",
+            "the peer expects a certificate of this process, which has none",
+        ),
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
     mounted = Mounted(REQ_ID, 1, 2, 3, 4, 5)
     with pytest.raises(LocalProtocolError, match="Mounted is not in version"):
         codec.encode(mounted, version)
-    with pytest.raises(RemoteProtocolError, match="no message of type 67"):
+    with pytest.raises(RemoteProtocolError, match="no message with type 67"):
         codec.decode(WireProtocol.CLIENT, version, payload(mounted, 5))
 
 
@@ -121,7 +121,7 @@ def test_a_view_of_larger_items_is_a_local_error():
     ("data", "why"),
     [
         (b"", "an empty payload"),
-        (b"\xff", "no message of type 255"),
+        (b"\xff", "no message with type 255"),
         (b"\x07", "cannot be read"),
         (b"\x07" + bytes(21), "1 bytes after its last field"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1), "a count of -1"),

@@ -61,7 +61,7 @@ def test_the_highest_common_version_is_spoken():
 def test_no_common_version_ends_the_connection():
     listener = storage(is_listener=True)
     text = failure(listener, codec.encode_hello(Hello((7, 8), "Waltz Storage Client")))
-    assert "this side has [1, 2, 3, 4]" in text
+    assert "this side supports [1, 2, 3, 4]" in text
     assert "has [7, 8]" in text
     assert "Hint" not in text
 
@@ -71,14 +71,14 @@ def test_no_common_version_ends_the_connection():
 )
 def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
-    assert text.startswith("no common version of protocol 'S': this side has [1, 2, 3, 4], ")
+    assert text.startswith("no common version of protocol 'S': this side supports [1, 2, 3, 4], ")
     assert f"{peer!r} has [0]" in text
     assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
 
 def test_no_message_is_sent_before_the_peers_hello():
     dialler = storage(is_listener=False)
-    with pytest.raises(LocalProtocolError, match="no version yet"):
+    with pytest.raises(LocalProtocolError, match="a version yet"):
         dialler.send(SuccessResponse(1, 2, 3))
     assert dialler.keep_alive() == bytes.fromhex("48000000000000")
 

@@ -41,14 +41,14 @@ def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
 @pytest.mark.parametrize(
     ("made", "records_bytes", "sentence"),
     [
-        ([FileLocation(0, 128, 10)], 11, "expected 11 bytes, found 10"),
+        ([FileLocation(0, 128, 10)], 11, "expected 11 bytes of records, found 10"),
         (
             [FileLocation(0, 128, 10), FileLocation(5, 128, -1)],
             9,
-            "expected a run of bytes of a segment",
+            "of records: expected a run of bytes in a segment",
         ),
-        ([FileLocation(0, -1, 10)], 10, "expected a run of bytes of a segment"),
-        ([FileLocation(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
+        ([FileLocation(0, -1, 10)], 10, "of records: expected a run of bytes in a segment"),
+        ([FileLocation(-1, 0, 10)], 10, "of records: expected a run of bytes in a segment"),
     ],
 )
 def test_impossible_places_are_rejected(made, records_bytes, sentence):

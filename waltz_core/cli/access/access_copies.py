@@ -29,14 +29,18 @@ def read_export(path: Path) -> Permissions:
     try:
         return access_node.decode(data)
     except BadFormat as error:
-        raise BadFormat(f"{path}: {error}. Hint: `access export` writes such a file.") from error
+        raise BadFormat(
+            f"{path} is not a file of exported permissions: {error}. Hint: `access export` writes "
+            "such a file."
+        ) from error
 
 
 def described(found: Permissions) -> str:
     """Return revision, time and size of permissions as a text."""
     return (
-        f"revision {found.revision} of {time_text(found.changed_ms)} by {found.changed_by} with "
-        f"{len(found.grants)} grants, {len(found.groups)} groups and {len(found.tokens)} tokens"
+        f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
+        f"by {found.changed_by}, with {len(found.grants)} grants, {len(found.groups)} groups "
+        f"and {len(found.tokens)} tokens"
     )
 
 
@@ -51,7 +55,7 @@ def revision_values(found: Permissions) -> dict[str, object]:
 
 @verb
 @click.option(
-    "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the new file"
+    "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the file to create"
 )
 @options.connect
 @options.as_json
@@ -64,13 +68,13 @@ async def export(*, file: Path, connect: str, as_json: bool) -> int:
     if as_json:
         print_json({"done": True, "file": str(file), **revision_values(found)})
     else:
-        print_result(f"saved {described(found)} in {file}")
+        print_result(f"wrote the {described(found)} to {file}")
     return 0
 
 
 export.details = (
-    "The file contains the key that signs client IDs, and the hashes of all tokens. Its mode is "
-    "600; keep it as safe as ZooKeeper's data."
+    "The file contains the key that signs client IDs, and the hashes of all tokens. Its mode "
+    "is 600; protect it as well as ZooKeeper's data."
 )
 
 
@@ -81,12 +85,12 @@ export.details = (
     type=options.PATH,
     required=True,
     metavar="FILE",
-    help="a file of `access export`",
+    help="a file that `access export` has written",
 )
 @click.option(
     "--yes",
     is_flag=True,
-    help="make the change; otherwise only show what the file and the cluster have",
+    help="replace the permissions; without it, only show those of the file and of the cluster",
 )
 @force_option
 @with_wait
@@ -104,15 +108,16 @@ async def import_command(
 
         permissions = command.coordinator.permissions
         change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
-        return AccessResult(change, f"the permissions are those of {described(saved)}")
+        return AccessResult(change, f"the cluster now has the {described(saved)}")
 
     return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
 
 
 import_command.details = (
-    "The command replaces all grants, groups, limits, tokens and the key that signs client IDs. A "
-    "cluster without permissions gets a new key. Permissions and tokens that were revoked after "
-    "the export are valid again. The new revision is higher than those of the file and the cluster."
+    "The command replaces all grants, groups, limits and tokens, and the key that signs "
+    "client IDs. If the cluster has no permissions, it gets a new key. Permissions and "
+    "tokens that were revoked after the export are valid again. The new revision number is "
+    "higher than those of the file and of the cluster."
 )
 
 
@@ -129,5 +134,7 @@ async def _preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
     else:
         print_result(f"the file has {described(saved)}")
         print_result(f"the cluster has {now}")
-        print_result("nothing was changed. Hint: add --yes to replace the permissions.")
+        print_result(
+            "nothing was changed. Hint: add --yes to replace the permissions of the cluster."
+        )
     return 0

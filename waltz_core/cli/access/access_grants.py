@@ -18,11 +18,13 @@ from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
 
-holder_argument = options.argument("holder", "HOLDER", "the principal, or with --group the group")
+holder_argument = options.argument(
+    "holder", "HOLDER", "the name of the principal, or with --group of the group"
+)
 verbs_argument = options.argument(
     "verbs",
     "VERBS",
-    "one or more of read, append, administer and replicate, for example read,append",
+    "the verbs, separated by commas: read, append, administer, replicate",
 )
 partitions_option = click.option(
     "--partitions",
@@ -30,11 +32,13 @@ partitions_option = click.option(
     metavar="PARTITIONS",
     help="the partitions, for example 3, 0-6,9 or all [default: all]",
 )
-group_option = click.option("--group", "is_group", is_flag=True, help="HOLDER names a group")
+group_option = click.option(
+    "--group", "is_group", is_flag=True, help="treat HOLDER as the name of a group"
+)
 force_option = click.option(
     "--force",
     is_flag=True,
-    help="make the change even if it leaves a partition without a principal with `replicate`",
+    help="make the change even if no principal then has `replicate` for some partition",
 )
 
 
@@ -49,20 +53,20 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
     "--accept-0.13",
     "accepts_0_13",
     is_flag=True,
-    help="also accept the client IDs of Waltz 0.13 clients, which have no proof",
+    help="also accept client IDs of Waltz 0.13 clients, which do not prove whose they are",
 )
 @changes_access
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
     first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
-        PermissionsChange(None, made), "the permissions are created, without any grant"
+        PermissionsChange(None, made), "the permissions were created; they contain no grant yet"
     )
 
 
 init.details = (
-    "Grant `replicate` to the servers before any daemon has access control. The cluster key and "
-    "the data stay as they are."
+    "Grant `replicate` to the servers before you enable access control at any daemon. The "
+    "cluster key and the data stay unchanged."
 )
 
 
@@ -79,11 +83,11 @@ async def grant(
     ranges = ranges_in(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
-        change, f"{named} has {_words(chosen)} for partitions {ranges_text(ranges)}"
+        change, f"{named} has the verbs {_words(chosen)} for partitions {ranges_text(ranges)}"
     )
 
 
-grant.details = "Partitions are added to those of an earlier grant of the same verb."
+grant.details = "If the holder already has the verb for other partitions, it keeps them."
 
 
 @verb
@@ -107,15 +111,17 @@ async def revoke(
     change = await command.change(
         lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
     )
-    summary = f"{named} has no grant of {_words(chosen)} for partitions {ranges_text(ranges)}"
+    summary = (
+        f"{named} no longer has a grant of {_words(chosen)} for partitions {ranges_text(ranges)}"
+    )
     numbers = parse_partitions(partitions, count)
     kept = () if is_group else _kept(change.after, holder, chosen, set(numbers), count)
     return AccessResult(change, summary, kept)
 
 
 revoke.details = (
-    "A principal keeps the verbs that are granted to its groups; the command lists them. Without "
-    "--force, the last grant of `replicate` for a partition is not revoked."
+    "A principal keeps the verbs that its groups have; the command lists them. The last "
+    "grant of `replicate` for a partition is only revoked with --force."
 )
 
 
@@ -133,7 +139,8 @@ def _kept(
         if left:
             text = ranges_text(changes.ranges_of(left))
             lines.append(
-                f"{principal} still has {each.value} for partitions {text} through a group"
+                f"{principal} still has the verb {each.value} for partitions {text}, because "
+                "its group has it"
             )
     return tuple(lines)
 
@@ -144,12 +151,17 @@ def _words(verbs: tuple[AccessVerb, ...]) -> str:
 
 @verb
 @options.argument(
-    "principal", "PRINCIPAL", f'the principal, or "{DEFAULT_LIMITS}" for the default of each limit'
+    "principal",
+    "PRINCIPAL",
+    f'the principal, or "{DEFAULT_LIMITS}" to set the default for principals without limits '
+    "of their own",
 )
-@click.option("--bytes-per-s", type=int, metavar="N", help="bytes of appends and reads per second")
-@click.option("--appends-per-s", type=int, metavar="N", help="append requests per second")
-@click.option("--connections", type=int, metavar="N", help="number of open connections")
-@click.option("--feeds", type=int, metavar="N", help="number of open feeds")
+@click.option(
+    "--bytes-per-s", type=int, metavar="N", help="maximum bytes of appends and reads per second"
+)
+@click.option("--appends-per-s", type=int, metavar="N", help="maximum append requests per second")
+@click.option("--connections", type=int, metavar="N", help="maximum number of open connections")
+@click.option("--feeds", type=int, metavar="N", help="maximum number of open feeds")
 @click.option("--remove", is_flag=True, help="remove all limits of the principal")
 @changes_access
 async def limit(
@@ -158,18 +170,18 @@ async def limit(
     limits = PrincipalLimits(**given)
     if remove == (limits != PrincipalLimits()):
         options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-        raise BadConfig(f"expected one or more limits ({options_text}), or --remove")
+        raise BadConfig(f"expected one or more limits ({options_text}), or --remove; found neither")
     if remove:
         change = await command.change(lambda old: changes.remove_limits(old, principal))
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
     words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
     notes = () if _is_named(change.after, principal) else (_not_named(change.after, principal),)
-    return AccessResult(change, f"{principal} has the limits {words}", notes)
+    return AccessResult(change, f"the limits of {principal} are {words}", notes)
 
 
 def _not_named(found: Permissions, principal: str) -> str:
-    hint = f". Hint: {principal} is a group; limits are for principals."
+    hint = f". Hint: {principal} is a group, but only principals can have limits."
     is_group = principal in found.groups
     return f"no permission or token names {principal} yet{hint if is_group else ''}"
 
@@ -185,8 +197,9 @@ def _is_named(found: Permissions, principal: str) -> bool:
 
 
 limit.details = (
-    "A limit holds for all connections of the principal at one daemon. Limits that are not named "
-    "stay as they are. Principals with `replicate` have no limits."
+    "A limit applies to the sum of all connections of the principal at one daemon. A limit "
+    "that the command does not name stays unchanged. Principals with `replicate` have no "
+    "limits."
 )
 
 
@@ -194,7 +207,7 @@ limit.details = (
 @options.argument(
     "state",
     "on|off",
-    "whether the daemons accept these IDs",
+    "on: the daemons accept these client IDs; off: they reject them",
     type=options.NamedChoice(["on", "off"]),
 )
 @changes_access
@@ -202,4 +215,7 @@ async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
     accepts = state == "on"
     change = await command.change(lambda old: changes.accept_0_13(old, accepts=accepts))
     what = "accepted" if accepts else "not accepted"
-    return AccessResult(change, f"client IDs without a proof are {what}")
+    return AccessResult(
+        change,
+        f"client IDs without a proof of their principal are {what}",
+    )

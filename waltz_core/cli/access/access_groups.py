@@ -8,7 +8,11 @@ from waltz_core.cli.verbs import verb
 
 group_argument = options.argument("group", "GROUP", "the group")
 members_argument = options.argument(
-    "members", "PRINCIPAL...", "principals; a group cannot contain groups", nargs=-1, required=True
+    "members",
+    "PRINCIPAL...",
+    "the principals; a group cannot contain other groups",
+    nargs=-1,
+    required=True,
 )
 
 
@@ -20,7 +24,9 @@ async def group_add(
     command: AccessCommand, *, group: str, members: tuple[str, ...]
 ) -> AccessResult:
     change = await command.change(lambda old: changes.add_to_group(old, group, members))
-    return AccessResult(change, f"group {group} contains {', '.join(change.after.groups[group])}")
+    return AccessResult(
+        change, f"the members of group {group} are {', '.join(change.after.groups[group])}"
+    )
 
 
 @verb
@@ -35,7 +41,7 @@ async def group_remove(
         lambda old: changes.remove_from_group(old, group, members), force=force
     )
     rest = ", ".join(change.after.groups[group]) or "no principal"
-    return AccessResult(change, f"group {group} contains {rest}")
+    return AccessResult(change, f"the members of group {group} are {rest}")
 
 
 @verb
@@ -44,4 +50,4 @@ async def group_remove(
 @changes_access
 async def group_delete(command: AccessCommand, *, group: str, force: bool) -> AccessResult:
     change = await command.change(lambda old: changes.delete_group(old, group), force=force)
-    return AccessResult(change, f"group {group} and its grants are deleted")
+    return AccessResult(change, f"group {group} and its grants were deleted")

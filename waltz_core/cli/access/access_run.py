@@ -131,7 +131,7 @@ def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> VerbFunction
 
 def with_wait(function: VerbFunction) -> VerbFunction:
     """Declare the options of every change."""
-    what = "seconds to wait until the daemons use the change"
+    what = "seconds to wait until all daemons use the change"
     with_timeout = options.timeout_s(what, default_s=APPLY_TIMEOUT_S)(function)
     return options.connect(options.as_json(with_timeout))
 
@@ -165,8 +165,9 @@ async def _applied(
             return await wait_until_applied(coordinator, revision, known, timeout_s, line)
     except Unavailable as error:
         raise Unavailable(
-            f"{result.summary}, as revision {revision}; which daemons use it is unknown: {error}. "
-            "Hint: `access list` shows the revisions in use."
+            f"{result.summary}, as revision {revision}, but the command could not check which "
+            f"daemons use it: {error}. Hint: `access list` prints the revision that each "
+            "daemon uses."
         ) from error
 
 
@@ -188,7 +189,11 @@ async def wait_until_applied(
         is_off = found.is_off and took_s >= ACCESS_OFF_AFTER_S
         if found.is_complete or is_off or took_s >= timeout_s:
             return found
-        line.show(len(found.using), found.count, f"waiting for {', '.join(found.missing)}")
+        line.show(
+            len(found.using),
+            found.count,
+            f"waiting until these daemons use the change: {', '.join(found.missing)}",
+        )
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
@@ -211,7 +216,7 @@ async def read_applied(
         elif used is None:
             found.silent.append(text)
         elif used > newest:
-            found.late[text] = f"it uses revision {used}, and ignores earlier ones"
+            found.late[text] = f"it uses revision {used}, and ignores older revisions"
         elif used < revision:
             found.late[text] = f"it uses revision {used}"
         else:
@@ -244,9 +249,9 @@ def _print_change(result: AccessResult) -> None:
     for each in result.notes:
         print_error(each)
     if change.before is not None and change.before.revision == change.after.revision:
-        print_result(f"nothing to change; the permissions have revision {change.after.revision}")
+        print_result(f"nothing to change; the permissions stay at revision {change.after.revision}")
     else:
-        print_result(f"{result.summary}; revision {change.after.revision}")
+        print_result(f"{result.summary}; the permissions have revision {change.after.revision}")
 
 
 def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
@@ -254,26 +259,31 @@ def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
     if not applied.count:
         return ["no server is registered, and no storage has replicas"]
     if applied.is_off:
-        where = f"at all {applied.count} daemons, or they have no session with ZooKeeper"
-        return [f"access control is off {where}: none has ever published a revision"]
+        where = f"at all {applied.count} daemons, or they are not connected to ZooKeeper"
+        return [
+            f"access control is off {where}: no daemon has ever published the revision that it uses"
+        ]
     if applied.is_complete:
         return [f"all {applied.count} daemons use revision {revision}"]
     lines = [f"{each}: {reason}" for each, reason in applied.late.items()]
     lines += [
-        f"{each}: it publishes no revision; access control is off there, or it has no session "
-        "with ZooKeeper"
+        f"{each} publishes no revision: access control is off there, or it is not connected "
+        "to ZooKeeper"
         for each in applied.silent
     ]
     lines += [
-        f"{each} is not registered: it may still use earlier permissions"
+        f"{each} is not registered in ZooKeeper: it may still use older permissions"
         for each in applied.unregistered
     ]
-    hint = "Hint: check their logs and /health; `access list` shows the revisions in use."
+    hint = (
+        "Hint: check the logs and /health of these daemons; `access list` prints the revision "
+        "that each one uses."
+    )
     if any("ignores" in each for each in applied.late.values()):
-        hint += " Restart each daemon that ignores earlier revisions."
+        hint += " Restart each daemon that ignores older revisions."
     lines.append(
-        f"revision {revision} is stored, and {len(applied.missing)} of {applied.count} daemons do "
-        f"not use it. {hint}"
+        f"revision {revision} is stored, but {len(applied.missing)} of {applied.count} "
+        f"daemons do not use it. {hint}"
     )
     return lines
 

@@ -39,27 +39,27 @@ def duration_ms(text: str) -> int:
     found = int(match[1]) * _UNITS_MS[match[2]] if match else 0
     if not 0 < found <= _DAYS_MAX * _UNITS_MS["d"]:
         raise BadConfig(
-            f"--expires: expected a duration such as 90d, 12h or 30m, up to {_DAYS_MAX}d, found "
-            f"{text!r}"
+            f"--expires: expected a duration such as 90d, 12h or 30m, and {_DAYS_MAX}d at "
+            f"most, found {text!r}"
         )
     return found
 
 
 @verb
-@options.argument("principal", "PRINCIPAL", "the principal of the token")
+@options.argument("principal", "PRINCIPAL", "the principal that the token identifies")
 @click.option(
     "--file",
     "file",
     type=options.PATH,
     required=True,
     metavar="FILE",
-    help="the new file for the token; its mode is 600",
+    help="the file to create for the token; its mode is 600",
 )
 @click.option(
     "--expires",
     default="90d",
     metavar="DURATION",
-    help="time until the token expires, such as 90d, 12h or 30m [default: 90d]",
+    help="time after which the token expires, such as 90d, 12h or 30m [default: 90d]",
 )
 @changes_access
 async def token_create(
@@ -71,16 +71,20 @@ async def token_create(
     known = KnownToken(f"t{secrets.token_hex(ID_BYTES)}", principal, expires_ms)
     change = await _create(command, known, file)
     notes = () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT,)
-    summary = f"token {known.token_id} of {principal} in {file} expires {time_text(expires_ms)}"
+    summary = (
+        f"created token {known.token_id} of {principal} in {file}; it expires at "
+        f"{time_text(expires_ms)}"
+    )
     values = {"token_id": known.token_id, "principal": principal, "expires_ms": expires_ms}
     return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
 
 
 token_create.details = (
-    "A client sends the token of ?token_file=FILE in its connect string. To replace a token, "
-    "create another one, replace the client's file, and then revoke the old one."
+    "A client presents the token in FILE if its connect string has ?token_file=FILE. To "
+    "replace a token, first create another one, then replace the client's file, and then "
+    "revoke the old token."
 )
-_NO_GRANT: Final = "{} has no grant. Hint: `access grant` adds one."
+_NO_GRANT: Final = "principal {} has no grant yet. Hint: `access grant` adds one."
 
 
 async def _create(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
@@ -92,8 +96,8 @@ async def _create(command: AccessCommand, known: KnownToken, file: Path) -> Perm
         return await command.change(lambda old: changes.add_token(old, token_hash, known))
     except CoordinatorOutcomeUnknown as error:
         raise CoordinatorOutcomeUnknown(
-            f"{error}. Hint: `access list` shows whether token {known.token_id} exists; if not, "
-            f"delete {file}."
+            f"the token could not be stored: {error}. Hint: `access list` shows whether token "
+            f"{known.token_id} exists; if not, delete {file}."
         ) from error
     except WaltzError:
         remove_private(file)
@@ -105,20 +109,22 @@ def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
 
 
 @verb
-@options.argument("token_id", "ID", "the token's ID, as `access list` shows it", required=False)
+@options.argument(
+    "token_id", "ID", "the ID of the token, as `access list` prints it", required=False
+)
 @click.option("--expired", is_flag=True, help="remove all tokens that have expired")
 @changes_access
 async def token_revoke(
     command: AccessCommand, *, token_id: str | None, expired: bool
 ) -> AccessResult:
     if expired == (token_id is not None):
-        raise BadConfig("expected the ID of a token, or --expired")
+        raise BadConfig("expected the ID of a token, or --expired; found neither")
     if token_id is not None:
         change = await command.change(lambda old: changes.revoke_token(old, token_id))
-        return AccessResult(change, f"token {token_id} is revoked", values={"token_id": token_id})
+        return AccessResult(change, f"token {token_id} was revoked", values={"token_id": token_id})
     now_ms = command.author.now_ms
     change = await command.change(lambda old: changes.remove_expired_tokens(old, now_ms))
     before = change.before.tokens if change.before else {}
     return AccessResult(
-        change, f"{len(before) - len(change.after.tokens)} expired tokens are removed"
+        change, f"{len(before) - len(change.after.tokens)} expired tokens were removed"
     )

@@ -47,9 +47,9 @@ async def list_command(*, connect: str, as_json: bool) -> int:
 
 
 list_command.details = (
-    "The command prints neither the hash of a token nor the key that signs client IDs. After a "
-    "restore of ZooKeeper, check revision and time: permissions that were revoked later are valid "
-    "again."
+    "The command prints neither the hashes of tokens nor the key that signs client IDs. "
+    "After ZooKeeper was restored from a backup, check the revision and its time: "
+    "permissions that were revoked after the backup are valid again."
 )
 
 
@@ -87,8 +87,9 @@ def _limits(limits: PrincipalLimits) -> Mapping[str, int]:
 
 def _print(found: Permissions) -> None:
     print_result(
-        f"revision {found.revision} of {time_text(found.changed_ms)} by {found.changed_by}; client "
-        f"IDs of Waltz 0.13 are {'accepted' if found.accepts_0_13 else 'not accepted'}"
+        f"revision {found.revision}, written at {time_text(found.changed_ms)} by "
+        f"{found.changed_by}; client IDs of Waltz 0.13 clients are "
+        f"{'accepted' if found.accepts_0_13 else 'not accepted'}"
     )
     verbs: dict[tuple[Holder, str], list[str]] = {}
     for each in found.grants:
@@ -122,11 +123,14 @@ def _print(found: Permissions) -> None:
 @options.argument(
     "verb",
     "VERB",
-    "read, append, administer or replicate",
+    "the verb: read, append, administer or replicate",
     type=options.NamedChoice([each.value for each in AccessVerb]),
 )
 @click.option(
-    "--partition", type=int, metavar="P", help="only this partition [default: all partitions]"
+    "--partition",
+    type=int,
+    metavar="P",
+    help="the partition for which to check [default: all partitions]",
 )
 @options.connect
 @options.as_json
@@ -138,7 +142,7 @@ async def check(
         count = (await coordinator.read_cluster()).params.partition_count
         found = await coordinator.permissions.require()
     if partition is not None and not 0 <= partition < count:
-        raise BadConfig(f"expected a partition in 0..{count - 1}, found {partition}")
+        raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
     is_all = _has_all(found, principal, AccessVerb(verb))
     held = changes.granted(found, principal, AccessVerb(verb), count)
     is_permitted = is_all if partition is None else partition in held
@@ -155,10 +159,10 @@ async def check(
     else:
         text = "all" if is_all else ranges_text(changes.ranges_of(held))
         if len(held) == count and not is_permitted:
-            text += ", which is not `all`"
+            text += ", but not for `all`"
         print_result(
-            f"{'permitted' if is_permitted else 'denied'}: {principal} has {verb} for partitions "
-            f"{text}; revision {found.revision}"
+            f"{'permitted' if is_permitted else 'denied'}: {principal} has the verb {verb} "
+            f"for partitions {text}; the permissions have revision {found.revision}"
         )
     return 0 if is_permitted else EXIT_DENIED
 
@@ -170,7 +174,8 @@ def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
 
 
 check.details = (
-    "The exit code is 0 if ZooKeeper's permissions permit it, and 1 if they deny it. Without "
-    "--partition, the verb must be granted for `all` partitions, as for requests that concern the "
-    "cluster: a range with every partition is not sufficient."
+    "The exit code is 0 if the permissions in ZooKeeper permit the verb, and 1 if they deny "
+    "it. Without --partition, the verb must be granted for `all`, as requests that concern "
+    "the whole cluster require. A grant that lists every partition number is not sufficient "
+    "for them."
 )

@@ -19,11 +19,11 @@ def write_private(path: Path, data: bytes) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
     except FileExistsError:
         raise BadConfig(
-            f"expected a new file, found an existing one: {path}. Hint: use another name; delete "
-            "the file only if an interrupted command has left it."
+            f"{path} exists already, and the command does not overwrite it. Hint: use another "
+            "name; delete the file only if an interrupted command has left it."
         ) from None
     except OSError as error:
-        raise BadConfig(f"{path} cannot be created: {error.strerror}") from error
+        raise BadConfig(f"the file {path} cannot be created: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, _MODE)
@@ -34,7 +34,7 @@ def write_private(path: Path, data: bytes) -> None:
     except BaseException as error:
         remove_private(path)
         if isinstance(error, OSError):
-            raise BadConfig(f"{path} cannot be written: {error.strerror}") from error
+            raise BadConfig(f"the file {path} cannot be written: {error.strerror}") from error
         raise
 
 
@@ -50,9 +50,11 @@ def read_private(path: Path, bytes_max: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)
     except OSError as error:
-        raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
+        raise BadConfig(f"the file {path} cannot be read: {error.strerror}") from error
     if len(data) > bytes_max:
-        raise BadConfig(f"{path}: expected at most {bytes_max} bytes, found more")
+        raise BadConfig(
+            f"the file {path} is too large: expected at most {bytes_max} bytes, found more"
+        )
     return data
 
 

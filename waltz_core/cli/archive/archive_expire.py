@@ -36,8 +36,8 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
         moment = None
     if moment is None or moment.tzinfo is None:
         raise BadConfig(
-            "--before: expected an ID, or a time with a time zone such as 2026-11-28T10:00:00Z, "
-            f"found {text!r}"
+            "--before: expected a transaction ID, or a time with a time zone such as "
+            f"2026-11-28T10:00:00Z, found {text!r}"
         )
     before_ms = int(moment.timestamp() * 1_000)
     if not 0 < before_ms <= now_ms:
@@ -51,15 +51,19 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     "--before",
     required=True,
     metavar="TIME|ID",
-    help="the first transaction to keep: its commit time with a time zone, or its ID",
+    help="the first transaction to keep: its ID, or a commit time with a time zone",
 )
 @click.option(
     "--partition",
     type=int,
     metavar="P",
-    help="only this partition; required with an ID [default: all]",
+    help="the partition; required if --before is an ID [default: all]",
 )
-@click.option("--yes", is_flag=True, help="make the change; otherwise only show what would expire")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="expire the transactions; without it, only show which ones would expire",
+)
 @options.timeout_s()
 @options.as_json
 async def expire(
@@ -74,8 +78,8 @@ async def expire(
     bounds = bounds_of(before, time.time_ns() // 1_000_000)
     if bounds[0] and partition is None:
         raise BadConfig(
-            "--before: an ID requires --partition: each partition has its own IDs. Hint: add "
-            "--partition P."
+            "--before: a transaction ID also needs --partition, because each partition has "
+            "its own IDs. Hint: add --partition P."
         )
     shown: dict[int, dict[str, int]] = {}
     waits_for = "the servers"
@@ -83,18 +87,18 @@ async def expire(
         connected(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
         time_limit(
-            timeout_s, lambda: f"{waits_for}; a failure is logged there as archive.expiry_failed"
+            timeout_s, lambda: f"{waits_for}; if it fails, the owner logs archive.expiry_failed"
         ),
     ):
         chosen = None if partition is None else [partition]
         sets = await client.replica_sets(chosen)
         archived = {number: each.archived for number, each in sets.items() if each.archived}
         for number in sorted(sets.keys() - archived.keys()):
-            print_error(f"partition {number}: nothing is archived")
+            print_error(f"partition {number}: no transaction is archived")
         if yes and archived:
             async with audited(coordinator):
                 for number in sorted(archived):
-                    waits_for = f"the owner of partition {number}"
+                    waits_for = f"the owner of partition {number} to record the expiry"
                     await _expire(client, PartitionId(number), bounds)
             sets = await client.replica_sets(archived)
         for number, known in archived.items():
@@ -108,23 +112,32 @@ async def expire(
         print_json({"done": yes, "partitions": shown})
         return 0
     for number, row in shown.items():
-        available = f"{row['first_available']}..{row['archived']} are available in the archive"
+        available = (
+            f"transactions {row['first_available']}..{row['archived']} are available in the archive"
+        )
         if yes:
-            change = f"the first available ID was {row['first_available_before']}"
+            change = (
+                f"before the command the first available one was {row['first_available_before']}"
+            )
         elif bounds[0]:
             change = f"those before {bounds[0]} would expire"
         else:
             change = f"those committed before {before} would expire"
-        print_error(f"partition {number}: IDs {available}; {change}")
-    print_result("done" if yes else "nothing was changed. Hint: add --yes to expire whole objects.")
+        print_error(f"partition {number}: {available}; {change}")
+    print_result(
+        "done"
+        if yes
+        else "nothing was changed. Hint: add --yes to expire them; only whole objects expire."
+    )
     return 0
 
 
 expire.details = (
     "Archived objects expire as a whole, the oldest first. An object expires if all of its "
-    "transactions are below the ID, or were committed before the time. The log then begins after "
-    "the expired objects, and reads of earlier transactions fail. The files are deleted a day "
-    "later. The command ends when the owners have recorded the expiry."
+    "transactions are before the given ID, or were committed before the given time. The log "
+    "then begins after the expired objects, and reads of earlier transactions fail. The "
+    "storages delete the files a day later. The command ends when the owners of the "
+    "partitions have recorded the expiry."
 )
 
 

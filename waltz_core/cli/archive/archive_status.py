@@ -42,7 +42,7 @@ TITLES: Final = (
 archive_url = click.option(
     "--archive",
     metavar="URL",
-    help="the archive, as in `archive_url` [default: that of the storages]",
+    help="the URL of the archive, as in `archive_url` [default: that of the storages]",
 )
 
 
@@ -50,7 +50,9 @@ archive_url = click.option(
 @options.connect
 @archive_url
 @click.option(
-    "--objects", is_flag=True, help="with --json: also list all objects, with their URLs and IDs"
+    "--objects",
+    is_flag=True,
+    help="with --json: also list all objects, with their URLs and transaction IDs",
 )
 @options.as_json
 async def status(*, connect: str, archive: str | None, objects: bool, as_json: bool) -> int:
@@ -63,7 +65,11 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     rows, errors = await _rows(facts, url, lists_objects=objects)
     pins: list[str] = []
     if url and not errors:
-        pins = await _call(url, "reading the pins", lambda: pins_of(ArchiveStore(url), key.bytes))
+        pins = await _call(
+            url,
+            "reading the pins of restored clusters",
+            lambda: pins_of(ArchiveStore(url), key.bytes),
+        )
     if as_json:
         print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
     else:
@@ -71,17 +77,21 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
         print_error(f"archive: {url or 'no storage reports one'}")
         for each in pins:
-            print_error(f"no object is deleted: the restored cluster {each} may use them")
+            print_error(
+                f"no object is deleted from the archive, because the restored cluster {each} may "
+                "use it"
+            )
         for each in errors:
             print_error(each)
     return 1 if errors else 0
 
 
 status.details = (
-    "The command reads ZooKeeper, the high-water marks of the servers, and the manifests of the "
-    "archive. The lag is the number of committed transactions that are not archived, their "
-    "approximate size, and the age of the oldest one of them in seconds. --json also has the "
-    "chain and the manifest. Exit code 1: a process or the archive could not be queried."
+    "The command reads ZooKeeper, the high-water marks of the servers, and the manifests in "
+    "the archive. For each partition it prints the lag: the number of committed transactions "
+    "that are not archived, their approximate size, and the age of the oldest of them in "
+    "seconds. --json also has the chain hash and the manifest. The exit code is 1 if a "
+    "process or the archive could not be queried."
 )
 
 
@@ -97,8 +107,8 @@ def url_in(facts: ClusterFacts) -> str:
     found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
     if len(found) > 1:
         raise BadConfig(
-            f"expected one archive_url in all storages, found {', '.join(sorted(found))}. Hint: "
-            "use --archive URL."
+            f"the storages have different settings archive_url: {', '.join(sorted(found))}. "
+            "Hint: choose one with --archive URL."
         )
     return next(iter(found), "")
 
@@ -108,8 +118,7 @@ async def url_of_storages(coordinator: Coordinator) -> str:
     found = url_in(await _query(coordinator))
     if not found:
         raise BadConfig(
-            "expected a storage that answers and has an archive_url, found none. Hint: use "
-            "--archive URL."
+            "no storage that answers has the setting archive_url. Hint: use --archive URL."
         )
     return found
 
@@ -129,9 +138,7 @@ async def _rows(
         if each.admin_failure or each.failure
     ]
     if not url and any(each.archived for each in facts.partitions.values()):
-        errors.append(
-            "expected a storage that reports its archive_url, found none. Hint: use --archive URL"
-        )
+        errors.append("no storage reports its setting archive_url. Hint: use --archive URL.")
     try:
         store = await _call(url, "opening it", lambda: ArchiveStore(url)) if url else None
     except WaltzError as error:
@@ -183,7 +190,7 @@ async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEn
     try:
         return await _call(
             store.url,
-            f"reading {mark.manifest} and its pages",
+            f"reading manifest {mark.manifest} and its pages",
             lambda: reader.objects_between(TransactionId(0), mark.last),
         )
     finally:

@@ -17,7 +17,10 @@ from waltz_core.errors import BadRequest
 
 @verb
 @options.argument(
-    "restored_key", "KEY", "the key of the restored cluster, as `status` shows it", type=click.UUID
+    "restored_key",
+    "KEY",
+    "the cluster key of the restored cluster, as `archive status` prints it",
+    type=click.UUID,
 )
 @options.connect
 @archive_url
@@ -28,8 +31,9 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
         root = await coordinator.root_of(restored_key)
         if root is not None:
             raise BadRequest(
-                f"expected no cluster with key {restored_key} in this ZooKeeper, found one at "
-                f"{root}: it needs the objects. Hint: delete that cluster first."
+                f"cannot remove the pin: the cluster at {root} in this ZooKeeper has the key "
+                f"{restored_key}, and needs the pinned objects. Hint: delete that cluster "
+                "first."
             )
         store = ArchiveStore(archive or await url_of_storages(coordinator))
         async with audited(coordinator):
@@ -37,14 +41,14 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
     if as_json:
         print_json({"done": True, "cluster_key": str(restored_key)})
     else:
-        print_result(f"cluster {restored_key} does not pin objects of {source} any more")
+        print_result(f"cluster {restored_key} no longer pins objects of cluster {source}")
     return 0
 
 
 unpin.details = (
-    "A restored cluster pins the objects of the cluster that was backed up: none of them is "
-    "deleted while the pin exists. `archive status` lists the pins. Use the command if the "
-    "restored cluster will never run again, or if its restore was interrupted. A restored cluster "
-    "that still uses the objects would lose transactions; the command detects such a cluster only "
-    "in the same ZooKeeper."
+    "A restored cluster pins the objects of the cluster that was backed up: while the pin "
+    "exists, no storage deletes them. `archive status` lists the pins. Use the command if "
+    "the restored cluster will never run again, or if its restore was interrupted. If the "
+    "restored cluster still uses the objects, it would lose transactions; the command can "
+    "detect such a cluster only if it is in the same ZooKeeper."
 )

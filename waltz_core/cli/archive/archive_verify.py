@@ -34,13 +34,13 @@ ResultT = TypeVar("ResultT")
 Show: TypeAlias = Callable[[str], None]
 # Of a file of the manifest, and of an object that no storage can write again.
 ACTION: Final = (
-    "restore the file from a copy or an earlier version in the object store, then verify again; "
-    "until then do not lower local_retention_bytes and local_retention_ms"
+    "restore the file from a copy or an earlier version in the object store, then verify "
+    "again; until then, do not lower local_retention_bytes and local_retention_ms"
 )
 # Of an object, before storages were requested to replace it.
 REPAIR_ACTION: Final = (
-    "add --repair to replace it from a storage that still has its transactions; otherwise restore "
-    "the file from a copy or an earlier version in the object store"
+    "add --repair to write the file again from a storage that still has its transactions; "
+    "otherwise restore the file from a copy or an earlier version in the object store"
 )
 PAUSE_S: Final = 0.2
 
@@ -48,13 +48,24 @@ PAUSE_S: Final = 0.2
 @verb
 @options.connect
 @archive_url
-@click.option("--partition", type=int, metavar="P", help="only this partition [default: all]")
-@click.option("--first", type=int, default=0, metavar="ID", help="the first ID [default: 0]")
-@click.option("--last", type=int, metavar="ID", help="the last ID [default: the last archived one]")
+@click.option("--partition", type=int, metavar="P", help="the partition [default: all]")
+@click.option(
+    "--first",
+    type=int,
+    default=0,
+    metavar="ID",
+    help="the ID of the first transaction to verify [default: 0]",
+)
+@click.option(
+    "--last",
+    type=int,
+    metavar="ID",
+    help="the ID of the last transaction to verify [default: the last archived one]",
+)
 @click.option(
     "--repair",
     is_flag=True,
-    help="replace missing and corrupt objects from the logs of storages; needs servers",
+    help="write missing and corrupt objects again from the logs of storages; the servers must run",
 )
 @options.as_json
 async def verify(  # noqa: PLR0913 - one for each option
@@ -68,12 +79,16 @@ async def verify(  # noqa: PLR0913 - one for each option
     as_json: bool,
 ) -> int:
     if first < 0 or (last is not None and last < first):
-        raise BadConfig(f"--first, --last: expected a range of IDs, found {first}..{last}")
+        raise BadConfig(
+            f"--first, --last: expected a range of transaction IDs, found {first}..{last}"
+        )
     async with connected(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         count = cluster.params.partition_count
         if partition is not None and not 0 <= partition < count:
-            raise BadConfig(f"--partition: expected 0 to {count - 1}, found {partition}")
+            raise BadConfig(
+                f"--partition: expected a partition in 0..{count - 1}, found {partition}"
+            )
         url = archive or await url_of_storages(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
         show = print_error if as_json else print_result
@@ -108,12 +123,13 @@ async def verify(  # noqa: PLR0913 - one for each option
 
 
 verify.details = (
-    "The command reads every object completely. It verifies the checksums of records and pages, "
-    "the chain through all objects, and that this chain is the one in ZooKeeper. With --repair, a "
-    "storage that still has all transactions of a missing or corrupt object writes it again; "
-    "otherwise nothing is changed. Exit code 0: all files are correct, or were replaced; 1: a file "
-    "is missing or corrupt, the given range is not in the archive any more, or the archive cannot "
-    "be read."
+    "The command reads every object completely. It verifies the checksums of records and "
+    "Parquet pages, and the chain hash through all objects up to the hash that ZooKeeper "
+    "records. With --repair, a storage that still has all transactions of a missing or "
+    "corrupt object writes the object again; without it, nothing is changed. The exit code "
+    "is 0 if all files are correct or were replaced. It is 1 if a file is missing or "
+    "corrupt, if the given range is not in the archive any more, or if the archive cannot be "
+    "read."
 )
 
 
@@ -150,14 +166,15 @@ async def _verify(
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
             print_error(
-                f"partition {partition_id}: IDs before {check.next_id} are verified; continue with "
-                f"--partition {partition_id} --first {check.next_id}"
+                f"partition {partition_id}: all transactions before {check.next_id} are "
+                f"verified; to continue, use --partition {partition_id} --first "
+                f"{check.next_id}"
             )
         raise
     files = "1 wrong file" if len(check.found) == 1 else f"{len(check.found)} wrong files"
     show(
-        f"partition {partition_id}: {check.object_count} objects with {check.byte_count} bytes, up "
-        f"to ID {check.next_id - 1}: {files}"
+        f"partition {partition_id}: {check.object_count} objects with {check.byte_count} "
+        f"bytes, up to transaction {check.next_id - 1}: {files}"
     )
     return {
         "last": check.next_id - 1,
@@ -176,19 +193,22 @@ def _not_archived(check: ArchiveCheck, recorded: RecordedArchive | None) -> tupl
     Without a range the manifest is checked, also if all of its objects have expired.
     """
     if recorded is None:
-        return "nothing is archived", True
+        return "no transaction is archived", True
     first, available = check.next_id, recorded.first
     last = recorded.last if check.last is None else check.last
     if first > recorded.last:
         return (
-            f"IDs from {first} on are not archived; the last archived ID is {recorded.last}",
+            (
+                f"transactions from {first} on are not archived; the last archived one is "
+                f"{recorded.last}"
+            ),
             True,
         )
     if first >= available:
         return "", False
     expired = f"{first}..{min(last, available - 1)}"
     is_empty = last < available and (first > 0 or check.last is not None)
-    return f"IDs {expired} have expired; the first available ID is {available}", is_empty
+    return f"transactions {expired} have expired; the first available one is {available}", is_empty
 
 
 def _action(wrong: WrongFile, *, repairs: bool) -> str:
@@ -201,7 +221,10 @@ async def _repair(
     """Have an object replaced; print the outcome, and add it to the problem."""
     what = f"partition {partition_id}: {problem['name']}"
     if not problem["is_object"]:
-        show(f"{what}: not repaired: storages cannot write it again. Hint: {ACTION}.")
+        show(
+            f"{what}: not repaired, because storages cannot write this kind of file again. Hint: "
+            f"{ACTION}."
+        )
         return
     listed = (problem["name"], problem["first"], problem["last"])
     token = randbits(63)  # of this attempt: an interrupted command may have left an outcome
@@ -212,13 +235,18 @@ async def _repair(
         await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
     if answer.is_replaced:
         problem.update(is_repaired=True, repaired_by=answer.storage, action="")
-        done = f"repaired by storage {answer.storage}" if answer.storage else "was replaced before"
+        done = (
+            f"repaired by storage {answer.storage}"
+            if answer.storage
+            else ("the object had been replaced before")
+        )
         show(f"{what}: {done}")
         return
     problem["failures"] = list(answer.failures)
     show(
-        f"{what}: not repaired: no storage has written the IDs {problem['first']}.."
-        f"{problem['last']} again: {'; '.join(answer.failures)}. Hint: {ACTION}."
+        f"{what}: not repaired, because no storage has written transactions "
+        f"{problem['first']}..{problem['last']} again: {'; '.join(answer.failures)}. Hint: "
+        f"{ACTION}."
     )
 
 
@@ -256,12 +284,12 @@ class _Check(NamedTuple):
             if not is_continued:
                 return
             done, whole = check.next_id, recorded.last + 1
-            line.show(done, whole, f"IDs of partition {self.partition_id} are verified")
+            line.show(done, whole, f"transactions of partition {self.partition_id} verified")
 
     async def _call(self, call: Callable[[], ResultT]) -> ResultT:
         return await call_store(self.check.store_url, call, lambda: self.check.activity)
 
     def _show_problem(self, wrong: WrongFile) -> None:
-        where = f"partition {self.partition_id}, IDs {wrong.first}..{wrong.last}"
+        where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
         hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
         self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")

@@ -29,5 +29,7 @@ async def call_store(
         waited_s = waited_s + REPORT_S if now == before else 0.0
         before = now
         if waited_s and now[0]:
-            print_error(f"{store_url}: no answer for {waited_s:.0f} s: {now[0]}")
+            print_error(
+                f"the object store at {store_url} has not answered for {waited_s:.0f} s: {now[0]}"
+            )
     return future.result()

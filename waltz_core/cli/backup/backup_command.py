@@ -29,8 +29,9 @@ READ_ATTEMPTS_MAX = 5
 # The storages archive a young range after `archive_age_ms`, 10 minutes by default.
 TIMEOUT_S = 3_600.0
 HINT = (
-    "Nothing was written. Hint: the servers archive with `archive_interval_ms`, the storages with "
-    "`archive_url`; a range smaller than an object is archived after the storages' `archive_age_ms`"
+    "No backup was written. Hint: check that the servers have `archive_interval_ms` and the "
+    "storages `archive_url`. A range that is smaller than an object is archived only after "
+    "`archive_age_ms` of the storages."
 )
 
 RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
@@ -39,11 +40,13 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 @verb
 @archive_url
 @click.option(
-    "--output", required=True, metavar="FILE", help="the new file of the backup, or its URL"
+    "--output", required=True, metavar="FILE", help="the file to create for the backup, or its URL"
 )
 @options.connect
 @options.as_json
-@options.timeout_s("seconds to wait for the archive at most", default_s=TIMEOUT_S)
+@options.timeout_s(
+    "maximum seconds to wait until the archive has all transactions", default_s=TIMEOUT_S
+)
 async def backup(
     *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
 ) -> int:
@@ -77,8 +80,8 @@ async def backup(
     else:
         when = datetime.fromtimestamp(taken.taken_ms / 1000, UTC).isoformat(timespec="seconds")
         print_result(
-            f"saved {len(taken.partitions)} partitions of {taken.name} as of {when} in {output}, "
-            f"{size_bytes} bytes"
+            f"wrote the backup of {len(taken.partitions)} partitions of {taken.name} as of "
+            f"{when} to {output}, {size_bytes} bytes"
         )
     return 0
 
@@ -97,7 +100,7 @@ async def take_backup(
         ObjectMissing, ArchiveUnavailable, BadFormat, ChecksumMismatch: of a manifest.
     """
     cluster = await coordinator.read_cluster()
-    line.show(0, 1, "waiting for the high-water marks")
+    line.show(0, 1, "waiting for the high-water marks of the partitions")
     first = await coordinator.writes.read_all()
     marks = await request_marks()
     writes = merged_writes(first, await coordinator.writes.read_all())
@@ -166,5 +169,5 @@ async def _archived(
         if archived is not None and archived.last >= mark:
             return archived
         found = BEFORE_FIRST if archived is None else archived.last
-        show(f"waiting for the archive of partition {partition_id}: it has {found} of {mark}")
+        show(f"waiting until partition {partition_id} is archived: {found} of {mark}")
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -25,7 +25,9 @@ class BackupPlace(NamedTuple):
         path, question, options = url.partition("?")
         folder, _, name = path.rpartition("/")
         if not name:
-            raise BadConfig(f"expected a file or a URL that ends with a file name, found {text!r}")
+            raise BadConfig(
+                f"expected the path of a file, or a URL that ends with a file name, found {text!r}"
+            )
         return cls(text, ArchiveStore(folder + question + options, file_mode=_FILE_MODE), name)
 
     def check_absent(self) -> None:
@@ -34,7 +36,10 @@ class BackupPlace(NamedTuple):
             self.store.open(self.name).close()
         except ObjectMissing:
             return
-        raise BadConfig(f"expected a new file for the backup, found an existing one: {self.text}")
+        raise BadConfig(
+            "the file for the backup exists already, and the command does not overwrite it: "
+            f"{self.text}"
+        )
 
     def write(self, backup: Backup) -> int:
         """Write the backup, and return its size in bytes; it is durable.

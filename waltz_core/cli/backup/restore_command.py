@@ -46,14 +46,14 @@ class Limits(NamedTuple):
             is_valid = equals and partition.isdigit() and (last.isdigit() or last == "-1")
             if not is_valid or int(partition) >= len(backup.partitions):
                 raise BadConfig(
-                    "--mark: expected PARTITION=ID with a partition of "
+                    "--mark: expected PARTITION=ID with a partition in "
                     f"0..{len(backup.partitions) - 1}, found {text!r}"
                 )
             number, mark = PartitionId(int(partition)), TransactionId(int(last))
             if mark > backup.marks[number]:
                 raise BadConfig(
-                    f"--mark: expected at most {backup.marks[number]}, the mark of partition "
-                    f"{number} in the backup, found {mark}"
+                    f"--mark: expected a transaction ID of at most {backup.marks[number]}, "
+                    f"the last one of partition {number} in the backup, found {mark}"
                 )
             found[number] = mark
         return cls(found, None if until is None else _time_ms(until))
@@ -66,40 +66,51 @@ def _time_ms(text: str) -> int:
         found = None
     if found is None or found.tzinfo is None:
         raise BadConfig(
-            f"--until: expected a time with a time zone such as 2026-11-28T10:00:00Z, "
-            f"found {text!r}"
+            "--until: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
+            f"{text!r}"
         )
     return int(found.timestamp() * 1000)
 
 
 @verb
-@click.option("--backup", "place", required=True, metavar="FILE", help="the backup, or its URL")
-@click.option("--archive", required=True, metavar="URL", help="the archive of the backup's cluster")
+@click.option(
+    "--backup", "place", required=True, metavar="FILE", help="the file of the backup, or its URL"
+)
+@click.option(
+    "--archive",
+    required=True,
+    metavar="URL",
+    help="the URL of the archive of the cluster that was backed up",
+)
 @click.option(
     "--storage",
     multiple=True,
     required=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage with an empty directory; repeat it for each, as for `cluster create`",
+    help="a storage of the new cluster, with an empty directory; repeat the option for each, as "
+    "for `cluster create`",
 )
-@click.option("--until", metavar="TIME", help="leave out transactions that were committed later")
+@click.option(
+    "--until", metavar="TIME", help="omit transactions that were committed after this time"
+)
 @click.option(
     "--mark",
     "marks",
     multiple=True,
     metavar="PARTITION=ID",
-    help="the last ID to restore of a partition; repeat it for each",
+    help="the last transaction of a partition to restore; repeat the option for each partition",
 )
 @click.option(
     "--same-key",
     is_flag=True,
-    help="keep the cluster key; only if the old cluster will never run again",
+    help="give the new cluster the key of the old one; only if the old cluster will never run "
+    "again",
 )
 @click.option(
     "--without-expired",
     is_flag=True,
-    help="begin after transactions that have expired since the backup; without it a missing object "
-    "is an error",
+    help="begin the log after the transactions that have expired since the backup; without it, a "
+    "missing object is an error",
 )
 @changes(creates=True)
 async def restore(command: Command, **words: Any) -> Result:  # noqa: ANN401
@@ -168,15 +179,17 @@ def _result(
         mark = backup.marks[partition_id]
         kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
         is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
-        lines.append(f"partition {partition_id}: {kept}{'' if is_whole else f' of 0..{mark}'}")
+        lines.append(
+            f"partition {partition_id}: restored {kept}{'' if is_whole else f' of 0..{mark}'}"
+        )
     if backup.access is not None:
         lines.append(
-            f"permissions: {described(backup.access)}. Permissions that were revoked after the "
-            "backup are valid again. Hint: revoke them again before the daemons start."
+            f"restored the {described(backup.access)}. Permissions that were revoked after "
+            "the backup are valid again. Hint: revoke them again before the daemons start."
         )
     lines.append(
-        f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, key {key}. Start "
-        "the storages with empty directories, then the servers"
+        f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, cluster key "
+        f"{key}. Start the storages with empty directories, then the servers"
     )
     return {
         "cluster_key": str(key),
@@ -196,15 +209,17 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
         pass
     else:
         raise BadRequest(
-            f"there is a cluster at {coordinator.where} already, with key {found.store.cluster_key}"
+            f"a cluster exists already at {coordinator.where}, with cluster key "
+            f"{found.store.cluster_key}"
         )
     if not same_key:
         return
     root = await coordinator.root_of(backup.cluster_key)
     if root is not None:
         raise BadRequest(
-            f"expected no other cluster with key {backup.cluster_key} in this ZooKeeper, found "
-            f"one at {root}. Hint: restore without --same-key, or delete that cluster first."
+            f"cannot restore with --same-key: the cluster at {root} in this ZooKeeper has the "
+            f"key {backup.cluster_key}. Hint: restore without --same-key, or delete that "
+            "cluster first."
         )
 
 

@@ -56,7 +56,7 @@ _interval_ms = click.option(
     type=float,
     default=0.0,
     metavar="MS",
-    help="pause of a client after each transaction [default: 0]",
+    help="pause in milliseconds of a client after each transaction [default: 0]",
 )
 
 
@@ -79,8 +79,8 @@ def _checks(function: VerbFunction) -> VerbFunction:
             type=int,
             default=100,
             metavar="N",
-            help="number of transactions that each client appends, or that `consume` checks "
-            "[default: 100]",
+            help="number of transactions that each client appends, or that `client consume` "
+            "checks [default: 100]",
         ),
     ):
         function = declare(function)
@@ -93,11 +93,11 @@ def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
         if getattr(chosen, name) < 1:
             raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
     if chosen.timeout_s <= 0 or chosen.interval_ms < 0:
-        raise BadConfig("expected --timeout-s above 0 and --interval-ms of 0 or more")
+        raise BadConfig("expected --timeout-s above 0 and --interval-ms of at least 0")
     if chosen.partitions > client.partition_count:
         raise BadConfig(
-            f"--partitions: expected at most {client.partition_count}, the cluster's number, "
-            f"found {chosen.partitions}"
+            f"--partitions: expected at most {client.partition_count}, the partition count of "
+            f"the cluster, found {chosen.partitions}"
         )
     return list(range(chosen.partitions))
 
@@ -205,7 +205,7 @@ class CheckCallbacks(AsyncCallbacks):
         """Note an error that ends the feed; an unavailable server is retried."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
-            self.wrong.append(f"partition {partition}, ID {transaction_id}: {error}")
+            self.wrong.append(f"partition {partition}, transaction {transaction_id}: {error}")
             self.is_stopped = True
             self._changed.set()
         return policy
@@ -226,12 +226,14 @@ class CheckCallbacks(AsyncCallbacks):
 
 def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
     """Return what is wrong with a transaction that came after the one with ID `last`."""
-    where = f"partition {partition}, ID {transaction_id}"
+    where = f"partition {partition}, transaction {transaction_id}"
     found = []
     if transaction_id != last + 1:
-        found.append(f"{where}: expected ID {last + 1} after {last}")
+        found.append(f"{where}: expected transaction ID {last + 1} after {last}")
     if data != text_of(transaction_id):
-        found.append(f"{where}: expected its ID as data, found {bytes(data)!r:.60}")
+        found.append(
+            f"{where}: expected the transaction's own ID as data, found {bytes(data)!r:.60}"
+        )
     return found
 
 
@@ -265,8 +267,8 @@ async def validate(chosen: CheckLoad) -> int:
     foreign_count = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if foreign_count:
         wrong.append(
-            f"found {foreign_count} more transactions than were written: duplicates, or those of "
-            "other clients"
+            f"found {foreign_count} more transactions than the clients have written: "
+            "duplicates, or transactions of other clients"
         )
     result = {
         "clients": len(clients),
@@ -297,7 +299,10 @@ async def produce(chosen: CheckLoad) -> int:
 
 @verb
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID to read [default: only new transactions]"
+    "--first",
+    type=int,
+    metavar="ID",
+    help="the first transaction to read, by its ID [default: only new transactions]",
 )
 @_checks
 async def consume(chosen: CheckLoad) -> int:
@@ -311,7 +316,9 @@ async def consume(chosen: CheckLoad) -> int:
         wanted: int = chosen.transactions
         check = CheckCallbacks(starts, wanted)
         if not chosen.as_json:
-            begins = ", ".join(f"{each} from ID {mark + 1}" for each, mark in starts.items())
+            begins = ", ".join(
+                f"{each} from transaction {mark + 1}" for each, mark in starts.items()
+            )
             print_error(f"checking {wanted} transactions of partitions {begins}")
 
         async def work() -> None:
@@ -319,7 +326,9 @@ async def consume(chosen: CheckLoad) -> int:
             with ProgressLine() as line:
                 await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
 
-        await _with_timeout(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
+        await _with_timeout(
+            chosen, work(), lambda: f"{check.seen_count} of {wanted} transactions were checked"
+        )
     result = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
     return _print_result(chosen, check.wrong, result)
 
@@ -327,7 +336,7 @@ async def consume(chosen: CheckLoad) -> int:
 def mark_before(first: int) -> int:
     """Return the mark that precedes `--first`; raises BadConfig for an invalid ID."""
     if first < 0:
-        raise BadConfig(f"--first: expected an ID, 0 or more, found {first}")
+        raise BadConfig(f"--first: expected a transaction ID, 0 or more, found {first}")
     return first - 1
 
 
@@ -358,14 +367,16 @@ async def _with_timeout(
         async with asyncio.timeout(chosen.timeout_s):
             await work
     except TimeoutError:
-        raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {progress()}") from None
+        raise Unavailable(
+            f"the command did not finish within {chosen.timeout_s:.0f} s: {progress()}"
+        ) from None
 
 
 def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]
-    return f"{sum(reached)} of {len(checks)} clients have seen all transactions"
+    return f"{sum(reached)} of {len(checks)} clients have received all transactions"
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
@@ -386,7 +397,8 @@ def _print_result(
         text = value
         if isinstance(value, dict):
             text = ", ".join(
-                f"{first}..{last} of partition {p}" for p, (first, last) in value.items()
+                f"transactions {first}..{last} of partition {p}"
+                for p, (first, last) in value.items()
             )
         print_result(f"{name}: {text}")
     if wrong is None:

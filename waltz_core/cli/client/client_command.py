@@ -31,25 +31,38 @@ from waltz_core.records.record import TransactionId
 
 @verb
 @options.argument(
-    "data", "[DATA]...", "the payloads [default: the lines of standard input]", nargs=-1
+    "data",
+    "[DATA]...",
+    "the payloads, one for each transaction [default: the lines of standard input]",
+    nargs=-1,
 )
 @click.option(
     "--partition",
     "--partitions",
     "partitions",
     metavar="PARTITIONS",
-    help="the partitions, in turn, for example 3 or 0-3,7; with --write-lock only one "
-    "[default: derived from the first lock, otherwise all, round-robin]",
+    help="the partitions to append to, for example 3 or 0-3,7; several are used in turn; with "
+    "--write-lock only one is allowed [default: the partition of the first lock, otherwise "
+    "all in turn]",
 )
-@click.option("--header", type=int, default=0, help="the header, a 32-bit number [default: 0]")
 @click.option(
-    "--write-lock", multiple=True, metavar="NAME:KEY", help="a write lock; KEY is an integer"
+    "--header",
+    type=int,
+    default=0,
+    help="the header of the transactions, a 32-bit integer [default: 0]",
+)
+@click.option(
+    "--write-lock",
+    multiple=True,
+    metavar="NAME:KEY",
+    help="a write lock of the transactions; KEY is an integer",
 )
 @click.option(
     "--high-water-mark",
     type=int,
     metavar="ID",
-    help="fail if a lock was written after this ID [default: the partition's high-water mark]",
+    help="fail if another transaction has written the lock after this transaction ID "
+    "[default: the partition's high-water mark]",
 )
 @options.connect
 @options.as_json
@@ -84,7 +97,7 @@ def append(  # noqa: PLR0913 - one for each option
             print_result(str(transaction_id))
     if failures:
         # Without this line a user would repeat the command, and append the others twice.
-        where = "; their IDs are above" if ids else ""
+        where = "; their IDs are printed above" if ids else ""
         print_error(f"{len(ids)} of {len(futures)} transactions were appended{where}")
         raise failures[0]
     return 0
@@ -121,7 +134,7 @@ def _payloads(words: tuple[str, ...]) -> Iterator[bytes]:
 def _lock(text: str) -> int:
     name, colon, key = text.rpartition(":")
     if not colon or not key.lstrip("-").isdigit():
-        raise BadConfig(f"expected a lock NAME:KEY with an integer as key, found {text!r}")
+        raise BadConfig(f"--write-lock: expected NAME:KEY with an integer as key, found {text!r}")
     return lock(name, int(key))
 
 
@@ -148,10 +161,13 @@ def _chunks(
     "--first",
     type=int,
     metavar="ID",
-    help="first ID to read [default: the first that is available]",
+    help="the first transaction to read, by its ID [default: the first available one]",
 )
 @click.option(
-    "--last", type=int, metavar="ID", help="last ID to read [default: the high-water mark]"
+    "--last",
+    type=int,
+    metavar="ID",
+    help="the last transaction to read, by its ID [default: the high-water mark]",
 )
 @options.connect
 @options.as_json
@@ -175,9 +191,17 @@ def read(
 @verb
 @options.partition
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID to read [default: only new transactions]"
+    "--first",
+    type=int,
+    metavar="ID",
+    help="the first transaction to read, by its ID [default: only new transactions]",
 )
-@click.option("--transactions", type=int, metavar="N", help="end after this number of transactions")
+@click.option(
+    "--transactions",
+    type=int,
+    metavar="N",
+    help="end after this number of transactions [default: never]",
+)
 @options.connect
 @options.as_json
 async def watch(
@@ -242,15 +266,19 @@ def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> N
 
 
 _DETAILS = (
-    "A line has the ID, the header and the data, separated by tabs. In the data, bytes that are no "
-    "UTF-8 and control characters are escaped with a backslash."
+    "Each line has the transaction ID, the header and the data, separated by tabs. In the "
+    "data, control characters and bytes that are not UTF-8 are escaped with a backslash."
 )
 read.details = watch.details = _DETAILS
 
 
 @verb
-@click.option("--partition", type=int, metavar="P", help="one partition [default: all]")
-@click.option("--linearizable", is_flag=True, help="let a quorum confirm the marks")
+@click.option("--partition", type=int, metavar="P", help="the partition [default: all]")
+@click.option(
+    "--linearizable",
+    is_flag=True,
+    help="let each server confirm its high-water marks with a quorum of replicas",
+)
 @options.connect
 @options.as_json
 def high_water_mark(

@@ -47,10 +47,13 @@ _TYPES = {
     "file_format",
     type=options.NamedChoice(["parquet", "csv", "json"]),
     required=True,
-    help="format of the output; json has a line for each transaction",
+    help="format of the output; json writes one line for each transaction",
 )
 @click.option(
-    "--output", type=options.PATH, metavar="FILE", help="the file [default: standard output]"
+    "--output",
+    type=options.PATH,
+    metavar="FILE",
+    help="the file to write [default: standard output]",
 )
 @click.option(
     "--partition",
@@ -58,25 +61,33 @@ _TYPES = {
     type=int,
     multiple=True,
     metavar="P",
-    help="a partition, may be repeated [default: all]",
+    help="the partition; repeat the option for several [default: all]",
 )
 @click.option(
-    "--first", type=int, metavar="ID", help="first ID [default: the first that is available]"
+    "--first",
+    type=int,
+    metavar="ID",
+    help="the first transaction to export, by its ID [default: the first available one]",
 )
-@click.option("--last", type=int, metavar="ID", help="last ID [default: the high-water mark]")
+@click.option(
+    "--last",
+    type=int,
+    metavar="ID",
+    help="the last transaction to export, by its ID [default: the high-water mark]",
+)
 @click.option(
     "--column",
     "columns",
     multiple=True,
     metavar="NAME[:TYPE]",
-    help="a column of the log, or with a type one of the payload, may be repeated [default: the "
-    "columns of the log]",
+    help="NAME is a column of the log, NAME:TYPE a column of the payload; repeat the option for "
+    "several [default: the columns of the log]",
 )
 @click.option(
     "--data-format",
     type=options.NamedChoice([*DATA_FORMATS, *_WITH_SCHEMAS]),
     default="msgpack",
-    help="format of the payloads, for columns with a type [default: msgpack]",
+    help="format of the payloads, if --column names columns of the payload [default: msgpack]",
 )
 @click.option(
     "--schema-registry",
@@ -104,7 +115,7 @@ def export(  # noqa: PLR0913 - one for each option
     connect: str,
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
-        raise BadConfig("a Parquet file is not printed on a terminal. Hint: use --output FILE.")
+        raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
     schema = _schema(columns)
     payloads = _data_format(data_format, schema_registry, schema_registry_auth_file)
     with WaltzClient(connect) as client:
@@ -117,14 +128,15 @@ def export(  # noqa: PLR0913 - one for each option
         )
         with reader, _sink(output) as sink:
             count = _WRITERS[file_format](reader, sink)
-    print_error(f"{count} transactions were exported")
+    print_error(f"exported {count} transactions")
     return 0
 
 
 export.details = (
-    f"Types of payload columns: {', '.join(_TYPES)}. A payload that does not fit ends the command "
-    "with an error that names the transaction, and FILE is not written. In CSV and JSON, binary "
-    "values are text, in which bytes that are no UTF-8 are escaped with a backslash."
+    f"Types of payload columns: {', '.join(_TYPES)}. If a payload does not have such a value, "
+    "the command fails with an error that names the transaction, and does not write FILE. "
+    "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
+    "with a backslash."
 )
 
 
@@ -149,8 +161,8 @@ def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
             fields.append(READ_SCHEMA.field(name))
         elif not colon:
             raise BadConfig(
-                f"--column: the log has no column {name!r}. Hint: NAME:TYPE is a column of the "
-                f"payload; the log's are {', '.join(READ_SCHEMA.names)}."
+                f"--column: the log has no column {name!r}. Hint: use NAME:TYPE for a column "
+                f"of the payload; the columns of the log are {', '.join(READ_SCHEMA.names)}."
             )
         elif kind in _TYPES:
             fields.append(pa.field(name, _TYPES[kind]))
@@ -172,8 +184,8 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
         return
     if output.exists() and not output.is_file():  # such as a device, which a file would replace
         raise BadConfig(
-            f"--output {output}: expected a file, found another kind. Hint: without --output, the "
-            "output is standard output."
+            f"--output {output}: expected a regular file, found another kind. Hint: without "
+            "--output, the command writes to standard output."
         )
     part = output.with_name(f"{output.name}.part")
     try:
@@ -182,7 +194,9 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
                 yield sink
             part.replace(output)
         except OSError as error:
-            raise BadConfig(f"--output {output}: {error.strerror or error}") from error
+            raise BadConfig(
+                f"--output {output} cannot be written: {error.strerror or error}"
+            ) from error
     finally:
         with suppress(OSError):  # it has its name, or there is none
             part.unlink()

@@ -35,7 +35,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaId, TransactionId
 
 ANSWER_S: Final = 10.0
-HINT: Final = "Hint: docs/operations.md, section 'When ZooKeeper's data is lost'"
+HINT: Final = "Hint: see docs/operations.md, section 'When ZooKeeper's data is lost'"
 
 # Those of a manifest; a storage's errors end the search.
 _FILE_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
@@ -111,11 +111,12 @@ class ArchiveRecovery:
                 continue
             if found.mark.last > log.last:
                 raise BadRequest(
-                    f"partition {log.partition_id}: expected a log with IDs up to "
-                    f"{found.mark.last}, which manifest {name} of the archive "
-                    f"({where}) has, found one up to {log.last}. Hint: start the storages of "
-                    "the other replicas; if their logs are lost, move this manifest out of the "
-                    "archive, which loses the transactions that only the archive has"
+                    f"partition {log.partition_id}: the log of the storages ends at "
+                    f"transaction {log.last}, before the end of the archive, "
+                    f"{found.mark.last} (manifest {name} in {where}). Hint: start the "
+                    "storages of the other replicas. If their logs are lost, move this "
+                    "manifest out of the archive; the transactions that only the archive has "
+                    "are then lost"
                 )
             problem = await self._problem_of(found, log)
             if problem:
@@ -123,17 +124,21 @@ class ArchiveRecovery:
                 continue
             for each in problems:
                 self._on_skipped(
-                    f"partition {log.partition_id}: a newer manifest is not used: {each}"
+                    f"partition {log.partition_id}: a newer manifest is ignored: {each}"
                 )
             return found.mark
         replica, start = max(log.starts.items(), key=lambda each: each[1])
         if not names and start == BEFORE_FIRST:
             return None
-        shown = f"{len(names)}, the newest is not: {problems[0]}" if names else "none"
+        shown = (
+            (f"{len(names)} manifests, of which the newest cannot be used: {problems[0]}")
+            if names
+            else "none"
+        )
         raise BadRequest(
-            f"partition {log.partition_id}: expected a manifest in the archive ({where}) that ends "
-            f"at an ID in {max(start, log.start)}..{log.last}, as the log of {replica} begins "
-            f"at {start + 1}; found {shown}. {HINT}"
+            f"partition {log.partition_id}: the log of {replica} begins at transaction "
+            f"{start + 1}, so the archive ({where}) must have a manifest that ends at a "
+            f"transaction in {max(start, log.start)}..{log.last}; found {shown}. {HINT}"
         )
 
     def _names(self, partition_id: PartitionId) -> list[str]:
@@ -155,11 +160,14 @@ class ArchiveRecovery:
         last, chain = found.mark.last, found.mark.chain
         lowest = max(log.start, *log.starts.values())
         if not lowest <= last <= log.last:
-            return f"expected an end of {lowest}..{log.last}, found {last}"
+            return f"expected that it ends at a transaction in {lowest}..{log.last}, found {last}"
         chain_there = await log.chain_at(last)
         if chain_there != chain:
-            shown = "no batch end" if chain_there is None else chain_there.hex()
-            return f"it ends at {last} with chain {chain.hex()}, the log has {shown}"
+            shown = "no batch that ends there" if chain_there is None else chain_there.hex()
+            return (
+                f"it ends at transaction {last} with chain hash {chain.hex()}, but the log has "
+                f"{shown}"
+            )
         return await asyncio.to_thread(self._problem_of_objects, found.entries)
 
     def _read(self, name: str, partition_id: PartitionId) -> _Candidate:
@@ -175,11 +183,11 @@ class ArchiveRecovery:
         if found != (self._cluster_key, partition_id):
             raise BadFormat(
                 f"expected the manifest of partition {partition_id} of this cluster, found "
-                f"partition {found[1]} of cluster {found[0].hex()}"
+                f"that of partition {found[1]} of cluster {found[0].hex()}"
             )
         if entries and entries[-1].chain != manifest.chain:
             raise BadFormat(
-                f"expected the chain {manifest.chain.hex()} at its end, found "
+                f"expected chain hash {manifest.chain.hex()} at its end, found "
                 f"{entries[-1].chain.hex()}"
             )
         available = [each for each in entries if each.last >= manifest.first]
@@ -203,7 +211,7 @@ class ArchiveRecovery:
             if found != each.file_bytes:
                 shown = "none" if found is None else f"one of {found} bytes"
                 return (
-                    f"expected object {each.name}, IDs {each.first}..{each.last}, with "
-                    f"{each.file_bytes} bytes, found {shown}"
+                    f"expected object {each.name} (transactions {each.first}..{each.last}) "
+                    f"with {each.file_bytes} bytes, found {shown}"
                 )
         return ""

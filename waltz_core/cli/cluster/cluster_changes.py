@@ -28,7 +28,7 @@ from waltz_core.wire.messages import WireProtocol
 POLL_INTERVAL_S = 0.1
 
 _admin_port = click.option(
-    "--admin-port", type=int, help="the storage's admin port [default: its port + 1]"
+    "--admin-port", type=int, help="the admin port of the storage [default: its port + 1]"
 )
 _storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=-1, required=True)
 
@@ -38,7 +38,7 @@ _storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=
 
 @verb
 @options.storage_address
-@click.option("--group", type=int, help="the group of the storage [default: a new group]")
+@click.option("--group", type=int, help="the number of the storage's group [default: a new group]")
 @_admin_port
 @changes()
 async def add_storage(
@@ -55,7 +55,7 @@ async def add_storage(
     return {
         "storage": address,
         "group": group,
-        "summary": f"{address} is a storage of group {group}, without replicas",
+        "summary": f"added storage {address} to group {group}; it has no replicas yet",
     }
 
 
@@ -64,26 +64,30 @@ async def _check_storage(address: ReplicaId) -> None:
     name = await name_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(
-            f"{address}: expected a storage that answers, found none; nothing was changed. "
-            "Hint: start the storage with an empty directory, then run the command again."
+            f"storage {address} does not answer; nothing was changed. Hint: start the storage "
+            "with an empty directory, then run the command again."
         )
     if name != WireProtocol.STORAGE.listener_text:
         raise BadConfig(
-            f"{address}: expected a storage's port, found a {name[:80]!r}; nothing was changed. "
-            "Hint: use the address at which servers reach the storage (`port` in storage.toml)."
+            f"{address}: expected the port of a storage, found a {name[:80]!r}; nothing was "
+            "changed. Hint: use the address at which servers connect to the storage (`port` "
+            "in storage.toml)."
         )
 
 
 @verb
 @options.storage_address
 @options.argument(
-    "admin_port", "ADMIN_PORT", "the port at which the storage accepts administration", type=int
+    "admin_port",
+    "ADMIN_PORT",
+    "the port at which the storage accepts administration requests",
+    type=int,
 )
 @changes()
 async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
     storage = ReplicaId(address)
     await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
-    return {"storage": storage, "summary": f"the admin port of {storage} is {admin_port}"}
+    return {"storage": storage, "summary": f"the admin port of storage {storage} is {admin_port}"}
 
 
 @verb
@@ -99,16 +103,16 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     return {
         "storage": address,
         "moved": len(wanted),
-        "summary": f"{address} was removed from the cluster; its files are kept",
+        "summary": f"storage {address} was removed from the cluster; its files were kept",
     }
 
 
 @verb
-@options.argument("address", "OLD", "HOST:PORT of the lost storage")
+@options.argument("address", "OLD", "HOST:PORT of the storage to replace")
 @options.argument(
     "successor",
     "NEW",
-    "HOST:PORT of its successor; OLD again for an empty storage at the same address",
+    "HOST:PORT of its replacement; the same as OLD for an empty storage at the same address",
 )
 @_admin_port
 @changes()
@@ -128,14 +132,14 @@ async def replace_storage(
         layout = await command.coordinator.storages.change(
             lambda before: before.with_storage(new, port, group)
         )
-        command.note(f"{new} is a storage of group {group}")
+        command.note(f"storage {new} is in group {group}")
     wanted = placements.replaced(now, old, new, now)
     await command.carry_out(Plan.to(wanted, layout.assignment))
     await _forget_storage(command, old)
     return {
         "storage": new,
         "moved": len(wanted),
-        "summary": f"{new} has all replicas of {old}: {len(wanted)}",
+        "summary": f"storage {new} has all {len(wanted)} replicas of {old}",
     }
 
 
@@ -148,10 +152,11 @@ async def _replace_in_place(
         return await _restore_storage(command, placements.restored(now, address), address)
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
-        raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
+        raise BadRequest(f"storage {address} has the only replica of partition {alone[0]}")
     if await answers(WireProtocol.STORAGE, address):
         raise BadRequest(
-            f"{address} answers. Hint: stop it, and start its successor with an empty directory."
+            f"storage {address} still runs and answers. Hint: stop it, and start its "
+            "replacement with an empty directory."
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
     await command.carry_out(Plan.to(without, layout.assignment))
@@ -162,20 +167,21 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
     """Register an empty storage at an address, and add the missing replicas to it."""
     if not await answers(WireProtocol.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
-        command.note(f"an empty storage may start at {address}")
+        command.note(f"an empty storage may now start at {address}")
     while not await answers(WireProtocol.STORAGE, address):
         command.wait_for(
-            f"a storage with an empty directory to start at {address}, which then gets "
-            f"partitions {ranges_of(sorted(wanted))}"
+            f"an empty storage at {address} to start; it then gets replicas of partitions "
+            f"{ranges_of(sorted(wanted))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
+    summary = f"the new storage at {address} has all {len(wanted)} replicas of the old one"
     if not wanted:
         summary = (
-            f"{address} has no replicas: no partition has fewer replicas than the others. "
-            "Hint: if it had replicas before, add them with `waltz-core cluster add-replica`."
+            f"storage {address} has no replicas, and every partition has the usual number of "
+            "replicas. Hint: if the storage had replicas before, add them with `waltz-core "
+            "cluster add-replica`."
         )
     return {"storage": address, "moved": len(wanted), "summary": summary}
 
@@ -183,7 +189,7 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
 async def _forget_storage(command: Command, address: ReplicaId) -> None:
     await command.coordinator.storages.change(lambda old: old.without_storage(address))
     await command.coordinator.storages.forget_id(address)
-    command.note(f"{address} is excluded")
+    command.note(f"storage {address} is excluded from new replicas")
 
 
 def _port_of(requested: int | None, address: str) -> int:
@@ -229,8 +235,8 @@ async def remove_replica(
 
 @verb
 @options.partitions
-@options.argument("origin", "FROM", "HOST:PORT of the storage with the replicas")
-@options.argument("target", "TO", "HOST:PORT of the storage that gets them")
+@options.argument("origin", "FROM", "HOST:PORT of the storage that has the replicas")
+@options.argument("target", "TO", "HOST:PORT of the storage that should get them")
 @changes()
 async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
     layout, now = await _read_layout(command)
@@ -238,13 +244,16 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     chosen = await _chosen(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
-            raise BadRequest(f"{old} has no replica of partition {partition_id}")
+            raise BadRequest(f"storage {old} has no replica of partition {partition_id}")
     return await _carry_out(command, layout, placements.replaced(now, old, new, chosen))
 
 
 @verb
 @click.option(
-    "--replicas", type=int, metavar="N", help="replicas of each partition [default: unchanged]"
+    "--replicas",
+    type=int,
+    metavar="N",
+    help="number of replicas of each partition [default: unchanged]",
 )
 @changes()
 async def auto_assign(command: Command, *, replicas: int | None) -> Result:
@@ -292,7 +301,7 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
                     await storage.request(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:
             names = ", ".join(map(str, partitions))
-            command.note(f"{address} may still have files of partitions {names}: {error}")
+            command.note(f"storage {address} may still have files of partitions {names}: {error}")
 
 
 async def _read_layout(command: Command) -> tuple[StorageLayout, Placement]:
@@ -321,7 +330,13 @@ async def remove_server(command: Command, *, server: str) -> Result:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
     if await answers(WireProtocol.CLIENT, server):
-        raise BadRequest(f"the server at {server} answers. Hint: stop it; it unregisters itself.")
+        raise BadRequest(
+            f"the server at {server} still runs and answers. Hint: stop it; it then unregisters "
+            "itself."
+        )
     for each in found:
         await command.coordinator.remove_dead_server(each)
-    return {"server": server, "summary": f"{server} was removed; other servers own its partitions"}
+    return {
+        "server": server,
+        "summary": f"server {server} was removed; other servers own its partitions now",
+    }

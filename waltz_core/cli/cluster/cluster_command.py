@@ -18,18 +18,21 @@ from waltz_core.records.record import PartitionId
 
 
 @verb
-@click.option("--name", default="waltz", help="the cluster's name [default: waltz]")
+@click.option("--name", default="waltz", help="the name of the cluster [default: waltz]")
 @click.option(
-    "--partitions", type=int, required=True, help="the partition count, which is fixed forever"
+    "--partitions",
+    type=int,
+    required=True,
+    help="the number of partitions, which cannot be changed later",
 )
 @click.option(
     "--storage",
     multiple=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage; repeat the option for each. Every group has one replica of each partition; "
-    "without GROUP each storage is a separate group",
+    help="a storage; repeat the option for each. Each group of storages gets one replica of each "
+    "partition; a storage without GROUP is a group of its own",
 )
-@click.option("--if-absent", is_flag=True, help="succeed if the cluster already exists")
+@click.option("--if-absent", is_flag=True, help="exit successfully if the cluster already exists")
 @with_cluster_argument
 @options.wait_s
 async def create(
@@ -50,13 +53,13 @@ async def create(
     )
     async with connected(connect, wait_s) as found:
         if if_absent and await _exists(found):
-            print_error(f"there is a cluster at {connect} already")
+            print_error(f"a cluster exists already at {connect}")
             return 0
         async with audited(found, creates=True):
             await found.create_cluster(new)
         print_error(
-            f"created {new.name} at {connect}: {new.partition_count} partitions, "
-            f"{len(new.storages)} storages, key {new.cluster_key}"
+            f"created cluster {new.name} at {connect}: {new.partition_count} partitions, "
+            f"{len(new.storages)} storages, cluster key {new.cluster_key}"
         )
     return 0
 
@@ -75,10 +78,10 @@ async def _exists(coordinator: Coordinator) -> bool:
 async def protect(*, connect: str, wait_s: float) -> int:
     count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
-        raise BadConfig(f"no cluster at {connect}: ZooKeeper has no such root")
+        raise BadConfig(f"there is no cluster at {connect}: ZooKeeper has no such znode")
     # The audit entry is written with the same credentials.
     async with connected(connect, wait_s) as found, audited(found, creates=True):
-        print_error(f"protected {count} znodes")
+        print_error(f"restricted the access to {count} znodes")
     return 0
 
 
@@ -140,7 +143,7 @@ def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[st
 
 
 def _print(summary: dict[str, Any]) -> None:
-    print_result(f"{summary['name']}  key {summary['cluster_key']}")
+    print_result(f"{summary['name']}  cluster key {summary['cluster_key']}")
     storages = summary["storages"]
     print_table(
         ("storage", "admin port", "group", "replicas"),

@@ -69,7 +69,9 @@ async def _change_preference(
     command.wait_for(f"the server at {address}")
     answer = await query(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
-        raise Unavailable(f"the server at {address} has rejected the partitions {partitions}")
+        raise Unavailable(
+            f"the server at {address} rejected the change for partitions {partitions}"
+        )
     view = await _all_open(command, partitions)
     owned = sorted(
         partition_id
@@ -79,7 +81,7 @@ async def _change_preference(
     return {
         "server": address,
         "owns": owned,
-        "summary": f"{address} owns partitions {', '.join(map(str, owned)) or 'none'}",
+        "summary": f"server {address} owns partitions {', '.join(map(str, owned)) or 'none'}",
     }
 
 
@@ -93,7 +95,7 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
         if view.is_settled and len(is_open) == len(partitions):
             return view
         waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
-        what = f"servers to open their partitions: {waits}"
+        what = f"the servers to open these partitions: {waits}"
         command.wait_for(what, len(is_open), len(partitions))
         await asyncio.sleep(POLL_INTERVAL_S)
 

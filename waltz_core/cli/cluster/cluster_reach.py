@@ -83,7 +83,7 @@ def checks_by_server(
     name = f"server {server}"
     found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):
-        unknown = None if storage in reported else "the server does not know this storage (yet)"
+        unknown = None if storage in reported else "the server does not connect to this storage yet"
         is_reached = reported.get(storage, False)
         found.append(
             ConnectionCheck(name, f"storage {storage}", is_reached=is_reached, reason=unknown)

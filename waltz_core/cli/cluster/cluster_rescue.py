@@ -95,12 +95,22 @@ class _Answers:
 
 
 @verb
-@options.argument("partition", "PARTITION", "a partition without a trusted quorum", type=int)
+@options.argument(
+    "partition",
+    "PARTITION",
+    "a partition that has no quorum of replicas with a trusted log",
+    type=int,
+)
 @click.option(
-    "--replica", metavar="HOST:PORT", help="the replica [default: the one with the most data]"
+    "--replica",
+    metavar="HOST:PORT",
+    help="the replica whose log to accept, by the address of its storage [default: the one with "
+    "the most transactions]",
 )
 @archive_url
-@click.option("--yes", is_flag=True, help="make the change; otherwise only show the possible loss")
+@click.option(
+    "--yes", is_flag=True, help="accept the log; without it, only show what could be lost"
+)
 @changes()
 async def accept_replicas(
     command: Command, *, partition: int, replica: str | None, archive: str | None, yes: bool
@@ -127,8 +137,8 @@ async def accept_replicas(
         except CoordinatorConflict:
             pass  # Its server has claimed a session at the same moment: try again.
     raise Unavailable(
-        f"partition {partition_id}: its server claimed a session during each of {ATTEMPTS_MAX} "
-        "attempts. Hint: try again."
+        f"partition {partition_id}: its server claimed a new store session during each of "
+        f"{ATTEMPTS_MAX} attempts. Hint: run the command again."
     )
 
 
@@ -140,8 +150,9 @@ async def _query(
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:
         raise BadRequest(
-            f"ZooKeeper knows no replica of partition {partition_id}: it was never opened, or "
-            "ZooKeeper's data was lost. Hint: for lost data, run `cluster rebuild-metadata`."
+            f"ZooKeeper records no replica of partition {partition_id}: the partition was "
+            "never opened, or ZooKeeper's data was lost. Hint: if the data was lost, run "
+            "`cluster rebuild-metadata`."
         )
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
@@ -201,16 +212,16 @@ async def _decide(
     if not is_accepted:
         return {
             **shown,
-            "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen} the "
-            f"log of partition {partition_id}; records that only others have are then lost.",
+            "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen} the log "
+            f"of partition {partition_id}. Records that only other replicas have are then lost.",
         }
     _check_needed(partition_id, answers)
     archived = await _archived_of(command, partition_id, answers, (chosen, archive))
     members = await _declare(command, partition_id, answers, chosen, archived)
     return {
         **shown,
-        "summary": f"the log of {chosen}, 0..{logs[chosen].synced_max}, is the log of partition "
-        f"{partition_id}; its replicas are {', '.join(members)}",
+        "summary": f"the log of {chosen}, transactions 0..{logs[chosen].synced_max}, is now the "
+        f"log of partition {partition_id}; its replicas are {', '.join(members)}",
     }
 
 
@@ -229,9 +240,10 @@ def _check_needed(partition_id: PartitionId, answers: _Answers) -> None:
     quorum = count // 2 + 1
     if len(trusted) >= quorum:
         raise BadRequest(
-            f"partition {partition_id}: expected fewer than {quorum} of {count} replicas with a "
-            f"trusted log, found {len(trusted)} ({', '.join(trusted)}); nothing was changed. "
-            "Hint: its server opens a session by itself; `waltz-core doctor` reports if it cannot."
+            f"nothing was changed: partition {partition_id} does not need the command, "
+            f"because {len(trusted)} of {count} replicas have a trusted log "
+            f"({', '.join(trusted)}), and {quorum} suffice. Hint: its server opens a store "
+            "session by itself; `waltz-core doctor` reports if it cannot."
         )
 
 
@@ -239,11 +251,15 @@ def _chosen(
     requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
 ) -> ReplicaId:
     if not logs:
-        raise Unavailable(f"partition {partition_id}: no replica answers. Hint: start a storage.")
+        raise Unavailable(
+            f"partition {partition_id}: no replica answers. Hint: start a storage that has one."
+        )
     if requested is None:
         return max(logs, key=lambda each: _rank(logs[each]))
     if requested not in logs:
-        raise BadConfig(f"{requested} did not answer as a replica of partition {partition_id}")
+        raise BadConfig(
+            f"storage {requested} did not answer as a replica of partition {partition_id}"
+        )
     return ReplicaId(requested)
 
 
@@ -371,43 +387,48 @@ class FormerCluster(NamedTuple):
 
 
 @verb
-@click.option("--name", default="waltz", help="the cluster's name [default: waltz]")
+@click.option("--name", default="waltz", help="the name of the cluster [default: waltz]")
 @click.option(
     "--storage",
     multiple=True,
     required=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage of the cluster, also a lost one; repeat the option for each, as for `cluster "
-    "create`",
+    help="a storage of the cluster, even if it is lost; repeat the option for each, as for "
+    "`cluster create`",
 )
 @click.option(
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="one of these storages, if it is lost permanently; repeat the option for each",
+    help="a storage among these that is lost permanently; repeat the option for each",
 )
-@click.option("--cluster-key", type=click.UUID, help="the key that `cluster show-key` printed")
-@click.option("--partitions", type=int, help="the cluster's partition count")
+@click.option(
+    "--cluster-key", type=click.UUID, help="the cluster key, as `cluster show-key` prints it"
+)
+@click.option("--partitions", type=int, help="the partition count of the cluster")
 @click.option(
     "--from-directory",
     type=options.PATH,
     metavar="DIRECTORY",
-    help="a storage's directory, which contains key and partition count",
+    help="the directory of a storage, which contains cluster key and partition count",
 )
 @click.option(
-    "--replicas", type=int, help="replicas of each partition [default: one for each group]"
+    "--replicas",
+    type=int,
+    help="number of replicas of each partition [default: one for each group]",
 )
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="only create the znodes, so that storages can start; then run the command without it",
+    help="only create the znodes, so that the storages can start; then run the command again "
+    "without this option",
 )
 @archive_url
 @click.option(
     "--access-file",
     type=options.PATH,
     metavar="FILE",
-    help="a file of `access export`, if the cluster had permissions",
+    help="a file that `access export` has written, if the cluster had permissions",
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
@@ -415,8 +436,9 @@ async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: A
 
 
 rebuild_metadata.details = (
-    "Storages do not know whether the cluster had permissions, so --access-file is not required. "
-    "Without it the cluster has none, and daemons with access control wait for `access import`."
+    "The storages do not record whether the cluster had permissions. If it had, restore them "
+    "with --access-file. Otherwise the cluster has no permissions, and daemons with access "
+    "control wait for `access import`."
 )
 
 
@@ -427,8 +449,8 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     for each in missing:
         if each not in new.groups:
             raise BadConfig(
-                f"--missing {each}: expected a storage that is also named with --storage, found "
-                f"only {', '.join(map(str, new.groups))}"
+                f"--missing {each}: expected a storage that --storage also names, found only "
+                f"{', '.join(map(str, new.groups))}"
             )
     await _make_nodes(command, new)
     if saved is not None:
@@ -500,7 +522,10 @@ async def _decide_all(
         generation = Generation(newest[each].generation + 1)
         marker = _opened_marker(sessions[each], archived)
         await _write_verdict(command.coordinator, verdict, marker, generation)
-        shown = f"partition {each}: 0..{verdict.log.synced_max} of {verdict.source}"
+        shown = (
+            f"partition {each}: transactions 0..{verdict.log.synced_max} of the log of "
+            f"{verdict.source}"
+        )
         if archived is not None:
             shown += f", of which the archive has {archived.first}..{archived.last}"
         command.note(shown)
@@ -570,8 +595,8 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
         key, count = UUID(bytes=header.cluster_key), header.partition_count
     if key is None or count is None:
         raise BadConfig(
-            "expected --cluster-key and --partitions, or --from-directory with the directory of "
-            "one of the storages, which contains both"
+            "expected --cluster-key and --partitions, or --from-directory with the directory "
+            "of a storage, which contains both; found neither"
         )
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(chosen.storage))
     return NewCluster(chosen.name, count, key, storages)
@@ -584,18 +609,20 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
         found = await coordinator.read_cluster()
     except BadConfig:
         await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
-        command.note(f"created the znodes of cluster {new.cluster_key}")
+        command.note(f"created the znodes of the cluster with key {new.cluster_key}")
         return
     if found.store.cluster_key != new.cluster_key:
         raise BadRequest(
-            f"there is another cluster at {coordinator.where}, with key {found.store.cluster_key}"
+            f"another cluster exists at {coordinator.where}, with cluster key "
+            f"{found.store.cluster_key}"
         )
     for number in range(new.partition_count):
         if await _is_undecided(coordinator, PartitionId(number)):
             return
     raise BadRequest(
-        f"the cluster at {coordinator.where} has its metadata, so there is nothing to rebuild. "
-        "Hint: if only a part of it is lost, run `cluster delete` first."
+        f"the cluster at {coordinator.where} still has its metadata in ZooKeeper, so there is "
+        "nothing to rebuild. Hint: if only a part of the metadata is lost, run `cluster "
+        "delete` first."
     )
 
 
@@ -607,8 +634,8 @@ async def _restore_access(command: Command, saved: Permissions) -> None:
         change = await permissions.replace(
             saved, author, lambda _before, _after: None, new_key=new_client_key()
         )
-        what = f"restored the permissions of {described(saved)}"
-        command.note(f"{what} as revision {change.after.revision}")
+        what = f"restored the {described(saved)}"
+        command.note(f"{what}, as revision {change.after.revision}")
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
@@ -632,7 +659,8 @@ async def _await_storages(
         for link in links.values():
             link.close()
         command.wait_for(
-            f"an answer of {', '.join(failures)}. Hint: start it, or use --missing if it is lost.",
+            f"an answer of {', '.join(failures)}. Hint: start that storage, or name it with "
+            "--missing if it is lost.",
             len(links),
             len(storages),
         )
@@ -677,8 +705,9 @@ async def _newest_ids(
         return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)
     except Damaged as error:
         command.note(
-            f"partition {verdict.partition_id}: the client IDs in its last records are unknown, so "
-            f"new client IDs are derived from the clock of this machine: {error}"
+            f"partition {verdict.partition_id}: the client IDs in its last records cannot be "
+            "read, so the command derives the next client IDs from the clock of this "
+            f"machine: {error}"
         )
         return NO_IDS
 

@@ -45,7 +45,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
         shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
         print_table(tuple(rows[0]), shown)
     else:
-        print_result(f"no cluster at {below} or below it")
+        print_result(f"there is no cluster at {below} or below it")
     return 0
 
 
@@ -83,11 +83,11 @@ async def show_key(*, connect: str, as_json: bool) -> int:
 
 
 @verb
-@options.argument("name", "NAME", "the cluster's name, as `cluster show` prints it")
+@options.argument("name", "NAME", "the name of the cluster, as `cluster show` prints it")
 @click.option(
     "--force",
     is_flag=True,
-    help="delete even while servers or storages run, or after an interrupted deletion",
+    help="delete the znodes even while servers or storages run, or after an interrupted deletion",
 )
 @changes()
 async def delete(command: Command, *, name: str, force: bool) -> Result:
@@ -98,13 +98,16 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     except BadConfig:
         if not force:
             raise
-        command.note(f"no complete cluster at {coordinator.where}: only its remains are deleted")
+        command.note(
+            f"there is no complete cluster at {coordinator.where}: only the remains of one are "
+            "deleted"
+        )
     else:
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                f"expected {view.params.name}, the name of the cluster at {coordinator.where}, "
-                f"found {name}"
+                f"the cluster at {coordinator.where} is named {view.params.name}, but the "
+                f"command was given {name}"
             )
         if not force:
             await _expect_no_process(command)
@@ -114,13 +117,13 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
 
     count = await coordinator.delete_cluster(show_progress)
     if not count:
-        raise BadRequest(f"there is nothing at {coordinator.where} to delete")
-    what = f"{name}, key {key}" if key else "remains of a cluster"
+        raise BadRequest(f"there is no cluster at {coordinator.where} to delete")
+    what = f"{name}, cluster key {key}" if key else "remains of a cluster"
     return {
         "name": name,
         "cluster_key": key,
         "nodes": count,
-        "summary": f"deleted {count} znodes: {what}. The storages' directories are unchanged",
+        "summary": f"deleted {count} znodes of {what}. The storages' directories are unchanged",
     }
 
 
@@ -130,7 +133,7 @@ async def _expect_no_process(command: Command) -> None:
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
     storages = list((await coordinator.storages.read()).assignment.partitions)
-    command.wait_for("a check that the storages are stopped")
+    command.wait_for("the check that all storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         queried = {
             each: tasks.create_task(answers(WireProtocol.STORAGE, each), name=f"query {each}")
@@ -139,6 +142,6 @@ async def _expect_no_process(command: Command) -> None:
     found += [f"storage {each}" for each, task in queried.items() if task.result()]
     if found:
         raise BadRequest(
-            f"expected all servers and storages to be stopped, found {', '.join(found)}. "
-            "Hint: stop them, or delete the cluster nevertheless with --force."
+            f"servers or storages still run: {', '.join(found)}. Hint: stop them, or use "
+            "--force to delete the cluster nevertheless."
         )

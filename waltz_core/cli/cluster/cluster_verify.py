@@ -27,7 +27,7 @@ ANSWER_S: Final = 10.0
 @click.option(
     "--by-partition",
     is_flag=True,
-    help=f"also show each check of each partition: {', '.join(CHECKS)}",
+    help=f"also print the result of each check of each partition: {', '.join(CHECKS)}",
 )
 @options.connect
 @options.as_json

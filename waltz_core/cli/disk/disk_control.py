@@ -39,8 +39,12 @@ _SLOT_FLAGS = {
 
 
 @verb
-@click.option("-a", "--assigned", is_flag=True, help="only assigned partitions")
-@options.files("a storage directory, a partition's directory, waltz-storage.ctl or waltz-x.ctl")
+@click.option(
+    "-a", "--assigned", is_flag=True, help="print only partitions that are assigned to the storage"
+)
+@options.files(
+    "a storage directory, a partition's directory, or a file waltz-storage.ctl or waltz-x.ctl"
+)
 def dump_control_file(
     *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
 ) -> int:
@@ -50,7 +54,7 @@ def dump_control_file(
     missing = set(partitions or ()) - set(numbers)
     if missing:
         found = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
-        raise BadRequest(f"{path}: expected partition {min(missing)}, found {found}")
+        raise BadRequest(f"{path}: there is no partition {min(missing)}; expected one of {found}")
     shown = [number for number in numbers if partitions is None or number in partitions]
     if assigned:
         shown = [number for number in shown if is_assigned(entries.get(number))]
@@ -94,7 +98,7 @@ def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]
 
 def _number(directory: Path) -> int:
     if not directory.name.isdecimal():
-        raise BadRequest(f"{directory}: expected a directory named by its partition")
+        raise BadRequest(f"{directory}: expected a directory whose name is a partition number")
     return int(directory.name)
 
 
@@ -245,7 +249,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "low-water mark": str(slot.low_water_mark),
         "provisional mark": provisional,
         "log begins after": str(slot.start),
-        "chain before it": slot.start_chain.hex(),
+        "chain hash before it": slot.start_chain.hex(),
         "acked ID": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
         "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",

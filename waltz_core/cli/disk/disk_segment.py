@@ -66,24 +66,30 @@ class SegmentChoice(NamedTuple):
 
 
 @verb
-@click.option("-m", "--metadata", is_flag=True, help="print the segment's header")
+@click.option("-m", "--metadata", is_flag=True, help="print the header of the segment")
 @click.option(
     "-r",
     "--record",
     is_flag=True,
-    help="print records [default without -m, -r and --batches: all three]",
+    help="print the records [default without -m, -r and --batches: header, records and batches]",
 )
-@click.option("--batches", is_flag=True, help="print the batches of the .chn file")
-@click.option("-t", "--transaction", type=int, metavar="ID", help="print this record only")
-@click.option("--first", type=int, metavar="ID", help="first ID to print")
-@click.option("--last", type=int, metavar="ID", help="last ID to print")
-@click.option("--data", is_flag=True, help="also print the data of records")
+@click.option("--batches", is_flag=True, help="print the batches, which the .chn file describes")
+@click.option(
+    "-t",
+    "--transaction",
+    type=int,
+    metavar="ID",
+    help="print only the record with this transaction ID",
+)
+@click.option("--first", type=int, metavar="ID", help="the first transaction ID to print")
+@click.option("--last", type=int, metavar="ID", help="the last transaction ID to print")
+@click.option("--data", is_flag=True, help="also print the data of the records")
 @click.option(
     "-d",
     "--deserializer",
     metavar="NAME",
-    help="deserializer of the data: bytes, msgpack, json, or module:name for a "
-    "function that takes bytes, or for a serializer; implies --data [default: bytes]",
+    help="deserializer of the data: bytes, msgpack, json, or module:name of a function that takes "
+    "bytes, or of a serializer; implies --data [default: bytes]",
 )
 @options.files("a .seg file, a partition's directory or a storage directory")
 @options.gather_options(SegmentChoice)
@@ -107,7 +113,7 @@ def _wanted(chosen: SegmentChoice) -> _DumpOptions:
         first = last = chosen.transaction
     for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:
-            raise BadConfig(f"{option}: expected an ID from 0, found {value}")
+            raise BadConfig(f"{option}: expected a transaction ID of at least 0, found {value}")
     is_part = chosen.metadata or chosen.record or chosen.batches
     name = chosen.deserializer or ("bytes" if chosen.data else None)
     return _DumpOptions(
@@ -199,9 +205,9 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _DumpOptions
         print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
     print_result(
-        f"{path}: version {header.version}, partition {header.partition}, from ID {header.first}, "
-        f"{size} bytes, created {utc_text(header.created_ms)}, "
-        f"cluster key {uuid(header.cluster_key)}"
+        f"{path}: version {header.version}, partition {header.partition}, first transaction "
+        f"{header.first}, {size} bytes, created {utc_text(header.created_ms)}, cluster key "
+        f"{uuid(header.cluster_key)}"
     )
     for error in header.wrong:
         print_result(f"  wrong: {error}")
@@ -279,7 +285,7 @@ def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
     what = f"records from {gap.first} on"
     if gap.next_id is not None:
         what = records_text(gap.first, gap.next_id - 1)
-    print_result(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
+    print_result(f"  {what}: bytes {gap.offset}..{gap.end - 1} cannot be read: {gap.why}")
 
 
 def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
@@ -290,8 +296,8 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
     wrong = f"  wrong: {'; '.join(batch.wrong)}" if batch.wrong else ""
     print_result(
         f"  batch {batch.first}..{batch.last}, session {batch.session}, "
-        f"{utc_text(batch.stamp_ms)}, "
-        f"chain {batch.chain.hex()}, synced before {batch.synced}{wrong}"
+        f"{utc_text(batch.stamp_ms)}, chain hash {batch.chain.hex()}, written when "
+        f"transactions up to {batch.synced} were synced{wrong}"
     )
 
 
@@ -365,8 +371,10 @@ def _print_statistic(found: Statistic) -> None:
     )
     ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
     if found.unreadable_bytes:
-        ids = f"{found.header.first}..{found.last}, {found.unreadable_bytes} bytes are unreadable"
-    print_result(f"  records   {found.records}, IDs {ids}, of {len(found.clients)} clients")
+        ids = f"{found.header.first}..{found.last}; {found.unreadable_bytes} bytes cannot be read"
+    print_result(
+        f"  records   {found.records}, transaction IDs {ids}, of {len(found.clients)} clients"
+    )
     sizes = _sizes_json(found)
     if sizes is not None:
         shown = ", ".join(f"{name} {size}" for name, size in sizes.items())

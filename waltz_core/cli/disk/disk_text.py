@@ -59,8 +59,8 @@ def named_deserializer(name: str) -> Deserializer:
     read = getattr(found, "deserialize", found)
     if not callable(read):
         raise BadConfig(
-            f"--deserializer {name}: expected a function that takes bytes, or an object "
-            f"with `deserialize`, found {type(found).__name__}"
+            f"--deserializer {name}: expected a function that takes bytes, or an object with "
+            f"a method `deserialize`, found {type(found).__name__}"
         )
     return read  # type: ignore[no-any-return]  # the user states that it takes bytes
 

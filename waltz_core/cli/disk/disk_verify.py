@@ -27,12 +27,13 @@ FINDINGS_LIMIT = 1000
     type=int,
     default=FINDINGS_LIMIT,
     metavar="N",
-    help=f"number of findings to show; the others are counted [default: {FINDINGS_LIMIT}]",
+    help="maximum number of findings to print; further ones are only counted [default: "
+    f"{FINDINGS_LIMIT}]",
 )
 @options.files("a storage directory, a partition's directory or a .seg file")
 def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: bool) -> int:
     if limit < 0:
-        raise BadConfig(f"--limit: expected a number from 0, found {limit}")
+        raise BadConfig(f"--limit: expected a number of at least 0, found {limit}")
     found = verify_at(path, partitions, limit)
     if as_json:
         print_json(_verified_json(found))
@@ -85,7 +86,7 @@ def _print_verified(found: Verified) -> None:
         where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
         print_result(f"{_kind(finding)}: {where}: {finding.what}")
     if findings.omitted_count:
-        print_result(f"and {findings.omitted_count} more, see --limit")
+        print_result(f"{findings.omitted_count} more findings were omitted; --limit shows more")
     if found.logs and next(iter(found.logs)) >= 0:
         print_table(
             (
@@ -102,8 +103,9 @@ def _print_verified(found: Verified) -> None:
         )
     logs = found.logs.values()
     print_result(
-        f"{sum(log.checksums for log in logs)} checksums of {sum(log.records for log in logs)} "
-        f"records, {sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
+        f"checked {sum(log.checksums for log in logs)} checksums of "
+        f"{sum(log.records for log in logs)} records, "
+        f"{sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
         f"{findings.wrong} wrong, {findings.notes} notes"
     )
 
@@ -128,7 +130,7 @@ def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
 
 
 @verb
-@click.option("--dry-run", is_flag=True, help="only show the changes")
+@click.option("--dry-run", is_flag=True, help="only print the changes")
 @options.files("a .seg file, a partition's directory or a storage directory")
 def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:
     disk = RealDisk()
@@ -174,5 +176,9 @@ def _repaired_text(index: Repaired, *, dry_run: bool) -> str:
     found = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
     if index.wrong == 1 and index.old_entries is not None:
         found = "1 wrong entry"
-    kept = f"; {index.kept} of them belong to unreadable records" if index.kept else ""
+    kept = (
+        (f"; {index.kept} of them belong to records that cannot be read, and were kept")
+        if index.kept
+        else ""
+    )
     return f"{index.path}: {found}; {done}, {index.entries} entries{kept}"

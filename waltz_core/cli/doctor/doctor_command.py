@@ -4,8 +4,10 @@
 
 Rules:
     1. It changes nothing, and it ends: each query has a timeout.
-    2. It checks twice. A problem that no longer exists at the second check (a partition that moves,
-       a replica that catches up) is not reported.
+    2. It reports no problem if a check finds none, and otherwise the problems of two successive
+       checks: it omits those that pass (a partition that moves, a replica that catches up). If the
+       problems differ at each of `CHECKS_MAX` checks, it reports those of the last one: a partition
+       whose owner changes all the time is not healthy.
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
@@ -31,11 +33,12 @@ from waltz_core.records.record import PartitionId
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move on a healthy cluster.
 RECHECK_AFTER_S: Final = 1.5
+CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
-    "the clocks of ZooKeeper servers, which do not report them",
-    "the clocks of servers, except for commit times in the future",
-    "whether the processes can reach each other, except servers to storages",
-    "which machines can reach the ports: without TLS they belong in a private network",
+    "the clocks of ZooKeeper servers, which ZooKeeper does not report",
+    "the clocks of servers, except that commit times in the future are found",
+    "whether the processes can connect to each other, except servers to storages",
+    "which machines can connect to the ports; without TLS, the ports belong in a private network",
 )
 
 
@@ -53,7 +56,7 @@ NOT_MEASURED: Final = (
     type=options.PATH,
     envvar="WALTZ_LOCAL_DIRECTORY",
     default=LocalConfig().directory,
-    help="directory of a cluster on this machine, to check its processes, too "
+    help="the directory of a cluster on this machine; the doctor then also checks its processes "
     f"[default: $WALTZ_LOCAL_DIRECTORY, otherwise {LocalConfig().directory}]",
 )
 @click.option(
@@ -61,21 +64,16 @@ NOT_MEASURED: Final = (
     type=float,
     default=TIMEOUT_S,
     metavar="S",
-    help=f"seconds to wait for an answer [default: {TIMEOUT_S:g}]",
+    help=f"seconds to wait for each answer [default: {TIMEOUT_S:g}]",
 )
 @options.as_json
 async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_json: bool) -> int:
     if timeout_s <= 0:
-        raise BadConfig(f"--timeout-s: expected more than 0, found {timeout_s:g}")
+        raise BadConfig(f"--timeout-s: expected a number above 0, found {timeout_s:g}")
     connect, local = _cluster_of(connect, directory)
     own_transport.use_scheme_of(connect)
     own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
-    facts = await gather(connect, timeout_s=timeout_s, local=local)
-    found = diagnose(facts)
-    if found:
-        await asyncio.sleep(RECHECK_AFTER_S)
-        facts = await gather(connect, timeout_s=timeout_s, local=local)
-        found = lasting(found, diagnose(facts))
+    facts, found = await _lasting(connect, local, timeout_s=timeout_s)
     if as_json:
         print_json(value_of(facts, found))
     else:
@@ -85,9 +83,10 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"The doctor changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each "
-    "with a command in which you replace the words in capitals. Exit code 0: no problem; 1: "
-    "problems, or the cluster could not be queried. docs/doctor.md lists all findings."
+    f"The doctor changes nothing. It reports each problem that is still there after "
+    f"{RECHECK_AFTER_S:g} s, with a command that repairs it; in the command, replace the words in "
+    "capitals. The exit code is 0 if there is no problem, and 1 if there are problems or the "
+    "cluster could not be queried. docs/doctor.md lists all findings."
 )
 
 
@@ -97,17 +96,30 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     if connect is None:
         if local is None:
             raise BadConfig(
-                "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster on this machine "
-                f"in {directory}; found neither"
+                "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster of "
+                f"`waltz-core local up` in {directory}; found neither"
             )
         return local.connect, local
     return connect, local if local and local.connect == connect else None
 
 
-def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
-    """Return the findings of both times (rule 2), as of the second."""
-    known = {each.key for each in before}
-    return [each for each in after if each.key in known]
+async def _lasting(
+    connect: str, local: LocalCluster | None, *, timeout_s: float
+) -> tuple[Facts, list[Finding]]:
+    """Return the facts and findings of the last check (rule 2)."""
+    facts = await gather(connect, timeout_s=timeout_s, local=local)
+    found = diagnose(facts)
+    for _ in range(CHECKS_MAX - 1):
+        if not found:
+            break
+        known = {each.key for each in found}
+        await asyncio.sleep(RECHECK_AFTER_S)
+        facts = await gather(connect, timeout_s=timeout_s, local=local)
+        found = diagnose(facts)
+        lasting = [each for each in found if each.key in known]
+        if lasting:
+            return facts, lasting
+    return facts, found
 
 
 def as_text(facts: Facts, found: list[Finding]) -> list[str]:
@@ -129,8 +141,8 @@ def _clocks(facts: Facts) -> str:
     if len(known) == 1:
         return "no storage reports its clock"
     return (
-        f"those of {len(known) - 1} storages and of this machine differ by at most "
-        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report theirs"
+        f"the clocks of {len(known) - 1} storages and of this machine differ by at most "
+        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report their clocks"
     )
 
 

@@ -104,7 +104,7 @@ NO_CLIENT_ID: Final = -1
 # A process with one of these answers works: the doctor needs another token.
 DENIALS: Final = (AuthenticationFailed, PermissionDenied)
 # A storage's text for a log that is not open yet, without an error (storage/service/upkeep.py).
-OPENING: Final = "its log is not open"
+OPENING: Final = "the storage has not opened its log"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)

@@ -76,4 +76,4 @@ async def _state_of(address: str) -> str:
     except WaltzError as error:
         return f"does not answer: {error}"
     unhealthy = [partition for partition, is_healthy in response.healthy if not is_healthy]
-    return f"no open store session: partitions {ranges_of(unhealthy)}" if unhealthy else OK
+    return f"has no open store session for partitions {ranges_of(unhealthy)}" if unhealthy else OK

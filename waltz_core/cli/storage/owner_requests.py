@@ -186,7 +186,7 @@ class ConnectionAsOwner:
                             raise self._unexpected(message)
                         answers.append(message)
         except TimeoutError as error:
-            raise Unreachable(f"{self.address}: no answer within {ANSWER_S} s") from error
+            raise Unreachable(f"{self.address} did not answer within {ANSWER_S} s") from error
         return answers
 
     def _expect(self, answer: Message, kind: type[Message]) -> None:
@@ -196,7 +196,9 @@ class ConnectionAsOwner:
             raise self._unexpected(answer)
 
     def _unexpected(self, answer: object) -> RemoteProtocolError:
-        return RemoteProtocolError(f"{self.address}: unexpected {type(answer).__name__}")
+        return RemoteProtocolError(
+            f"{self.address} answered with an unexpected message, {type(answer).__name__}"
+        )
 
 
 async def open_links(

@@ -50,8 +50,8 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="proceed even if the last session needs this replica; run the command without --force "
-    "first and read its error",
+    help="proceed even if the last store session needs this replica; first run the command "
+    "without --force and read the error",
 )
 
 
@@ -81,7 +81,7 @@ async def _each(
         if where.as_json:
             print_json({"storage": str(target), "verb": what, "done": done})
         elif done:
-            print_error(f"{target}: {what}, done for partitions {_ranges(done)}")
+            print_error(f"{target}: {what}. Partitions already done: {_ranges(done)}")
     return 0
 
 
@@ -101,7 +101,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
 
 @verb
 @partitions
-@click.option("--delete-files", is_flag=True, help="also delete the files")
+@click.option("--delete-files", is_flag=True, help="also delete the files of the partitions")
 @_force
 @with_storages()
 async def remove_partition(
@@ -122,7 +122,7 @@ async def remove_partition(
     "--online",
     type=options.NamedChoice(("true", "false")),
     required=True,
-    help="true: servers use the replica; false: they do not",
+    help="true: servers use the replica (online); false: they do not (offline)",
 )
 @with_storages()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
@@ -161,7 +161,10 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
 @verb
 @partitions
 @click.option(
-    "--from", "source", metavar="HOST:PORT", help="the storage to copy from; needs --connect"
+    "--from",
+    "source",
+    metavar="HOST:PORT",
+    help="the storage to copy from, by its address; needs --connect",
 )
 @click.option(
     "--from-admin", metavar="HOST:ADMIN_PORT", help="the storage to copy from, by its admin port"
@@ -171,7 +174,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     type=int,
     default=COPY_BYTES_MAX,
     metavar="BYTES",
-    help=f"bytes per request [default: {COPY_BYTES_MAX}]",
+    help=f"bytes of one copy request [default: {COPY_BYTES_MAX}]",
 )
 @with_storages()
 async def recover_partition(
@@ -184,13 +187,16 @@ async def recover_partition(
 ) -> int:
     if (source is None) == (from_admin is None):
         raise click.UsageError(
-            "expected either --from or --from-admin", click.get_current_context()
+            "expected either --from or --from-admin, found both or neither",
+            click.get_current_context(),
         )
     chosen = numbers_of(partitions)
     target = await target_of(where)
     source_at = await _source_of(where, source, from_admin)
     if source_at.admin == target.admin:
-        raise BadConfig(f"expected another storage to copy from, found {target} itself")
+        raise BadConfig(
+            f"expected another storage as the source of the copy, found {target} itself"
+        )
     if batch_bytes < 1:
         raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
@@ -220,7 +226,7 @@ async def _source_of(where: StorageChoice, source: str | None, from_admin: str |
         return Target(from_admin, None)
     if where.cluster is None or source is None:
         raise BadConfig(
-            "--from needs --connect. Hint: use --from-admin HOST:ADMIN_PORT without it."
+            "--from needs --connect. Hint: without --connect, use --from-admin HOST:ADMIN_PORT."
         )
     facts = await read_facts(where)
     return Target(facts.admin_address(source), source)
@@ -229,14 +235,16 @@ async def _source_of(where: StorageChoice, source: str | None, from_admin: str |
 async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
     replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
-        raise BadRequest(f"{target}: partition {partition} is not assigned to it")
+        raise BadRequest(f"{target}: partition {partition} is not assigned to this storage")
     if replica.is_available:
         raise BadRequest(
             f"{target}: expected partition {partition} to be offline, found it online. Hint: run "
             "`waltz-core storage availability` first."
         )
     if replica.reason:
-        raise BadRequest(f"{target}: partition {partition} cannot be used: {replica.reason}")
+        raise BadRequest(
+            f"{target}: the log of partition {partition} cannot be used: {replica.reason}"
+        )
     return replica.synced_max
 
 
@@ -263,7 +271,9 @@ async def sync_partitions(where: StorageChoice) -> int:
         failed_count = sum(outcome != "done" for *_, outcome in rows)
         _print_synced(rows, is_done=not failed_count, as_json=where.as_json)
         if failed_count:
-            raise WaltzError(f"{failed_count} of {len(rows)} steps failed, see their outcome")
+            raise WaltzError(
+                f"{failed_count} of {len(rows)} steps failed; the column `outcome` has the reasons"
+            )
     return 0
 
 

@@ -32,7 +32,7 @@ from waltz_core.wire.admin_messages import (
 )
 
 POLL_INTERVAL_S: Final = 0.2
-_CONTINUES: Final = "The storage continues the pass; --status shows its progress"
+_CONTINUES: Final = "The storage continues the scrub; --status shows its progress"
 _TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error")
 
 
@@ -52,7 +52,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         ):
             if not admin.is_current:
                 raise BadRequest(
-                    f"{target}: expected a storage that can scrub, found a Waltz 0.13 storage"
+                    f"{target}: expected a storage that supports scrubs, found a Waltz 0.13 storage"
                 )
             found = [
                 await _scrub_state(admin, partition, line, is_requested=not status)
@@ -67,7 +67,8 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
     bad = [row["partition"] for row in found if row["damaged"] or row["error"]]
     if bad:
         print_error(
-            f"{target}: damaged or not completely read: partitions {bad}; the owner repairs damage"
+            f"{target}: partitions {bad} are damaged or were not read completely; the servers "
+            "that own them repair the damage"
         )
     return 1 if bad else 0
 
@@ -76,12 +77,12 @@ async def _scrub_state(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
     """Start a pass and wait for its end, if requested; return the partition's state."""
-    line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
+    line.show(0, 1, f"waiting for {admin.address} to report the scrub of partition {partition}")
     state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
     while is_requested and state.passes_count == passes_count:
         at, count = state.next_id, state.last_id + 1
-        line.show(at, count, f"records of partition {partition}, {at} of {count}")
+        line.show(at, count, f"scrubbing partition {partition}: record {at} of {count}")
         await asyncio.sleep(POLL_INTERVAL_S)
         state = await admin.request(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")

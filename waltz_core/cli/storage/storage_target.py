@@ -91,15 +91,15 @@ def with_storages(
         f"[default without --admin: ${options.CONNECT_VARIABLE}]",
     )
     which = (
-        "only this storage [default: all]"
+        "the storage, by its address [default: all]"
         if is_cluster
-        else "the storage, by its address in the cluster"
+        else "address of the storage, as `cluster show` prints it"
     )
     storage = click.option("--storage", metavar="HOST:PORT", help=which)
     admin = click.option(
         "--admin",
         metavar="HOST:ADMIN_PORT",
-        help="the storage, by its admin port; instead of --connect and --storage",
+        help="address of the storage's admin port; replaces --connect and --storage",
     )
     # The timeout for ZooKeeper only; an option of earlier versions.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
@@ -132,7 +132,9 @@ def numbers_of(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
-            raise BadConfig(f"--partition: expected ranges such as 0-6,7, found {part.strip()!r}")
+            raise BadConfig(
+                f"--partition: expected partitions or ranges such as 0-6,7, found {part.strip()!r}"
+            )
         if not int(first) <= int(last) < PARTITIONS_MAX:
             raise BadConfig(
                 "--partition: expected a range from a lower to a higher number, found "
@@ -165,7 +167,9 @@ async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
         split_address(where.admin)
         return (Target(where.admin, None),)
     if where.cluster is None:
-        raise BadConfig("expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT")
+        raise BadConfig(
+            "expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT; found neither"
+        )
     return storages_of(await read_facts(where), where)
 
 
@@ -179,7 +183,8 @@ async def target_of(where: StorageChoice) -> Target:
     """Return the one chosen storage; raises BadConfig if it is not exactly one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig(
-            "expected --storage HOST:PORT in addition to --connect: this command is for one storage"
+            "this command works on one storage: expected --storage HOST:PORT in addition to "
+            "--connect, found none"
         )
     (target,) = await targets_of(where)
     return target

@@ -173,8 +173,8 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
                 if registered != bytes(response.storage_id):
                     known = "none" if registered is None else registered.hex()
                     raise StorageIdMismatch(
-                        f"expected storage {known}, which is registered for {target}, found "
-                        f"{bytes(response.storage_id).hex()}"
+                        f"the storage at {target} is not the registered one: expected storage "
+                        f"ID {known}, found {bytes(response.storage_id).hex()}"
                     )
     except WaltzError as error:
         return str(error)
@@ -196,8 +196,14 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
         for partition in chosen:
             replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.reason:
-                why = replica.reason if replica.is_held else "it is not assigned to the storage"
-                raise WaltzError(f"{target}: partition {partition} cannot be queried: {why}")
+                why = (
+                    replica.reason
+                    if replica.is_held
+                    else ("the partition is not assigned to the storage")
+                )
+                raise WaltzError(
+                    f"{target}: the replica of partition {partition} cannot be queried: {why}"
+                )
             found[partition] = replica.synced_max
     if where.as_json:
         print_json(found)

@@ -5,7 +5,8 @@ It combines the lower modules: `partition_stream.py` tracks outcomes, `contexts.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
-    2. A full window makes `append` and `submit` wait; nothing is dropped.
+    2. When the limit of appends in flight (the window) is reached, `append` and `submit` wait;
+       nothing is dropped.
     3. `close` waits for outcomes up to the request timeout, then fails them with OutcomeUnknown.
     4. All tasks run in one TaskGroup, inside one task that lives as long as the client.
 """
@@ -245,7 +246,7 @@ class AsyncWaltzClient(OpenedByConnect):
                     while partition.appends.has_pending:
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
-            _log.warning("client.closed_with_pending client=%s", self.client_id)
+            _log.warning("client.closed_with_pending_appends client=%s", self.client_id)
         finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
@@ -336,7 +337,7 @@ class AsyncWaltzClient(OpenedByConnect):
     def waits_for(self) -> str:
         """Return why appends may not have their outcomes yet; on any thread."""
         waiting = [
-            f"partition {each.partition_id}: {each.stream.failure}"
+            f"partition {each.partition_id} is not mounted: {each.stream.failure}"
             for each in list(self._partitions.values())
             if not each.is_ready
         ]
@@ -505,7 +506,9 @@ class AsyncWaltzClient(OpenedByConnect):
         mark = check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose(partition, ()))
         if row_count < 1:
-            raise errors.BadRequest(f"append batch: expected at least one row, found {row_count}")
+            raise errors.BadRequest(
+                f"append batch: expected at least one row, found {row_count} rows"
+            )
         await chosen.window.take(row_count, len(payload))
         return chosen.appends.add_batch(payload, row_count, mark, order)
 
@@ -657,12 +660,13 @@ class AsyncWaltzClient(OpenedByConnect):
     def _check_home(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
-                f"this client was opened by process {self._pid} and is used in its fork "
-                f"{os.getpid()}. Hint: open a client in each process."
+                f"this client was opened by process {self._pid} and cannot be used in the "
+                f"forked process {os.getpid()}. Hint: open a client in each process."
             )
         if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
             raise errors.UsageError(
-                "this client was opened on another event loop. Hint: open one in each asyncio.run."
+                "this client was opened on another event loop, and works only there. Hint: "
+                "open a client in each asyncio.run."
             )
 
     def _check_usable(self) -> None:
@@ -694,7 +698,8 @@ class AsyncWaltzClient(OpenedByConnect):
             chosen = self._checked(partition)
             if own is not None and chosen not in own:
                 raise errors.BadRequest(
-                    f"partition {chosen} is not one of the client's partitions {list(own)}"
+                    f"partition {chosen} is not one of the partitions that this client was "
+                    f"opened for, {list(own)}"
                 )
             return chosen
         self._check_usable()
@@ -702,9 +707,9 @@ class AsyncWaltzClient(OpenedByConnect):
             chosen = partition_of(locks[0], self.partition_count)
             if own is not None and chosen not in own:
                 raise errors.BadRequest(
-                    f"the first lock belongs to partition {chosen}, which is not one of the "
-                    f"client's partitions {list(own)}. Hint: pass partition=, the same for all "
-                    "appends with this lock."
+                    f"the first lock chooses partition {chosen}, which is not one of the "
+                    f"partitions that this client was opened for, {list(own)}. Hint: pass the "
+                    "argument partition, with the same value for all appends with this lock."
                 )
             return chosen
         self._round_robin = (self._round_robin + 1) % len(own or range(self.partition_count))

@@ -1,22 +1,25 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
-An attempt that a lock has rejected was computed from an old state. It is discarded, the client
-applies the transactions that it had not seen, and the context computes a new attempt.
+If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
+client applies the transactions that it had not seen, and the context computes a new attempt.
 
 Rules:
-    1. The mark is taken before `execute`, so that what the application reads is at least as new.
-    2. A retry begins after the conflicting transaction was consumed: applied, if the client has a
-       feed of the partition, else known to be in the log.
+    1. The client's mark is read before `execute`, so the state that the application reads is at
+       least as new as the mark.
+    2. A retry begins when the client has applied the conflicting transaction. If the client has no
+       feed of the partition, the retry begins when the transaction is known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. A context has a deadline and a retry limit; the first to be reached expires it. The deadline
-       also ends an `execute` that waits; one on a thread keeps running, but its result is ignored.
-       Only an attempt that was appended is awaited beyond the deadline, until its outcome is known.
-    5. With a feed, `execute` reads what was applied. While the application has paused the
-       partition, no attempt begins: nothing is applied, and the log's mark would claim that
+    4. A context has a deadline and a limit of retries; the first one to be reached expires it. The
+       deadline also ends an `execute` that waits; an `execute` on a thread continues, but its
+       result is ignored. If an attempt was appended, the context waits for its outcome beyond the
+       deadline.
+    5. With a feed, `execute` reads the state that was applied. While the application has paused the
+       partition, no attempt begins: nothing is applied then, and the log's mark would claim that
        everything was.
-    6. A dependent attempt that is rejected because of appends in flight is repeated at once, on the
-       assumption that they commit. The assumption holds for that attempt only; nothing is applied.
-    7. A context that expires while its view is behind reports the positions of view and log.
+    6. If a dependent attempt is rejected because of appends in flight, it is repeated at once, on
+       the assumption that these appends commit. The assumption holds for that attempt only; nothing
+       is applied.
+    7. If a context expires while its view is behind the log, the error has the positions of both.
 """
 
 import asyncio
@@ -182,10 +185,10 @@ class ContextRun:
     async def _attempt(self) -> bool:
         """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
-        await self._before_deadline(partition.mounted(), "the partition was not mounted")
+        await self._before_deadline(partition.mounted(), "the client had not mounted the partition")
         if partition.reads_by_feed:
             await self._before_deadline(
-                partition.wait_for_feed(), "the application has paused the partition"
+                partition.wait_for_feed(), "the application had paused the partition"
             )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
@@ -201,7 +204,8 @@ class ContextRun:
             return False
         if builder.data is None:
             raise errors.BadRequest(
-                "execute returned True without transaction data: call set_transaction_data"
+                "method execute returned True, but has not set the transaction data. Hint: "
+                "call set_transaction_data in it."
             )
         mark, following = builder.claim()
         data = builder.data
@@ -214,7 +218,7 @@ class ContextRun:
                     header=builder.header,
                     key_id=builder.encryption_key,
                 ),
-                "the key provider had not answered",
+                "the key provider had not returned the encryption key",
             )
         row = PendingRow(data, builder.header, mark)
         row.follows = following
@@ -224,7 +228,7 @@ class ContextRun:
         row.is_attempt = True
         await self._before_deadline(
             partition.window.take(1, row.size_bytes),
-            "the client's limit of appends in flight left no room for it",
+            "the client had reached its limit of appends in flight",
         )
         partition.appends.add(row)
         self._row = row
@@ -242,8 +246,8 @@ class ContextRun:
             partition = self._partition
             failure = "" if partition.is_ready else f": {partition.stream.failure}"
             raise _DeadlinePassed(
-                f"context in partition {partition.partition_id}: {what} after "
-                f"{self._context.timeout_ms} ms (timeout_ms){failure}"
+                f"the context for partition {partition.partition_id} timed out: after "
+                f"{self._context.timeout_ms} ms (timeout_ms), {what}{failure}"
             ) from None
 
     async def _step(self) -> bool:
@@ -303,16 +307,18 @@ class ContextRun:
         log = max(wanted, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
         rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
-        hint = "nothing was applied in that time; check what the callbacks wait for."
+        hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s
             hint = (
-                f"at this rate it takes {left_s:,.1f} s to catch up; submit the context again then."
+                f"at this rate, the callbacks need {left_s:,.1f} s to apply the rest of the "
+                "log; submit the context again then."
             )
         error = errors.ViewBehind(
-            f"context in partition {partition.partition_id}: after {self._context.timeout_ms} ms "
-            f"(timeout_ms) its view has not caught up: it is at transaction {applied}, the log at "
-            f"{log}, and {rate_per_s:,.1f} transactions a second were applied. Hint: {hint}"
+            f"the context for partition {partition.partition_id} timed out: after "
+            f"{self._context.timeout_ms} ms (timeout_ms), the callbacks had not applied the "
+            f"log yet. They are at transaction {applied}, the log is at {log}, and they apply "
+            f"{rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
         error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
         return error
@@ -349,7 +355,9 @@ class ContextRun:
         row = self._row
         # NB: the end of the loop cancels this task, and with it the future that it waits for.
         if row is None or not row.future.done() or row.future.cancelled():
-            error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
+            error = errors.OutcomeUnknown(
+                "the client was closed before the outcome of the append was known"
+            )
             self._finish(error)
         elif (failure := row.future.exception()) is not None:
             self._finish(failure)
@@ -357,7 +365,10 @@ class ContextRun:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)
         else:
-            text = "the client was closed before another attempt; the transaction is not in the log"
+            text = (
+                "the client was closed before the context was tried again; the transaction is "
+                "not in the log"
+            )
             self._finish(errors.Unreachable(text))
 
     async def _expire(self, error: errors.WaltzError) -> bool:

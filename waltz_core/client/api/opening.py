@@ -1,7 +1,7 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
-A coroutine is not a context manager and a context manager cannot be awaited; users expect both of
-`AsyncWaltzClient.connect`. Any other way of opening raises an error that explains these two.
+A coroutine is not a context manager, and a context manager cannot be awaited, but users expect both
+of `AsyncWaltzClient.connect`. Any other use raises an error that explains these two.
 """
 
 from collections.abc import Generator
@@ -12,10 +12,12 @@ from waltz_core import errors
 from waltz_core.config.declarations import ClientConfig
 
 HOW_TO_OPEN = (
-    "use `async with AsyncWaltzClient.connect(...) as client`, or "
-    "`client = await AsyncWaltzClient.connect(...)` and close it at the end"
+    "use `async with AsyncWaltzClient.connect(...) as client`, or `client = await "
+    "AsyncWaltzClient.connect(...)` and close the client at the end"
 )
-NOT_SENT = "a client cannot be sent to another process: open one there, with its connect string"
+NOT_SENT = (
+    "a client cannot be sent to another process. Hint: open one there, with the same connect string"
+)
 
 
 class Openable(Protocol):
@@ -54,7 +56,7 @@ class Opening(Generic[ClientT]):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)  # copy, pickle and shells look up such names
-        raise errors.NotOpen(f"{name}: the client is not open yet: {HOW_TO_OPEN}")
+        raise errors.NotOpen(f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}")
 
     async def _opened(self) -> ClientT:
         await self._client.open()
@@ -67,7 +69,7 @@ class OpenedByConnect:
     def __new__(cls, *given: object, **_named: object) -> Self:
         """Create a client from a directory; raises UsageError for a connect string or nothing."""
         if not given or isinstance(given[0], str):
-            raise errors.UsageError(f"expected the client to be opened by connect: {HOW_TO_OPEN}")
+            raise errors.UsageError(f"the client was not opened by `connect`. Hint: {HOW_TO_OPEN}")
         return super().__new__(cls)
 
     def __reduce__(self) -> NoReturn:
@@ -79,6 +81,6 @@ def settings_of(config: ClientConfig | None) -> ClientConfig:
     chosen: object = ClientConfig() if config is None else config
     if not isinstance(chosen, ClientConfig):
         raise errors.UsageError(
-            f"config: expected a ClientConfig of waltz_core.config, found {chosen!r}"
+            f"argument config: expected a ClientConfig of waltz_core.config, found {chosen!r}"
         )
     return chosen

@@ -1,13 +1,13 @@
 """Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
 
 Rules:
-    1. The marks are resolved in the call, so the stream is a snapshot. It has exactly the
-       transactions from `start` to `stop` of each partition, one partition after the other.
-    2. Nothing is read before the consumer requests it. Besides the chunks that `read_range` has in
-       memory, there is one batch of at most 8,192 rows or about 8 MiB.
+    1. The marks are determined when `scan` is called, so the stream is a snapshot. It has exactly
+       the transactions from `start` to `stop` of each partition, one partition after the other.
+    2. Nothing is read before the consumer requests it. The memory holds the chunks of `read_range`,
+       and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
     4. Without payload columns and `data`, only headers are read.
-    5. With encryption keys, a payload that cannot be decrypted is null, and so are its columns;
+    5. With encryption keys, if a payload cannot be decrypted, it and its columns are null, and the
        column `data_error` has the reason.
 """
 
@@ -147,11 +147,11 @@ def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
     if data_format in DATA_FORMATS:
         return data_format, None
     near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
-    hint = f"Hint: did you mean {near[0]!r}?" if near else "Hint: use another reader."
+    hint = f"Hint: did you mean {near[0]!r}?" if near else "Hint: scan supports no other formats."
     if data_format in TYPED_FORMATS:
         hint = f"Hint: pass {data_format.capitalize()}(registry), with the URL of the registry."
     raise BadRequest(
-        f"data_format: expected {' or '.join(DATA_FORMATS)}, Avro(...) or Protobuf(...), found "
+        f"argument data_format: expected {', '.join(DATA_FORMATS)}, Avro(...) or Protobuf(...), found "
         f"{data_format!r}. {hint}"
     )
 
@@ -160,30 +160,34 @@ def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowS
     """Return the schema; raises BadRequest for a column that the log cannot fill."""
     if not isinstance(schema, pa.Schema):
         raise BadRequest(
-            f"schema: expected a pyarrow.Schema, found {schema!r}. Hint: "
-            'pyarrow.schema([("id", pyarrow.int64())]), for example.'
+            f"argument schema: expected a pyarrow.Schema, found {schema!r}. Hint: for example "
+            'pyarrow.schema([("id", pyarrow.int64())]).'
         )
     for name in schema.names:
         if schema.names.count(name) > 1:
-            raise BadRequest(f"schema: expected each column once, found {name!r} twice")
+            raise BadRequest(
+                f"argument schema: expected different column names, found {name!r} twice"
+            )
     nullable = _NULLABLE_WITH_KEYS if has_keys else _NULLABLE
     for part in schema:
         if part.name not in log.names:
             if has_keys and not part.nullable:
                 raise BadRequest(
-                    f"schema: column {part.name!r} is not nullable, but payloads that cannot be "
-                    "decrypted have no value for it. Hint: declare it nullable."
+                    f"argument schema: column {part.name!r} is not nullable, but it is null "
+                    "for payloads that cannot be decrypted. Hint: declare the column as "
+                    "nullable."
                 )
             continue
         wanted = log.field(part.name).type
         if part.type != wanted:
             raise BadRequest(
-                f"schema: column {part.name!r} of the log: expected type {wanted}, found "
-                f"{part.type}"
+                f"argument schema: column {part.name!r} of the log: expected type {wanted}, "
+                f"found {part.type}"
             )
         if part.name in nullable and not part.nullable:
             raise BadRequest(
-                f"schema: column {part.name!r} of the log may be null. Hint: declare it nullable."
+                f"argument schema: column {part.name!r} of the log is not nullable, but the "
+                "log may have nulls there. Hint: declare the column as nullable."
             )
     return schema
 
@@ -211,19 +215,20 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
         for name, value in (("start", first), ("stop", last)):
             if value > end:
                 raise DataLoss(
-                    f"{name}: partition {partition}: expected at most {end}, the end of the log, "
-                    f"found {value}. Hint: another cluster, or a log that was created again."
+                    f"argument {name}: partition {partition}: expected at most {end}, the end "
+                    f"of the log, found {value}. Hint: the ID may come from another cluster, "
+                    "or the log was created again."
                 )
         if first < available or last < available:
             raise BelowStart(
-                f"partition {partition}: the log begins at transaction {available}, found start "
-                f"{first} and stop {last}: the archive has expired the others",
+                f"partition {partition}: cannot scan from {first} to {last}: the log begins "
+                f"at transaction {available}, because the archive has expired the earlier ones",
                 available,
             )
         if first > last:
             raise BadRequest(
-                f"partition {partition}: expected a start up to the stop, found start {first} and "
-                f"stop {last}"
+                f"partition {partition}: expected that the scan begins before it ends, found "
+                f"start {first} and stop {last}"
             )
         found.append(Span(partition, first, last))
     return found
@@ -236,14 +241,15 @@ def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> di
     ids = given if isinstance(given, Mapping) else dict.fromkeys(partitions, given)
     if ids.keys() != partitions.keys():
         raise BadRequest(
-            f"{name}: expected an ID for each partition of {sorted(partitions)}, found "
-            f"{sorted(ids)}"
+            f"argument {name}: expected an ID for each partition of {sorted(partitions)}, "
+            f"found IDs for {sorted(ids)}"
         )
     found = {}
     for partition, value in ids.items():
         if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
             raise BadRequest(
-                f"{name}: partition {partition}: expected a transaction ID, found {value!r}"
+                f"argument {name}: partition {partition}: expected a transaction ID, found "
+                f"{value!r}"
             )
         found[partition] = index(value)
     return found

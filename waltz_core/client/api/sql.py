@@ -1,27 +1,29 @@
-"""Applies the log to an SQL database: the mark moves in the same transaction as the changes.
+"""Applies the log to an SQL database, with the mark in the same database transaction.
 
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
     1. A batch of the log's transactions is applied in one database transaction. It first moves the
        partition's mark from the value that this instance knows to the batch's end. If several
-       instances share a database, one of them moves the mark; the others find it moved and skip
-       what it covers. So each transaction is applied once.
-    2. A statement that would end that database transaction early is rejected: changes and mark
-       would come apart.
-    3. A context that computes from the database reads the mark first (`reading`): everything it
-       reads is at least as new.
-    4. A conflict between database transactions is retried here, and a database that is unreachable
-       is awaited; neither counts as poison.
-    5. A batch that fails is rolled back and applied in halves, so that an error always belongs to
-       one transaction and the previous ones stay applied. This holds after an outage, too: a
-       database may reject a batch for its size or its duration.
-    6. Applying a batch takes about `BATCH_S`, because it holds locks: the batch size doubles or
-       halves by the duration of the last one. The commit is not counted; larger batches make it
-       cheaper. While the feed is live, a batch is what has arrived.
-    7. A view belongs to one log: the cluster's key is stored with each mark. In a cluster that was
-       restored from a backup of that one, with all that the view has applied, the view gets the key
-       of the restored cluster; from then on no instance moves its mark for the old one.
+       instances share a database, only one of them can move the mark. The others find that it has
+       moved, and skip the transactions up to it. So each transaction is applied once.
+    2. A statement that would end the database transaction early is rejected: otherwise changes and
+       mark would be committed separately.
+    3. A context that computes from the database reads the mark first (`reading`), so everything
+       that it reads is at least as new as the mark.
+    4. If database transactions conflict, the batch is retried. If the database is unavailable, the
+       view waits. Neither counts as an error of a transaction of the log.
+    5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
+       transaction, and the previous ones stay applied. The same is done after an outage: a database
+       may reject a batch for its size or its duration.
+    6. Applying a batch should take about `BATCH_S`, because the batch holds locks. So the batch
+       size doubles or halves, depending on the duration of the last batch. The commit does not
+       count: larger batches make it cheaper. When the view is at the end of the log, a batch has
+       the transactions that have arrived.
+    7. A view belongs to one log: the cluster's key is stored with each mark. If a cluster was
+       restored from a backup of the view's cluster, and has all transactions that the view has
+       applied, the view gets the key of the restored cluster. From then on, no instance moves its
+       mark for the old one.
 """
 
 import logging
@@ -172,8 +174,9 @@ class SqlCallbacks(BatchCallbacks):
             found = self._row(connection, builder.partition_id)
             if found is None:
                 raise errors.BadRequest(
-                    f"partition {builder.partition_id}: nothing of it was applied to this "
-                    "database. Hint: subscribe to it first."
+                    f"partition {builder.partition_id}: the view has not applied any of its "
+                    "transactions to this database yet. Hint: subscribe the view to the "
+                    "partition first."
                 )
             builder.client_high_water_mark = TransactionId(found[0])
             yield connection
@@ -299,10 +302,12 @@ class SqlCallbacks(BatchCallbacks):
     def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
-                f"partition {partition}: expected a view of cluster {self._key}, found one of "
-                f"cluster {key} (table {self.marks.name!r}, application {self._application!r}): "
-                "the log was created again, or the view belongs to another one. Hint: apply this "
-                "log to tables of its own, under another `application`, or connect to that cluster."
+                f"partition {partition}: the tables are a view of another cluster: expected "
+                f"cluster key {self._key}, found {key} (in table {self.marks.name!r}, "
+                f"application {self._application!r}). The log was created again, or the "
+                "connect string names another cluster. Hint: connect to the cluster of the "
+                "view, or apply this log to other tables, under another name in "
+                "`application`."
             )
 
     def _with_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
@@ -339,9 +344,10 @@ class SqlCallbacks(BatchCallbacks):
             self._check_key(partition, found[1])
         if found is None or found[0] <= known:
             raise errors.DataLoss(
-                f"partition {partition}: expected the database to have applied {known}, found "
-                f"{'nothing' if found is None else found[0]}: the database was restored to an "
-                "older state while this instance ran. Hint: restart it; it continues from there."
+                f"partition {partition}: the database is behind this process: expected the "
+                f"applied mark {known}, found {'nothing' if found is None else found[0]}. It "
+                "was restored to an older state while the process ran. Hint: restart the "
+                "process; it continues from the mark in the database."
             )
         self._known[partition] = found[0]
         return False
@@ -379,8 +385,8 @@ class SqlCallbacks(BatchCallbacks):
             found = None  # PostgreSQL accepts no statement after an error
         if found is None or found[0] != to:
             raise _early_end(
-                f"that the database had rolled it back because of an error that `apply` caught "
-                f"({error})"
+                "that the database had rolled the transaction back after an error that "
+                f"`apply` caught ({error})"
             ) from error
 
     def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
@@ -458,13 +464,13 @@ def _check_class(given: type[SqlCallbacks]) -> None:
     plain = SqlCallbacks
     if given.apply is plain.apply and given.apply_batch is plain.apply_batch:
         raise errors.BadConfig(
-            f"{given.__name__}: expected `apply` or `apply_batch`, found neither"
+            f"class {given.__name__}: expected a method `apply` or `apply_batch`, found neither"
         )
     if given.apply_transaction is not plain.apply_transaction:
         raise errors.BadConfig(
-            f"{given.__name__}: expected `apply`, `apply_batch` or `apply_transactions` to be "
-            "overridden, found `apply_transaction`, which is not called: transactions are applied "
-            "in batches"
+            f"class {given.__name__} overrides `apply_transaction`, which a view never calls, "
+            "because it applies transactions in batches. Hint: override `apply`, "
+            "`apply_batch` or `apply_transactions`."
         )
 
 
@@ -474,17 +480,19 @@ def _check_engine(engine: sa.Engine) -> None:
         raise errors.BadConfig(f"expected an engine from sqlalchemy.create_engine, found {given!r}")
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
-            f"{engine.url!r}: expected a database that several connections share, found a pool of "
-            f"class {type(engine.pool).__name__}: each thread would have its own database, or all "
-            "of them one transaction. Hint: with SQLite use a file."
+            f"{engine.url!r}: expected a database that several connections share, found a "
+            f"connection pool of class {type(engine.pool).__name__}. With it, each thread has "
+            "its own database, or all threads share one transaction. Hint: with SQLite, use "
+            "a database file."
         )
     with engine.connect() as connection:
         driver = connection.connection.dbapi_connection
         assert driver is not None
         if engine.dialect.detect_autocommit_setting(driver):
             raise errors.BadConfig(
-                f"{engine.url!r}: expected transactions, found isolation level AUTOCOMMIT: the "
-                "changes and the high-water mark would be committed one by one"
+                f"{engine.url!r}: expected an engine with transactions, found isolation level "
+                "AUTOCOMMIT, which would not commit the changes together with the high-water "
+                "mark"
             )
 
 
@@ -556,7 +564,7 @@ def _ends_transaction(statement: str) -> bool:
 
 def _early_end(what: str) -> errors.BadRequest:
     return errors.BadRequest(
-        f"apply: expected to leave the database transaction open, found {what}: changes and "
-        "high-water mark are committed together, after `apply` has returned. Hint: run a statement "
-        "that may fail inside `with connection.begin_nested():`."
+        f"method apply must leave the database transaction open, found {what}. The view "
+        "commits the changes together with its high-water mark after `apply` has returned. "
+        "Hint: run a statement that may fail inside `with connection.begin_nested():`."
     )

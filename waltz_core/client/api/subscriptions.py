@@ -1,10 +1,10 @@
-"""Starts, stops and restarts the feeds of partitions, each to its callbacks.
+"""Starts, stops and restarts the feeds of partitions, each with its callbacks.
 
-Application instances that share the partitions of a log start and stop feeds while they run; right
-after a feed stops here, another instance may apply that partition.
+Several instances of an application may share the partitions of a log, and start and stop feeds
+while they run. Right after a feed stops here, another instance may apply that partition.
 
 Rules:
-    1. A partition is fed to one consumer at a time.
+    1. A partition has one consumer (the callbacks) at a time.
     2. Stopping a feed waits for running callbacks; afterwards nothing of that feed is applied.
     3. A restarted feed requests its mark again and keeps its consumer and filter; a new feed gets
        the consumer that subscribed last.
@@ -54,7 +54,7 @@ class _Feed:
 
     async def stop(self) -> None:
         """Stop, and wait for running callbacks (rule 2)."""
-        text = f"the feed of partition {self.partition.partition_id} was ended by the application"
+        text = f"the application has ended the feed of partition {self.partition.partition_id}"
         self._catch_up.applier.pause_for(errors.Unavailable(text))
         if self.task is None:  # it does nothing any more: a client that closes starts no tasks
             self._data.clear()
@@ -113,7 +113,8 @@ class Subscriptions:
         """Stop the feeds of all other partitions, then start these (rules 2 and 3)."""
         if self._last is None:
             raise errors.UsageError(
-                "set_partitions: there are no callbacks yet. Hint: subscribe first."
+                "cannot set partitions: the client has no callbacks yet. Hint: call "
+                "subscribe first."
             )
         wanted = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
@@ -190,6 +191,6 @@ class Subscriptions:
 def self_wait_error(partition_id: int) -> errors.UsageError:
     """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
-        f"set_partitions waits for running callbacks and was called in a callback of partition "
-        f"{partition_id}. Hint: call it outside callbacks."
+        f"cannot set partitions in a callback of partition {partition_id}: set_partitions "
+        "waits until callbacks have ended. Hint: call it outside of callbacks."
     )

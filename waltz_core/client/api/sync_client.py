@@ -1,15 +1,15 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
-For applications, notebooks and Spark workers without an event loop. Every method delegates to
+It is for applications, notebooks and Spark workers without an event loop. Every method calls
 `async_client.py` and adds no behavior.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
        hooks and callbacks run on worker threads and may block.
-    2. A method may be called from any thread but the loop's own.
+    2. A method may be called from any thread except that of the loop.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
-    4. No call is scheduled on a loop that is ending or has ended: another thread may close the
-       client at any moment, and later callers get a UsageError.
+    4. Another thread may close the client at any moment. So no call is scheduled on a loop that is
+       ending or has ended, and later callers get a UsageError.
 """
 
 import asyncio
@@ -519,8 +519,8 @@ class WaltzClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
-                f"this client was opened by process {self._pid} and is used in its fork "
-                f"{os.getpid()}. Hint: open a client in each process."
+                f"this client was opened by process {self._pid} and cannot be used in the "
+                f"forked process {os.getpid()}. Hint: open a client in each process."
             )
 
     def _check_usable(self) -> None:
@@ -529,8 +529,8 @@ class WaltzClient:
             raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
             raise errors.UsageError(
-                "a blocking method was called on the client's event loop, where it would wait for "
-                "itself"
+                "a blocking method was called on the client's own event loop, and would wait "
+                "for itself. Hint: call it on another thread, or use AsyncWaltzClient."
             )
 
     def _end_threads(self) -> None:
@@ -771,7 +771,8 @@ def _check_plain(name: str, result: object) -> None:
     if inspect.iscoroutine(result):
         result.close()
         raise errors.UsageError(
-            f"{name} is an async function: use AsyncWaltzClient, or a plain function"
+            f"{name} is an async function, which WaltzClient cannot call. Hint: use "
+            "AsyncWaltzClient, or a plain function."
         )
 
 
@@ -783,8 +784,8 @@ def _raised_by_thread(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return errors.UsageError(
-        f"{type(error).__name__} was raised on a worker thread, where it cannot end the process. "
-        "Hint: signal the main thread to exit."
+        f"the application raised {type(error).__name__} on a worker thread, where it cannot "
+        "end the process. Hint: signal the main thread to exit."
     )
 
 

@@ -5,18 +5,20 @@ receiver, by request ID and partition.
 
 Rules:
     1. A request that is not an append has a negative sequence number, so that its answer is never
-       taken for a row's. Streams use numbers down to `CONTROL_SEQUENCE_MIN`, this file lower ones.
+       taken for that of a row. Streams use numbers down to `CONTROL_SEQUENCE_MIN`; this file uses
+       lower ones.
     2. Each wait for an answer has a timeout, and fails when the connection breaks.
-    3. Callers that need the same address share one dial. Cancelling one caller does not cancel
-       another: when the dialing caller is cancelled, one of the waiting callers dials again.
-    4. Large answers have a connection of their own: a range in transit delays every message after
-       it, and a server reads no appends from a client that does not read its answers. Each of the
-       two connections is opened when it is first needed (docs/decisions/014).
-    5. For a 0.13 server (`legacy/legacy_server_link.py`) the messages of streams are translated
-       here, between stream and socket. Requests are not: their callers know the server's version.
-    6. A server that owes an answer and sends nothing is `silent`: it may be frozen, and another
-       server may own its partitions long before the waiting caller times out. One line is logged
-       for each silence (`silence.py`).
+    3. Callers that need a connection to the same address share one attempt to connect. If the
+       caller that has started it is cancelled, one of the waiting callers starts another one.
+    4. Large answers have a connection of their own. Otherwise a range in transit would delay every
+       message after it, and a server reads no appends from a client that does not read its answers.
+       Each of the two connections is opened when it is first needed (docs/decisions/014).
+    5. For a 0.13 server, the messages of streams are translated here, between stream and socket
+       (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
+       server's version.
+    6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and another
+       server may own its partitions long before the waiting caller times out. Each silence is
+       logged once (`silence.py`).
 """
 
 import asyncio
@@ -278,7 +280,9 @@ class ServerLinks:
             return made
         finally:
             overdue.cancel()
-            self._silences.left(key[0], _DIAL, "the dial was cancelled")  # if not reported above
+            self._silences.left(
+                key[0], _DIAL, "the attempt to connect was cancelled"
+            )  # if not reported above
             del self._dialing[key]
             outcome.cancel()  # unless it is done: the dial was cancelled
 

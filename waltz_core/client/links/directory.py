@@ -1,23 +1,26 @@
 """The directory of partitions: the server that owns each, its address and the generation.
 
-A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver and reads
-ZooKeeper only when they may be outdated. The rest of the client sees no difference.
+A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver (a
+*fixed* directory), and reads ZooKeeper only when they may be outdated. For the rest of the client,
+both are the same.
 
 Rules:
-    1. Owners come from a settled view only: assignment and live servers agree.
+    1. Owners are used only when assignment and live servers agree.
     2. `changed` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
-    4. Callers with the same query share one answer. Cancelling one caller does not cancel another:
-       when the querying caller is cancelled, one of the waiting callers queries again. The session
-       that a fixed directory opens belongs to no caller: it stays until `close`.
-    5. Groups are read once, and again when a storage appears that is in none of them.
-    6. A fixed directory accepts newer owners only, from any source, and none of another cluster.
-       Each change creates a new mapping: another thread may be iterating over the old one.
+    4. Callers with the same query share one answer. If the caller that has sent the query is
+       cancelled, one of the waiting callers sends it again. The ZooKeeper session that a fixed
+       directory opens belongs to no caller: it stays until `close`.
+    5. Groups of storages are read once, and again when there is a storage without a group.
+    6. A fixed directory accepts only newer owners, from any source, and none of another cluster.
+       Each change creates a new mapping, since another thread may iterate over the old one.
     7. A query after `close` fails and opens no session.
-    8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being
-       unavailable. The owners are used again only after the key proves that it is the same cluster.
-    9. So does a node that cannot be decoded after `open`: streams and feeds outlive its repair.
+    8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this
+       counts as an outage of ZooKeeper. The owners are used again only when the key proves that it
+       is the same cluster.
+    9. If a node cannot be decoded after `open`, this counts as an outage, too, so that streams and
+       feeds continue when it is repaired.
 """
 
 import asyncio
@@ -210,7 +213,8 @@ class ZooKeeperDirectory:
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
-                f"no live server owns partition {partition_id} of {self.coordinator.where}"
+                f"partition {partition_id} of {self.coordinator.where} has no owner: no live "
+                "server owns it"
             )
         return found
 
@@ -220,8 +224,8 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner, or the "
-                "assignment in ZooKeeper does not match the live servers yet"
+                f"partition {partition_id} of {self.coordinator.where} has no owner yet: ZooKeeper "
+                "assigns it to no server, or to one that is not live"
             )
         return found
 
@@ -279,7 +283,9 @@ class ZooKeeperDirectory:
         except errors.BadFormat as error:
             if self._cluster is None:
                 raise
-            raise errors.CoordinatorUnavailable(f"ZooKeeper has a damaged node: {error}") from error
+            raise errors.CoordinatorUnavailable(
+                f"a znode of the cluster is damaged: {error}"
+            ) from error
         except TimeoutError as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "
@@ -289,7 +295,7 @@ class ZooKeeperDirectory:
     def _missing(self, error: errors.NoCluster) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
-        return errors.CoordinatorUnavailable(f"the cluster is missing in ZooKeeper: {error}")
+        return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")
 
     async def _check_same(self) -> None:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
@@ -456,7 +462,8 @@ class FixedDirectory:
 
 def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
     return errors.ClusterKeyMismatch(
-        f"expected the cluster with key {expected.hex()} at {where}, found {found.hex()}"
+        f"{where} is another cluster than before: expected cluster key {expected.hex()}, "
+        f"found {found.hex()}"
     )
 
 

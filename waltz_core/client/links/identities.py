@@ -1,15 +1,15 @@
 """The client ID of a client: issued by a server, and shared by its partitions.
 
 Rules (decision 048, AC 9):
-    1. The server of the partition that is about to be mounted issues the ID, on the connection of
-       the mount: so the ID belongs to the principal of that connection.
-    2. If that server is older than L 8, another server issues the ID. Only if none can, the client
-       takes one from ZooKeeper, which needs write access there.
-    3. An ID that a server denies is replaced, for all partitions that mount from then on; but not
-       an ID that the client was given: the application relies on it. An ID without further sequence
-       numbers is replaced in any case.
-    4. Requests to one server wait for each other, and share the answer. Those to another server do
-       not wait for it: it may be frozen.
+    1. The client requests the ID on the connection of its first mount, from the server of that
+       partition. So the ID belongs to the principal of that connection.
+    2. If that server is older than L 8, another server issues the ID. Only if no server can, the
+       client takes an ID from ZooKeeper, which needs write access there.
+    3. If a server denies an ID, the client replaces it, for all partitions that mount from then on.
+       It does not replace an ID that the application has set, because the application relies on it.
+       An ID without remaining sequence numbers is always replaced.
+    4. Requests to one server wait for each other and share the answer. Requests to another server
+       do not wait for it, because it may be frozen.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class ClientIdentities:
         is_given = self._given is not None and self._given.client_id == instead_of
         if is_given and not is_used_up:
             raise errors.ClientIdDenied(
-                f"client ID {instead_of}, which this client was given, does not belong to its "
-                f"principal at {link.address}"
+                f"the server at {link.address} rejects client ID {instead_of}, which was "
+                "passed to this client: the ID does not belong to the client's principal"
             )
         async with self._locks[link.address]:  # rule 4
             if self._is_usable(instead_of):

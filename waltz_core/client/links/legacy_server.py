@@ -1,6 +1,6 @@
-"""Runs the machine that translates the streams of one connection to a 0.13 server.
+"""Runs the state machine that translates the streams of one connection to a 0.13 server.
 
-The machine is in `legacy/legacy_server_link.py`.
+The state machine is in `legacy/legacy_server_link.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,9 @@ class LegacyServer:
         self._driver: Driver[Event, legacy_server_stream.Effect] = Driver(
             LegacyServerLink(),
             self._perform,
-            on_failure=lambda error: link.abort(f"translating for 0.13: {error}"),
+            on_failure=lambda error: link.abort(
+                f"the message cannot be translated for a Waltz 0.13 server: {error}"
+            ),
         )
 
     def send(self, message: ClientMessage) -> None:

@@ -1,7 +1,7 @@
 """Logs an outage that continues: soon after it began, then once in `LOG_INTERVAL_S`.
 
-A feed survives any outage by trying again; an operator must see it without a log line for every
-attempt. Stream, catch-up and applier each see another part of it.
+A feed survives any outage by trying again. An operator must see the outage, without a log line for
+every attempt. Stream, catch-up and applier each report a part of it.
 """
 
 import asyncio

@@ -54,7 +54,7 @@ class PendingRequests:
                 message = await future
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{link.address}: no answer to {type(request).__name__} for partition "
+                f"{link.address} did not answer {type(request).__name__} for partition "
                 f"{partition_id} within {timeout_s} s"
             ) from error
         finally:

@@ -1,7 +1,7 @@
-"""Logs servers that owe an answer and send nothing: once when it begins, once when it ends.
+"""Logs servers that do not answer: once when the silence begins, and once when it ends.
 
-A server has two connections and is dialed repeatedly; its silence is one log line with its address,
-not one for each check.
+A client has two connections to a server, and connects to it repeatedly. But a silence has one log
+line, with the server's address.
 """
 
 import asyncio
@@ -132,7 +132,9 @@ class SilenceWatch:
     def _check(self) -> None:
         self._timer = None
         if not self._is_waiting():
-            self._silences.left(self._address, self._connection, "no caller waits for it")
+            self._silences.left(
+                self._address, self._connection, "the caller no longer waits for the answer"
+            )
             return
         if not self._has_received:
             self._silences.detected(self._address, self._connection, since_s=self._since_s)

@@ -1,11 +1,12 @@
 """A connection to the administration port of one storage.
 
-Commands, the doctor and tests administer storages through it. A 0.13 storage knows fewer messages
-and is recognized here.
+Commands, the doctor and tests administer storages through this connection. A 0.13 storage knows
+fewer messages; this code detects it.
 
 Rules:
-    1. One request at a time; an answer of another kind than expected is a protocol error.
-    2. A request that a storage of version 0 does not know fails here, with a clear error.
+    1. There is one request at a time. An answer of an unexpected kind is a protocol error.
+    2. If a storage of version A 0 does not know a request, the request fails here with a clear
+       error.
 """
 
 import asyncio
@@ -68,15 +69,17 @@ class StorageAdmin:
         message = kind(self._sequence, *fields)
         if message.since > 0 and not self.is_current:
             raise BadRequest(
-                f"{self.address} is a Waltz 0.13 storage, or answers like one (A 0): expected a "
-                f"storage that knows {type(message).__name__}"
+                f"{self.address}: expected a storage that supports {type(message).__name__}, "
+                "found a Waltz 0.13 storage or a process with its admin protocol (A 0)"
             )
         self._link.send(message)
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 answer, *more = await self._link.receive()
         except TimeoutError:
-            raise Unreachable(f"{self.address}: no answer within {ANSWER_S_MAX:.0f} s") from None
+            raise Unreachable(
+                f"{self.address} did not answer within {ANSWER_S_MAX:.0f} s"
+            ) from None
         assert isinstance(answer, AdminMessage)
         # A storage of 0.13 answers OPEN always with the number -1.
         is_open = not self.is_current and isinstance(answer, Done) and answer.sequence == -1
@@ -89,7 +92,8 @@ class StorageAdmin:
         if isinstance(answer, AdminRejected):
             raise from_code(answer.error_code, answer.text)
         if isinstance(answer, AdminFailure):
-            raise WaltzError(f"{self.address}: {answer.text or 'failed without a reason'}")
+            reason = answer.text or "the request failed, and the storage gave no reason"
+            raise WaltzError(f"{self.address}: {reason}")
         raise RemoteProtocolError(
             f"{self.address}: expected {expected.__name__}, found {type(answer).__name__}"
         )
@@ -104,7 +108,9 @@ async def admin_connection(
     try:
         found = "" if link.peer is None else link.peer.text
         if found != WireProtocol.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
-            raise BadConfig(f"{address}: expected a storage's admin port, found a {found[:80]!r}")
+            raise BadConfig(
+                f"{address}: expected the admin port of a storage, found a {found[:80]!r}"
+            )
         yield StorageAdmin(link, address)
     finally:
         link.close("done")

@@ -1,11 +1,11 @@
 """The registry of exactly-once writes as a client uses it: through a server, or in ZooKeeper.
 
 Rules:
-    1. Any server carries out an operation, the one that has answered last first. If one does not
-       answer, another one is requested, until the request timeout: operations may be repeated
-       (`cluster/writes.py`).
-    2. A client uses ZooKeeper itself only if a server answers and none that answers knows these
-       requests (before L 8). The session stays open until `close`.
+    1. Any server can carry out an operation. The client tries the server that has answered last
+       first. If a server does not answer, the client tries another one, until the request timeout:
+       operations may be repeated (`cluster/writes.py`).
+    2. A client uses ZooKeeper itself only if at least one server answers, and none that answers
+       supports these requests (before L 8). The ZooKeeper session then stays open until `close`.
 """
 
 import asyncio
@@ -210,8 +210,8 @@ class WriteRequests:
                 if loop.time() + pause_s >= deadline_s:
                     raise errors.from_code(
                         error.code,
-                        "the registry of writes: no answer within "
-                        f"{self._config.request_timeout_ms} ms: {error}",
+                        "the servers did not answer a request about an exactly-once write "
+                        f"within {self._config.request_timeout_ms} ms: {error}",
                     ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
@@ -222,7 +222,7 @@ class WriteRequests:
         self, make: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse | None:
         """Return the answer of a server; None by rule 2."""
-        is_old, last = False, errors.Unavailable("no server owns a partition")
+        is_old, last = False, errors.Unavailable("no partition has a server that owns it")
         for address in self._addresses():
             try:
                 link = await self._links.get(address)

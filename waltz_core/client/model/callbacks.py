@@ -1,4 +1,4 @@
-"""The callbacks of a feed: the application returns its mark and applies committed transactions.
+"""The callbacks of a feed: they return the application's mark and apply committed transactions.
 
 This is the contract between the feed and its consumer (an application, the SQL callbacks, a cache),
 independent of how the feed is delivered.
@@ -11,7 +11,7 @@ Rules:
     3. A transaction that cannot be applied is never skipped silently: `uncaught_exception` decides
        with its return value.
     4. An outage ends no feed unless the application decides so: failures that may be temporary are
-       retried without limit, with an occasional warning in the log.
+       retried forever, with an occasional warning in the log.
 """
 
 import inspect
@@ -149,23 +149,24 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
         UsageError: names the client to use.
     """
     if isinstance(callbacks, type) or not hasattr(callbacks, "apply_transaction"):
-        raise errors.UsageError(f"expected callbacks, an object of Callbacks; found {callbacks!r}")
+        raise errors.UsageError(f"expected an object of class Callbacks, found {callbacks!r}")
     if is_async and isinstance(callbacks, Callbacks):
         raise errors.UsageError(
-            f"{type(callbacks).__name__} has plain functions: use WaltzClient, or derive it from "
-            "AsyncCallbacks"
+            f"{type(callbacks).__name__} has plain functions, but AsyncWaltzClient calls "
+            "coroutines. Hint: use WaltzClient, or derive the class from AsyncCallbacks."
         )
     for name in _HOOKS:
         if not hasattr(callbacks, name):
             base = "AsyncCallbacks" if is_async else "Callbacks"
             raise errors.UsageError(
-                f"{type(callbacks).__name__}: expected a method {name}, found none. "
-                f"Hint: derive it from {base}, which has one that can be overridden."
+                f"{type(callbacks).__name__}: expected a method {name}, found none. Hint: "
+                f"derive the class from {base}, which has such a method, and override it."
             )
     for name in () if is_async else ("apply_transaction", *_HOOKS):
         if inspect.iscoroutinefunction(getattr(callbacks, name, None)):
             raise errors.UsageError(
-                f"{name} is an async function: use AsyncWaltzClient, or a plain function"
+                f"{name} is an async function, which WaltzClient cannot call. Hint: use "
+                "AsyncWaltzClient, or a plain function."
             )
 
 
@@ -178,5 +179,7 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
         return ()
     values = tuple(sorted({check_header(each) for each in items_of("headers", headers)}))
     if not 0 < len(values) <= FILTER_HEADERS_MAX:
-        raise errors.BadRequest(f"headers: expected 1 to {FILTER_HEADERS_MAX}, found {len(values)}")
+        raise errors.BadRequest(
+            f"argument headers: expected 1 to {FILTER_HEADERS_MAX} headers, found {len(values)}"
+        )
     return values

@@ -14,9 +14,9 @@ use this class. The codec is Arrow's, which every installation has.
 
 Rules:
     1. The first two bytes state the encoding of the rest; nothing is guessed. No msgpack, JSON or
-       UTF-8 starts with 0xC1, so a payload written without this class is recognized as such.
-    2. Decompressed data never exceeds the maximum size of a transaction, also if a payload claims
-       a larger size; this is checked before memory is allocated.
+       UTF-8 begins with 0xC1, so a payload without these two bytes was written without this class.
+    2. Decompressed data never exceeds the maximum size of a transaction. If a payload claims a
+       larger size, it is rejected before memory is allocated.
     3. A payload is compressed only if that makes it smaller.
 """
 
@@ -53,7 +53,7 @@ class Zstd(Generic[T]):
     def __init__(self, inner: Serializer[T], *, level: int = 3, minimum_bytes: int = 200) -> None:
         if not LEVEL_MIN <= level <= LEVEL_MAX:
             raise errors.BadRequest(
-                f"zstd: expected a level from {LEVEL_MIN} to {LEVEL_MAX}, found {level}"
+                f"zstd compression: expected a level from {LEVEL_MIN} to {LEVEL_MAX}, found {level}"
             )
         self._inner = inner
         self._level = level
@@ -88,15 +88,15 @@ class Zstd(Generic[T]):
     def _unpacked(self, data: bytes) -> bytes:
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
-                f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1, found "
-                f"{bytes(data[:2])!r}: it was written without compression.Zstd, or by a later "
-                "version"
+                f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1 at its "
+                f"start, found {bytes(data[:2])!r}. The data was written without "
+                "compression.Zstd, or by a later version"
             )
         if data[1] == PLAIN:
             return bytes(data[len(_PLAIN_HEAD) :])
         if len(data) < _ZSTD_HEAD.size:
             raise errors.BadFormat(
-                f"transaction data: zstd payload of {len(data)} bytes is too short"
+                f"transaction data: the zstd payload of {len(data)} bytes is incomplete"
             )
         size: int = _ZSTD_HEAD.unpack_from(data)[2]
         if not 0 < size <= TRANSACTION_BYTES_MAX:  # rule 2
@@ -111,11 +111,13 @@ class Zstd(Generic[T]):
             )
         except (OSError, ValueError) as error:
             raise errors.BadFormat(
-                f"transaction data: zstd payload of {size} bytes: {error}"
+                f"transaction data: the zstd payload of {size} bytes cannot be decompressed: "
+                f"{error}"
             ) from error
         if len(plain) != size:
             raise errors.BadFormat(
-                f"transaction data: zstd payload: expected {size} bytes, found {len(plain)}"
+                f"transaction data: zstd payload: expected {size} bytes after decompression, "
+                f"found {len(plain)}"
             )
         return plain
 

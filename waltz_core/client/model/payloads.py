@@ -1,6 +1,6 @@
 """Encrypts and decrypts the payloads of a client on its event loop.
 
-A key that is not cached is requested on a thread: the key provider may block.
+If a key is not cached, a thread requests it, because the key provider may block.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ async def encrypted(
         if key_id is None:
             return data
         raise errors.BadConfig(
-            f"encryption_key {key_id!r} requires the setting encryption_keys, which is not set"
+            f"setting encryption_key is {key_id!r}, but setting encryption_keys, which "
+            "locates the keys, is not set"
         )
     if encryption.keys.is_cached(encryption.key_id if key_id is None else key_id):
         return encryption.encrypt(data, partition=partition, header=header, key_id=key_id)

@@ -1,18 +1,18 @@
-"""Transactions in flight that a server reports to a writer, which computes its next one from them.
+"""Transactions in flight that a server sends to a writer, which computes its next one from them.
 
-This is the only information in a client about transactions that may never be in the log. It is
-valid for the store session and the mount in which it was received; marks, feeds and callbacks
-outlive both and never depend on it.
+Nothing else in a client depends on transactions that may never be in the log. Predecessors are
+valid only in the store session and the mount in which they were received. Marks, feeds and
+callbacks outlive both, and never depend on predecessors.
 
 Rules (decision 017):
-    1. The author has seen everything up to `base` in its own state; `predecessors` are all
+    1. The author has seen everything up to `base` in its own state. `predecessors` are all
        transactions above `base`, up to `mark`, that have written one of its locks.
-    2. A row that depends on predecessors from another mount is not sent: its author computes it
+    2. If a row depends on predecessors from another mount, it is not sent: its author computes it
        again (`outbox.py`).
-    3. A lost row that depends on predecessors is not sent again, for the same reason
+    3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
        (`appends.py`).
     4. For locks that the predecessors do not cover, the author has seen only its own state. An
-       attempt with such a lock is sent with the mark of that state. It still carries the session,
+       attempt with such a lock is sent with the mark of that state. It also has the session,
        because it was computed from transactions that may be lost with the session.
 """
 
@@ -161,8 +161,8 @@ class FollowedState:
         ids = [mark, *(each.transaction_id for each in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
-                f"predecessors {tuple(message.req_id)}: expected ascending IDs from {mark} to "
-                f"{message.last}, found {ids[1:]}"
+                f"predecessors of append {tuple(message.req_id)}: expected ascending "
+                f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
         if len(known) + len(received) > PREDECESSORS_MAX:
             return self.forgotten()
@@ -195,8 +195,8 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
         start += length
     if start != len(records):
         raise errors.RemoteProtocolError(
-            f"predecessors {tuple(message.req_id)}: expected a record at byte {start}, "
-            "found other bytes"
+            f"predecessors of append {tuple(message.req_id)}: expected a record at byte "
+            f"{start}, found other bytes"
         )
 
 

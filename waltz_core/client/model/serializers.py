@@ -47,7 +47,9 @@ class MsgpackSerializer:
         try:
             packed: bytes = msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise errors.BadRequest(f"transaction data: msgpack cannot pack it: {error}") from error
+            raise errors.BadRequest(
+                f"transaction data cannot be packed with msgpack: {error}"
+            ) from error
         return packed
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
@@ -55,7 +57,7 @@ class MsgpackSerializer:
         try:
             return msgpack.unpackb(data, strict_map_key=False)
         except (msgpack.UnpackException, ValueError, TypeError) as error:
-            raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
+            raise errors.BadFormat(f"transaction data is not valid msgpack: {error}") from error
 
 
 class JsonSerializer:
@@ -67,7 +69,7 @@ class JsonSerializer:
             return strict_json.to_json(value)
         except (TypeError, ValueError) as error:
             raise errors.BadRequest(
-                f"transaction data: cannot be written as JSON: {error}"
+                f"transaction data cannot be written as JSON: {error}"
             ) from error
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
@@ -75,7 +77,7 @@ class JsonSerializer:
         try:
             return strict_json.from_json(data)
         except ValueError as error:
-            raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
+            raise errors.BadFormat(f"transaction data is not valid JSON: {error}") from error
 
 
 BYTES = BytesSerializer()

@@ -56,15 +56,17 @@ def lock(name: str, key: int | str = 0) -> int:
         BadRequest: the name is not text, or the key is neither text nor a 64-bit integer.
     """
     if not isinstance(name, str):
-        raise errors.BadRequest(f"lock {name!r}: expected a text as its name")
+        raise errors.BadRequest(f"lock {name!r}: expected a string as its name")
     try:
         number = crc32(key.encode()) if isinstance(key, str) else operator.index(key)
     except (TypeError, UnicodeEncodeError):
         raise errors.BadRequest(
-            f"lock {name!r}: expected a whole number or a text as its key, found {key!r}"
+            f"lock {name!r}: expected an integer or a string as its key, found {key!r}"
         ) from None
     if not INT64_MIN <= number <= INT64_MAX:
-        raise errors.BadRequest(f"lock {name!r}: expected a key of 64 bits, found {number}")
+        raise errors.BadRequest(
+            f"lock {name!r}: expected a key that fits into 64 bits, found {number}"
+        )
     return lock_hash(name, number)
 
 
@@ -79,15 +81,17 @@ def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
         checked = tuple(locks)
     except TypeError:
         raise errors.BadRequest(
-            f"{kind} locks: expected a list of hashes as lock(name, key) makes them, "
+            f"{kind} locks: expected a list of lock hashes, as lock(name, key) returns them, "
             f"found {locks!r}"
         ) from None
     if len(checked) > LOCKS_MAX:
-        raise errors.BadRequest(f"{kind} locks: expected at most {LOCKS_MAX}, found {len(checked)}")
+        raise errors.BadRequest(
+            f"{kind} locks: expected at most {LOCKS_MAX} locks, found {len(checked)}"
+        )
     for hashed in checked:
         if not _is_int32(hashed):
             raise errors.BadRequest(
-                f"{kind} locks: expected 32-bit hashes as lock(name, key) makes them, "
+                f"{kind} locks: expected 32-bit hashes, as lock(name, key) returns them, "
                 f"found {hashed!r}"
             )
     return checked
@@ -233,8 +237,8 @@ def check_context(context: object) -> TransactionContext:
     """
     if not isinstance(context, TransactionContext):
         raise errors.UsageError(
-            f"expected a TransactionContext, or the result of calling a function decorated with "
-            f"@transactional; found {context!r}"
+            "expected a TransactionContext, or the object that a function decorated with "
+            f"@transactional returns; found {context!r}"
         )
     for name in ("timeout_ms", "retries_max"):
         limit: object = getattr(context, name)
@@ -249,7 +253,7 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
         number = operator.index(cast("SupportsIndex", partition))
     except TypeError:
         raise errors.BadRequest(
-            f"partition: expected a whole number, found {partition!r}"
+            f"argument partition: expected an integer, found {partition!r}"
         ) from None
     if not 0 <= number < partition_count:
         raise errors.UnknownPartition(
@@ -277,11 +281,13 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(
-                f"range of partition {partition}: {name}: expected a transaction ID, found {end!r}"
+                f"argument for partition {partition}: expected a transaction ID as {name} of "
+                f"a range, found {end!r}"
             )
     if first < 0 or last < first - 1:
         raise errors.BadRequest(
-            f"range of partition {partition}: expected 0 <= first <= last, found {first}..{last}"
+            f"range of partition {partition}: expected 0 <= first <= last, found first "
+            f"{first} and last {last}"
         )
 
 

@@ -1,13 +1,15 @@
 """Reads of archived transactions directly from the object store, without a server or a storage.
 
 A server reports what the archive has (`ReplicaSet.archived`). The process that plans a read finds
-the objects once; those that read parts of them need no manifest, since objects never change.
+the objects once. The processes that read parts of them need no manifest, because objects never
+change.
 
 Rules (docs/decisions/047, AR 14):
     1. Objects are found through the manifest, and used only up to the IDs that it states.
     2. Each record is verified before it is returned, as `archive/reader.py` does.
-    3. An archive that cannot be read is no reason to fail: the storages have the same transactions,
-       or read them from the archive themselves. The caller continues there after the last chunk.
+    3. If the archive cannot be read, the read does not fail: the storages have the same
+       transactions, or read them from the archive themselves. The caller continues there, after the
+       last chunk.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""Runs the feed of one partition from the application's mark to the end of the log, and on.
+"""Runs the feed of one partition, from the application's mark to the end of the log and beyond.
 
-An application that was away for a day is millions of transactions behind. Its client fetches those
-in ranges of headers, at the application's pace; only the rest comes as a feed.
+If an application was stopped for a day, it is millions of transactions behind. Its client reads
+those as ranges of headers, at the application's pace; only the rest arrives as a feed.
 
 Rules:
-    1. A server may be unavailable for any time: the request is repeated until it answers, or until
-       the feed has ended for another reason.
+    1. A server may be unavailable for any time: a request is repeated until it is answered, or
+       until the feed has ended for another reason.
     2. An error that no retry can fix ends the feed and is reported to the application.
 """
 
@@ -130,7 +130,8 @@ class CatchUp:
         chunk = await self._requests.range(partition_id, query)
         if chunk.next <= query.first:
             raise errors.DataLoss(
-                f"partition {partition_id}: the log ended at {last} and now ends at {fed}"
+                f"partition {partition_id} has lost transactions: its log ended at {last}, "
+                f"and now ends at {fed}"
             )
         heads = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
         feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)

@@ -1,14 +1,15 @@
-"""The data of fed transactions, fetched in ranges and kept until it was applied.
+"""The data of a feed's transactions, fetched in ranges and kept until it was applied.
 
-It has readers of its own: the feed carries headers only, and callbacks request data from the event
-loop or from worker threads, or not at all.
+The feed has only headers. Callbacks request data from the event loop, from worker threads, or not
+at all. So this cache fetches the data itself.
 
 Rules:
-    1. A request for one transaction's data also fetches what follows it, more each time.
+    1. A request for one transaction's data also fetches the data of the following ones, with each
+       request more of them.
     2. A chunk is dropped when the application has applied all of it.
-    3. The chunks of all partitions of a client share one budget (`DataBudget`). Each partition
-       limits its fetches so that its chunks fit into an equal share. If single large transactions
-       exceed the budget, the oldest chunks are dropped.
+    3. The chunks of all partitions of a client share one memory budget (`DataBudget`). Each
+       partition limits its fetches to an equal share. If single large transactions exceed the
+       budget, the oldest chunks are dropped.
 """
 
 import asyncio
@@ -195,7 +196,8 @@ class DataCache:
             return await self._fetch_one(transaction_id)
         if chunk.count == 0:
             raise errors.DataLoss(
-                f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
+                f"the log has lost transactions: the feed had transaction {transaction_id}, "
+                f"but the log now ends at {chunk.high_water_mark}"
             )
         found = self._keep(chunk).data(transaction_id)
         assert found is not None

@@ -1,16 +1,16 @@
 """Applies one partition's feed to the application: in order, each transaction once.
 
-It has a queue of fed transactions, and a policy for a transaction that cannot be applied.
+This code has a queue of transactions, and a policy for a transaction that cannot be applied.
 
 Rules:
-    1. A transaction is passed to the application when the previous one was applied (or skipped).
-    2. The queue is bounded: the stream learns what was applied and requests no more than that
-       allows.
-    3. `PoisonPolicy` decides about a transaction whose callback raised; after STOP nothing more is
-       passed on.
-    4. After the feed was ended nothing more is passed on; the running callback finishes.
-    5. A batched consumer gets everything that has arrived while it was applying. It gets the mark
-       as well, because a filtered feed advances past the last transaction that passes the filter.
+    1. A transaction is passed to the application when the previous one was applied or skipped.
+    2. The queue is bounded: the stream requests more only as transactions are applied.
+    3. If a callback raises, `PoisonPolicy` decides about the transaction. After STOP, nothing more
+       is passed on.
+    4. After the feed has ended, nothing more is passed on; a running callback finishes.
+    5. A consumer of batches gets all transactions that have arrived while it applied the previous
+       batch. It also gets the mark, because a filtered feed advances past the last transaction that
+       passes the filter.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ def own_cancellation(error: asyncio.CancelledError) -> Exception:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise error
-    converted = RuntimeError("the application raised CancelledError")
+    converted = RuntimeError("the callback of the application raised CancelledError")
     converted.__cause__ = error
     return converted
 
@@ -169,7 +169,7 @@ def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
     """Return the mark that `client_high_water_mark` has returned, None for LATEST."""
     if mark == LATEST:
         return None
-    return check_mark(mark, f"client_high_water_mark of partition {partition_id}")
+    return check_mark(mark, f"the application's client_high_water_mark of partition {partition_id}")
 
 
 class Applier:

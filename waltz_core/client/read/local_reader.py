@@ -1,22 +1,24 @@
 """Reads ranges directly from the files of a storage on this machine.
 
-The storage answers with the positions of the records, and the client reads the files: a socket
-would copy each byte twice, through two processes.
+The storage answers with the positions of the records, and the client reads the files. Through a
+socket, each byte would be copied twice and pass through two processes.
 
 Rules:
-    1. The client reads the bytes that the storage would have sent: the request names the session
-       that the server named and records that it has committed, and the storage answers only while
-       it takes part in it. Such records never change, so the answer is valid while the file is
-       open.
-    2. Every record is checked here, ID, length and CRC, because the storage has not read it.
-    3. Any problem (no storage, a short file, a wrong record) raises. Then the client requests the
-       records themselves: the storage detects damage, has it repaired and sends correct records.
-    4. Files are read, never mapped: on a mapping, a disk error or a truncated file would end the
-       process.
-    5. One thread reads at a time, so that files and buffers need no lock. A read that takes too
-       long is abandoned while its thread still runs: then nothing more is read here.
+    1. The client reads the same bytes that the storage would have sent. The request has the session
+       that the server named, and asks only for records that the session has committed. The storage
+       answers only while it takes part in that session. Committed records never change, so the
+       answer is valid while the file is open.
+    2. The ID, length and CRC of every record are checked here, because the storage has not read it.
+    3. Any problem (no storage, a short file, a wrong record) raises an exception. Then the client
+       requests the records over TCP. If they are damaged, the storage detects this and has them
+       repaired.
+    4. Files are read and never mapped into memory: in a mapping, a disk error or a truncated file
+       would end the process.
+    5. One thread reads at a time, so files and buffers need no lock. If a read takes too long, it
+       is abandoned while its thread still runs; then nothing more is read directly until that
+       thread ends.
     6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
-       reads bytes that are on the disk only.
+       reads only bytes that must come from the disk.
 """
 
 import asyncio
@@ -159,7 +161,8 @@ class LocalReader:
                 return await loop.run_in_executor(None, read)
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{self._address}: nothing was read within {self._timeout_s} s"
+                f"no record was read from the files of storage {self._address} within "
+                f"{self._timeout_s} s"
             ) from error
 
     def _close_all_but(self, segments: Collection[TransactionId]) -> None:
@@ -187,8 +190,9 @@ class LocalReader:
         first = TransactionId(grant.first + low)
         if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
-                f"partition {self._partition_id}: one of the records {first}.."
-                f"{first + lengths.size - 1} in the files of storage {self._address} is damaged"
+                f"partition {self._partition_id}: at least one of the records "
+                f"{first}..{first + lengths.size - 1} in the files of storage {self._address} "
+                "is damaged"
             )
         return records
 
@@ -210,8 +214,9 @@ class LocalReader:
                     raise BlockingIOError(errno.EAGAIN, "perhaps not in memory")
                 if not count:
                     raise errors.ReadFailed(
-                        f"partition {self._partition_id}: expected {len(part)} more bytes at "
-                        f"{offset} of segment {segment} of {self._address}, found its end"
+                        f"partition {self._partition_id}: segment {segment} of storage "
+                        f"{self._address} ends too early: expected {len(part)} more bytes at "
+                        f"offset {offset}"
                     )
                 crc = crc32(part[:count], crc)
                 part = part[count:]

@@ -1,27 +1,31 @@
 """Reads committed ranges of a partition as bytes, from a replica or from the server.
 
-Bulk readers use it (Spark above all), on executors that do not know ZooKeeper or assignments. It
-detects every gap and every flipped bit itself.
+Bulk readers use this code, above all Spark, on executors that do not know ZooKeeper or assignments.
+It detects every missing transaction and every changed bit itself.
 
 Rules:
-    1. Without a filter the IDs are dense from the first requested to the last: anything else
-       raises.
+    1. Without a filter, an answer has every ID from the first requested to the last; otherwise the
+       reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers have no
-       CRC of their own: a replica's answer has one that is checked; a server checks them itself.
-    3. A replica gets requests in the session that the server named, and only for what that session
-       has committed. On any answer but the records, the reader turns to the next replica, at last
-       to the server. It raises at once if the log begins after the first ID: it begins there for
-       all of them. A replica that names a pause gets the request again, until the timeout.
-    4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
+       CRC of their own. So the answer of a replica has a CRC over them, which is checked; a server
+       checks them itself.
+    3. The requests to a replica have the session that the server named, and ask only for records
+       that this session has committed. If a replica does not return them, the reader tries the next
+       replica, and at last the server. If the log begins after the first ID, the reader raises at
+       once, because this holds for all replicas. If a replica asks for a pause, it gets the request
+       again after it, until the timeout.
+    4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the
+       following one.
     5. IDs beyond the last requested one are rejected: they may not be committed.
-    6. Nearby replicas are read first, and only replicas that the server named: a storage that
-       is near but not engaged is not read.
+    6. Nearby replicas are read first, but only those that the server named: a storage that is near
+       and not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
-       files (`local_reader.py`); if that fails, the replica sends the records like any other.
-    8. A greeting needs no disk: a storage that has not sent one within `HANDSHAKE_TIMEOUT_S` may be
-       frozen, and the next one is tried. The last one, and records, have the whole timeout.
-    9. Reads from different IDs begin at different replicas. A repeated read begins at the same one,
-       whose page cache has what the previous read fetched from the disk.
+       files (`local_reader.py`). If that fails, the replica sends the records like any other.
+    8. A storage needs no disk to send its hello. If it sends none within `HANDSHAKE_TIMEOUT_S`, it
+       may be frozen, and the reader tries the next one. The last one, and answers with records,
+       have the whole timeout.
+    9. Reads from different IDs begin at different replicas. A repeated read from the same ID begins
+       at the same replica, because its page cache has what the previous read fetched from the disk.
 """
 
 import asyncio
@@ -146,7 +150,8 @@ class RangeChunk:
     def _rows(self) -> Iterator[RangeRow]:
         if self.form is not RangeForm.WHOLE:
             raise errors.UsageError(
-                f"rows: expected a range read with form=RangeForm.WHOLE, found {self.form!r}"
+                "method rows needs a range that was read with form=RangeForm.WHOLE, found "
+                f"{self.form!r}"
             )
         ids = raw_records.ids_of(self.records, self.lengths).tolist()
         headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
@@ -171,7 +176,8 @@ class RangeQuery:
         """Raise BadRequest for a filter that servers do not accept."""
         if (count := len(self.header_values)) > messages.FILTER_HEADERS_MAX:
             raise errors.BadRequest(
-                f"headers: expected at most {messages.FILTER_HEADERS_MAX}, found {count}"
+                f"argument headers: expected at most {messages.FILTER_HEADERS_MAX} headers, "
+                f"found {count}"
             )
 
 
@@ -246,7 +252,10 @@ def chunk_of_server(
     partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
 ) -> RangeChunk:
     """Return a server's answer, checked (rules 1 and 2)."""
-    where = f"partition {partition_id}, transactions {query.first}..{query.last} from the server"
+    where = (
+        f"answer of the server for partition {partition_id}, transactions "
+        f"{query.first}..{query.last}"
+    )
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
             f"{where}: expected form {query.form}, first {query.first}, count of 0 or more; "
@@ -425,7 +434,7 @@ class ReaderConnection:
         )
         answer = await self._query(request, timeout_s)
         transactions = f"transactions {query.first}..{query.last}"
-        where = f"partition {partition_id}, {transactions} from {self._link.address}"
+        where = f"answer of {self._link.address} for partition {partition_id}, {transactions}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
                 f"{where}: expected RangeBytes, found {type(answer).__name__}"
@@ -436,7 +445,9 @@ class ReaderConnection:
                 f"found form {answer.form}, first {answer.first}, count {answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
-            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not match")
+            raise errors.ChecksumMismatch(
+                f"{where}: the CRC of the answer does not match its bytes"
+            )
         _check_end(answer.first + answer.count - 1, query, where)
         return answer, where
 
@@ -452,8 +463,8 @@ class ReaderConnection:
                 # A late answer must not be taken for the answer to another request.
                 self.close()
                 raise errors.Unreachable(
-                    f"{self._link.address}: no answer to {type(request).__name__} "
-                    f"within {timeout_s} s"
+                    f"{self._link.address} did not answer {type(request).__name__} within "
+                    f"{timeout_s} s"
                 ) from error
             except asyncio.CancelledError:
                 self.close()
@@ -598,7 +609,7 @@ class ReplicaReader:
                 )
         except TimeoutError as error:
             raise errors.Unreachable(
-                f"{address}: no hello within {HANDSHAKE_TIMEOUT_S} s"
+                f"{address} did not send its hello message within {HANDSHAKE_TIMEOUT_S} s"
             ) from error
 
     def _local_reader_at(self, address: str) -> LocalReader | None:
@@ -648,8 +659,8 @@ def _check_end(last: int, query: RangeQuery, where: str) -> None:
     """Rule 5."""
     if last > query.last:
         raise errors.RemoteProtocolError(
-            f"{where}: expected nothing beyond transaction {query.last}, "
-            f"found transactions {query.first}..{last}"
+            f"{where}: expected no transaction after {query.last}, found transactions "
+            f"{query.first}..{last}"
         )
 
 
@@ -661,7 +672,8 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
             raise errors.BadFormat(f"{where}: {error}") from error
     if len(records) % HEADER_BYTES:
         raise errors.BadFormat(
-            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} in all"
+            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} "
+            "bytes in total"
         )
     return np.empty(0, dtype=np.int64)
 
@@ -687,15 +699,15 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         steps = np.diff(ids)
         inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
         if not inside or bool((steps <= 0).any()):
-            raise errors.DataLoss(f"{where}: the IDs of the answer are not in order")
+            raise errors.DataLoss(f"{where}: the transaction IDs of the answer are not ascending")
         return
     # The number first: an array of all stated IDs could be larger than the memory.
     if ids.size != max(chunk.next - chunk.first, 0) or not np.array_equal(
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):
         raise errors.DataLoss(
-            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, "
-            f"found {ids.size} with other IDs"
+            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, found "
+            f"{ids.size} transactions with other IDs"
         )
     if ids.size != chunk.count:
         raise errors.RemoteProtocolError(

@@ -1,20 +1,21 @@
 """Queries to the owner of a partition, repeated until it answers or the request times out.
 
-Marks, flushes, ranges and data go to the partition's current owner, and all of them survive a
-server that has died, moved or is busy.
+Marks, flushes, ranges and data are requested from the partition's current owner. A request
+continues if the server has died, no longer owns the partition, or is busy.
 
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
-    2. Retriable errors are retried after a delay that doubles, or after the one that the server
-       names, with the owner read from ZooKeeper again. When the request timeout has passed, the
-       last error is raised, or the one before it if the last attempt had hardly any time left.
+    2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
+       delay doubles each time, unless the server states one. When the request timeout has passed,
+       the client raises the last error; if the last attempt had hardly any time left, it raises the
+       one before.
     3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
        nearby.
-    4. A 0.13 server gets the queries that it knows (`legacy_server_reads.py`). ZooKeeper proves
-       that its mark is not stale: a server that owned the partition when it answered, and still
-       does afterwards, has committed everything up to then.
-    5. When a partition moves, a query that waits for the former owner is sent to the new one: the
-       former one may be frozen or on a dead host, and would use up the timeout.
+    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). ZooKeeper proves
+       that its mark is not stale: if the server owned the partition when it answered, and still
+       does afterwards, no other server has committed anything up to then.
+    5. If a partition moves while a query waits for the former owner, the query is sent to the new
+       one. The former owner may be frozen or on a dead host, and would use up the timeout.
 """
 
 import asyncio
@@ -145,7 +146,7 @@ class OwnerRequests:
                     last_error = before if was_cut and before is not None else error
                     raise errors.from_code(
                         last_error.code,
-                        f"partition {partition_id}: no answer within "
+                        f"no server answered a read of partition {partition_id} within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",
                         retry_after_ms=_retry_after_ms(last_error),
                     ) from error
@@ -175,7 +176,9 @@ class OwnerRequests:
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await query(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
-            raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
+            raise errors.Unreachable(
+                f"{owner.address}: the partition has moved to another server"
+            ) from error
         finally:
             self._waiting.pop(number, None)
 
@@ -187,7 +190,9 @@ class OwnerRequests:
                 return await self._directory.owner(partition_id, after_failure=before is not None)
         except TimeoutError as error:  # ZooKeeper's own timeout is longer
             reason = "" if before is None else f"; before that: {before}"
-            raise errors.CoordinatorUnavailable(f"ZooKeeper names no owner{reason}") from error
+            raise errors.CoordinatorUnavailable(
+                f"ZooKeeper has no owner for the partition{reason}"
+            ) from error
 
     async def _link(self, owner: Owner, *, is_bulk: bool) -> ServerLink:
         try:
@@ -249,7 +254,7 @@ class OwnerRequests:
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:
             raise errors.NotOwned(
-                f"partition {reader.partition_id}: {reader.owner.address} is not its owner any more"
+                f"{reader.owner.address} no longer owns partition {reader.partition_id}"
             )
 
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
@@ -412,7 +417,7 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
     """Return a mark; raises NotOwned for the answer of a 0.13 server without a session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(
-            f"{reader.owner.address}: partition {reader.partition_id} has no store session"
+            f"{reader.owner.address}: partition {reader.partition_id} has no open store session"
         )
     return TransactionId(mark)
 

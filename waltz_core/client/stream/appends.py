@@ -1,20 +1,20 @@
-"""The outgoing appends of one partition: bounded, and gathered into submissions.
+"""The outgoing appends of one partition: limited in number, and sent in groups.
 
-Rows that are appended in one turn of the event loop leave in one frame, so that a thousand small
-appends cost about as much as one batch.
+Rows that are appended in the same iteration of the event loop are sent in one frame (a submission),
+so that a thousand small appends cost about as much as one batch.
 
 Rules:
-    1. The window holds every row from `append` until its outcome is reported. When it is full,
-       callers wait, first in, first out. No row is dropped.
-    2. Rows leave in the order in which they were appended.
-    3. A row of `append` that is known not to be in the log for a transient reason is sent again
+    1. The window (the limit of appends in flight) counts every row from `append` until its outcome
+       is reported. When the limit is reached, callers wait in order. No row is dropped.
+    2. Rows are sent in the order in which they were appended.
+    3. If a row of `append` is known not to be in the log, for a temporary reason, it is sent again
        until its deadline: it is still valid. A row that a lock has rejected is never sent again,
        nor is a pipelined dependent append.
-    4. Rule 2 holds for rows that are sent again: they wait until every submission that was in
+    4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
        flight with them has its outcome, and all rows and batches that were appended since wait for
        them. Submissions that the stream had not sent by then return as lost
        (`monitor.Submission.keeps_order`).
-    5. A wait for earlier appends does not include later appends: those may never end.
+    5. A wait for earlier appends (a flush) does not include later appends, which may never stop.
 """
 
 import asyncio
@@ -549,26 +549,28 @@ def error_of(
     where = f"partition {partition_id}"
     if outcome.reason == Reason.LOCK:
         failed = errors.LockFailed(
-            f"{where}: a lock of the transaction was written by transaction {outcome.conflicting} "
-            f"(or one before it), after the client's high-water mark {row.mark}"
+            f"{where}: lock conflict: transaction {outcome.conflicting} (or an earlier one) "
+            "has written a lock of this transaction after the client's high-water mark "
+            f"{row.mark}"
         )
         failed.conflicting = outcome.conflicting
         failed.high_water_mark = outcome.high_water_mark
         return failed
     if outcome.reason == Reason.AHEAD:
         return errors.ClientAhead(
-            f"{where}: the client's high-water mark {row.mark} is above the log's "
-            f"{outcome.high_water_mark}. Hint: the client may be "
-            "connected to another cluster, or the log was lost."
+            f"{where}: the client's high-water mark {row.mark} is above "
+            f"{outcome.high_water_mark}, the last transaction of the log. Hint: the client "
+            "may be connected to another cluster, or the log has lost transactions."
         )
     if outcome.reason == Reason.TOO_LARGE:
         return errors.TooLarge(
-            f"{where}: a transaction of {len(row.data)} bytes is too large for the log"
+            f"{where}: the server rejects a transaction with {len(row.data)} bytes of data as "
+            "too large"
         )
     made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
     name = Reason(outcome.reason).name
     why = f"{name}: {detail}" if detail else name
-    return made(f"{where}: not appended ({why}); it is not in the log, try again")
+    return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
 
 def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:

@@ -1,6 +1,7 @@
 """The delay before the next attempt: it doubles with each failure, with jitter.
 
-Clients of a server that has died must not all reconnect at once, and none in a tight loop.
+If a server has died, its clients must not all connect again at once, and none may retry without
+pauses.
 """
 
 from typing import TYPE_CHECKING

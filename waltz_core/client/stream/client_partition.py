@@ -1,15 +1,15 @@
 """One partition of a client: its stream, its appends, its feed.
 
-The stream is a machine without futures, sockets or ZooKeeper. This driver performs its effects;
-each partition has one.
+The stream is a state machine without futures, sockets or ZooKeeper. This driver performs its
+effects. There is one for each partition.
 
 Rules:
-    1. Effects are performed in order and never wait; what takes time becomes a task that posts its
-       outcome as an event.
-    2. A stream that ends passes its error to every caller that waits for it.
-    3. The mark that the application has applied is kept for as long as the client lives, also while
-       the partition is paused or unsubscribed: the application's view does not move then, and the
-       log's mark would claim that it did.
+    1. Effects are performed in order and never wait. An effect that takes time becomes a task,
+       which posts its outcome as an event.
+    2. When a stream ends, every caller that waits for it gets its error.
+    3. The mark that the application has applied is kept as long as the client exists, also while
+       the partition is paused or unsubscribed. The application's state does not change then, and
+       the log's mark would claim that it did.
 """
 
 import asyncio
@@ -198,8 +198,8 @@ class ClientPartition:
                 await future
         except TimeoutError as error:
             raise verdicts.timed_out(
-                f"partition {self.partition_id} could not be mounted within {timeout_ms} ms: "
-                f"{self.stream.failure}",
+                f"the client could not mount partition {self.partition_id} within "
+                f"{timeout_ms} ms: {self.stream.failure}",
                 self.stream.pause_ms(loop_clock_ms()),
             ) from error
         finally:
@@ -413,7 +413,10 @@ class ClientPartition:
     def _machine_failed(self, error: Exception) -> None:
         """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
-        why = f"partition {self.partition_id}: the stream has failed: {known_error or repr(error)}"
+        why = (
+            f"the client's state machine for partition {self.partition_id} has failed: "
+            f"{known_error or repr(error)}"
+        )
         self._end(known_error or errors.WaltzError(why))
         self.appends.abandon(errors.OutcomeUnknown(why))
 
@@ -435,7 +438,9 @@ def _as_retriable(error: Exception) -> errors.WaltzError:
     """Treat a peer that speaks another protocol like a server that is not reachable."""
     if isinstance(error, errors.WaltzError) and not isinstance(error, errors.ProtocolError):
         return error
-    return errors.Unreachable(f"no connection to the partition's server: {error!r}")
+    return errors.Unreachable(
+        f"the client is not connected to the server of the partition: {error!r}"
+    )
 
 
 def _release(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:

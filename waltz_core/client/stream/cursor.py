@@ -1,11 +1,12 @@
-"""The position of the feed of one partition: what was fed, what was applied, what comes next.
+"""The position of the feed of one partition: what was received, what was applied, what is next.
 
-A feed survives any number of mounts and stays dense over all of them.
+A feed continues over any number of mounts, without a missing transaction.
 
 Invariants:
-    1. What is passed on is dense: each range starts after the previous one, overlaps are cut off.
-       A range of a filtered feed also covers the transactions that do not pass the filter.
-    2. No more is requested while the application is too far behind what was fed.
+    1. No transaction is missing: each range that is passed on starts after the previous one;
+       overlaps are cut off. A range of a filtered feed also covers the transactions that do not
+       pass the filter.
+    2. While the application is too far behind the received transactions, no more are requested.
 """
 
 from bisect import bisect_left
@@ -98,7 +99,10 @@ class FeedCursor:
         if isinstance(picked, str):
             return picked
         if message.first > fed + 1:
-            return f"the feed has a gap: transaction {message.first} after {fed}"
+            return (
+                f"the feed has a gap: expected the transaction after {fed}, found transaction "
+                f"{message.first}"
+            )
         known = fed + 1 - message.first
         if known >= message.count:
             return None
@@ -121,18 +125,22 @@ class FeedCursor:
             picked = None
         elif not self.header_values or count <= 0 or len(message.picked) % 4:
             expected = count * FEED_HEADER_BYTES
-            return f"feed batch of {count}: expected {expected} header bytes, found {size}"
+            return (
+                f"feed message with {count} transactions: expected {expected} bytes of headers, "
+                f"found {size}"
+            )
         else:
             offsets = np.frombuffer(message.picked, dtype=">i4").astype(np.int64)
             rises = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
             if not rises or size != offsets.size * FEED_HEADER_BYTES:
                 return (
-                    f"feed batch of {count}: expected ascending offsets, each with a header, "
-                    f"found {offsets.size} picked and {size} header bytes"
+                    f"feed message with {count} transactions: expected ascending offsets, "
+                    f"each with a header, found {offsets.size} offsets and {size} bytes of "
+                    "headers"
                 )
             picked = (offsets + message.first).tolist()
         if self.header_values:
             values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]
             if not np.isin(values.astype(np.int32), self.header_values).all():
-                return "a filtered feed has a header that was not requested"
+                return "the filtered feed has a transaction whose header the client did not request"
         return picked

@@ -1,19 +1,19 @@
 """The transaction monitor: the appends in flight on one partition, and their outcomes.
 
-An application that gets a wrong outcome loses a transaction or writes it twice. All evidence meets
-here: answers of the server, the feed, and the headers that are read back after a connection has
-broken.
+An application that gets a wrong outcome loses a transaction or writes it twice. So this file
+combines all evidence: answers of the server, the feed, and the headers that are read back after a
+connection has broken.
 
 Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
     3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
-    4. A row is LOST if an answer states it, or if a mount has proven everything older final and the
-       log, read back to the mark of that mount, does not contain it.
-    5. A row got its ID, if any, above every mark that was known when it was sent: reading back
-       starts there.
-    6. The log decides: an answer that contradicts it is ignored.
+    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that everything
+       older is final, and the log, read back to the mark of that mount, does not contain the row.
+    5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
+       reading back starts there.
+    6. The log is decisive: an answer that contradicts it is ignored.
 """
 
 import struct
@@ -405,8 +405,9 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
     if twice.size:
         position = int(twice[0])
         raise errors.DataLoss(
-            f"append {tuple(pending.req_id)} row {rows[position]} is in the log twice: "
-            f"as transaction {reported[position]} and as {pending.found[rows[position]]}"
+            f"row {rows[position]} of append {tuple(pending.req_id)} is in the log twice: as "
+            f"transaction {reported[position]} and as transaction "
+            f"{pending.found[rows[position]]}"
         )
 
 
@@ -425,7 +426,8 @@ def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
     submission, content = pending.submission, pending.submission.content
     if submission.follows is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
-            f"predecessors {tuple(result.req_id)}: the append was not a dependent one"
+            f"the server sent predecessors for append {tuple(result.req_id)}, which is not a "
+            "dependent append"
         )
     mark = TransactionId(result.high_water_mark)
     locks = (*content.write_locks, *content.read_locks)
@@ -439,8 +441,9 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     sizes = (len(result.transaction_ids), len(result.reasons) * 8, len(result.conflicting))
     if sizes != (row_count * 8,) * 3:
         raise errors.RemoteProtocolError(
-            f"append result {tuple(result.req_id)}: expected {row_count} rows, found "
-            f"{sizes[0] // 8} IDs, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting IDs"
+            f"result of append {tuple(result.req_id)}: expected values for {row_count} rows, "
+            f"found {sizes[0] // 8} transaction IDs, {len(result.reasons)} reasons and "
+            f"{sizes[2] // 8} conflicting IDs"
         )
     if row_count == 1:
         return _decode_one(result)
@@ -471,6 +474,6 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
 
 def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
-        f"append result {tuple(result.req_id)}: expected an ID for each committed row "
-        "and for no other"
+        f"result of append {tuple(result.req_id)}: expected a transaction ID for each "
+        "committed row and for no other row"
     )

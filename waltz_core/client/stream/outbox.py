@@ -1,12 +1,13 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A submission in the outbox was never sent, so a timeout means "not in the log". For a submission in
-the monitor it means "unknown".
+A submission in the outbox was never sent, so if it times out, it is not in the log. If a submission
+in the monitor times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A submission that exceeds the server's limits is rejected before it is sent.
-    3. So is one that depends on appends in flight in another mount (`predecessors.py`, rule 2).
+    3. A submission that depends on appends in flight in another mount is also rejected
+       (`predecessors.py`, rule 2).
 """
 
 from collections import deque
@@ -107,13 +108,13 @@ class Outbox:
         if follows is not None and follows.has_seen:
             if follows.partition_id != self._partition_id:
                 return errors.BadRequest(
-                    f"partition {self._partition_id}: the append depends on appends in flight in "
-                    f"partition {follows.partition_id}"
+                    f"partition {self._partition_id}: the append follows appends in flight in "
+                    f"another partition, {follows.partition_id}"
                 )
             if follows.mount != mount:
                 return errors.SessionLost(
-                    f"partition {self._partition_id}: the append depends on appends that were in "
-                    "flight on a connection that has ended; it is not in the log"
+                    f"partition {self._partition_id}: the append follows appends that were in "
+                    "flight on a connection that has ended; the append is not in the log"
                 )
         if submission.row_count <= limits.rows_max and submission.size_bytes <= limits.bytes_max:
             return None

@@ -1,28 +1,31 @@
-"""The client's machine for one partition: it mounts, appends, receives the feed, mounts again.
+"""The client's state machine for one partition: mounts, appends, receives the feed, mounts again.
 
-It implements the client's half of the recovery protocol after a broken connection; the server's
-half is `server/partition/served_partition.py`. The client's driver and the simulator run it.
+It implements the client's part of the recovery after a broken connection; the server's part is
+`server/partition/served_partition.py`. The client's driver and the simulator run it.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Appends are sent in READY only: after a mount whose answer has proven everything older final,
-       and after the rows in doubt have been settled by reading the log back.
-    2. Generations of mounts never decrease: a server that has lost the partition, perhaps without
-       knowing it, proves nothing about a later owner.
+    1. Appends are sent only in the state READY. The client is then mounted, the answer to the mount
+       has proven that everything older is final, and the rows in doubt were settled by reading the
+       log.
+    2. The generations of mounts never decrease: a server that has lost the partition, perhaps
+       without knowing it, proves nothing about a later owner.
     3. A mount whose mark is below a known one is not trusted.
-    4. Connection sequences of links increase, so that the newest one fences all others. A link on
-       which an append was never answered is not mounted again: the server fences between
-       connections, and requests still queued on this one would pass the fence.
-    5. Sequence numbers of appended rows are never used twice, whatever the rows' outcome.
-    6. The feed is dense: the next accepted transaction is the one after the last.
-    7. A feed that is far behind is not requested from the server, which would send all of it at
-       once: on `FeedLagging` the driver fetches it, at the application's pace.
-    8. No submission that keeps its order is sent after an earlier one was reported lost, unless it
-       was appended after that: submissions that still wait are reported LOST with it.
-    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than that.
+    4. The connection sequences of links increase, so that the newest link fences all others. If an
+       append on a link was never answered, the link is not mounted again: the server fences between
+       connections, so requests that are still queued on this link would not be fenced.
+    5. The sequence number of an appended row is never used again, whatever the row's outcome is.
+    6. No transaction of the feed is missing: the next accepted transaction is the one after the
+       last.
+    7. If a feed is far behind, it is not requested from the server, which would send all of it at
+       once. On `FeedLagging` the driver reads the transactions at the application's pace.
+    8. After a submission is reported lost, no other one that keeps its order is sent, unless it was
+       appended after that report. Submissions that still wait are reported LOST together with it.
+    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than after this
+       time.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -131,7 +134,7 @@ class PartitionStream:
         self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
         # Why it was last not mounted.
-        self.failure = "not connected yet"
+        self.failure = "the client is not connected yet"
         # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
 
@@ -178,7 +181,7 @@ class PartitionStream:
                 self._start(out)
             case stream_events.Subscribe():
                 self._cursor.want(event.mark, event.header_values)
-                self._remount("a feed was requested", now_ms, out)
+                self._remount("the application has requested the feed", now_ms, out)
             case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
             case stream_events.Resume():
@@ -196,7 +199,7 @@ class PartitionStream:
                 self._renew(event, now_ms, out)
             case stream_events.Close():
                 self._stop(
-                    errors.Unreachable("the client was closed before the append was sent"), out
+                    errors.Unreachable("the client was closed before it sent the append"), out
                 )
             case Wakeup():
                 self._wake(now_ms, out)
@@ -243,7 +246,12 @@ class PartitionStream:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
-            self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
+            self._wait(
+                f"the server's generation {event.generation} of the partition is older than the "
+                f"known one, {self._generation}",
+                now_ms,
+                out,
+            )
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
         assert event.link not in self._avoided_links  # invariant 4
@@ -299,7 +307,7 @@ class PartitionStream:
             self._paused_until_ms = now_ms
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
-            self._leave("the partition has moved", now_ms, out)
+            self._leave("the partition has moved to another server", now_ms, out)
 
     def _remount(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Mount again, on the same link if everything that was sent on it is answered soon."""
@@ -385,7 +393,9 @@ class PartitionStream:
         mark = TransactionId(message.high_water_mark)
         if mark < self.high_water_mark:  # invariant 3
             known = self.high_water_mark
-            self._leave(f"the server's mark {mark} is below the known mark {known}", now_ms, out)
+            self._leave(
+                f"the server's high-water mark {mark} is below the known one, {known}", now_ms, out
+            )
             return
         self._learn(mark, out)
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
@@ -470,7 +480,7 @@ class PartitionStream:
             if isinstance(error, errors.BelowStart):
                 self._read_below_start(error, now_ms, out)
             else:
-                self._leave(f"reading back: {error}", now_ms, out)
+                self._leave(f"the client could not read back the log: {error}", now_ms, out)
         else:
             out.append(self._report("stream.message_ignored", message=str(error)))
 
@@ -570,7 +580,7 @@ class PartitionStream:
             return
         reason = verdicts.remount_reason(outcome)
         if reason is not None:
-            remounts_for = f"an append was rejected: {reason.name}"
+            remounts_for = f"the server rejected an append: {reason.name}"
         if remounts_for is not None and pending.mount == self._mount:
             self._remount(remounts_for, now_ms, out)
         elif not self._leave_if_drained(now_ms, out):

@@ -1,17 +1,17 @@
-"""The reads after a mount, before anything is sent.
+"""Reads the log after a mount, before anything is sent.
 
-The log itself answers two questions: which of the rows in doubt does it contain, and is it still
-the log that the feed came from?
+Only the log itself answers two questions. Which of the rows in doubt does it contain? Is it still
+the log from which the feed came?
 
 Rules:
-    1. Headers are read densely from the first to the last, in as many answers as that takes.
-    2. The feed's last known chain is compared with the lineage of its batch. Another chain there
-       means another history: the feed must not continue. If the log begins after it, there is
-       nothing to compare.
-    3. Rows in doubt below the start of the log can neither be found nor excluded: their outcome is
-       unknown.
-    4. A server of L 8 answers with the client's own headers only: a principal may append that may
-       not read.
+    1. All headers from the first to the last are read, in as many answers as necessary.
+    2. The feed's last known chain is compared with the chain of the same batch in the log's
+       lineage. If they differ, the log has another history, and the feed must not continue. If the
+       log begins after that batch, there is nothing to compare.
+    3. Rows in doubt that would be below the start of the log can neither be found nor excluded, so
+       their outcome is unknown.
+    4. A server of L 8 returns only the headers of this client's own rows, because a principal may
+       have the permission to append and not the one to read.
 """
 
 from waltz_core.client.stream.monitor import Monitor
@@ -81,7 +81,7 @@ class ReadBack:
         fits = message.form == request.form and message.first == request.first
         if not fits or not _match(message, request, monitor):
             where = f"transactions {request.first}..{request.last}"
-            return f"the headers in the answer to a read of {where} are not those requested"
+            return f"the server's answer for {where} has headers that were not requested"
         if self._chain is not None:
             self._chain = None
             return None
@@ -103,8 +103,8 @@ class ReadBack:
         if not ends or ends[0].chain == chain:
             return None
         return DataLoss(
-            f"partition {message.req_id.partition_id}: the log has changed at or below "
-            f"transaction {at}, which was fed to this client with another chain"
+            f"partition {message.req_id.partition_id}: the log has changed at or before "
+            f"transaction {at}: its chain hash there differs from the one that the feed had"
         )
 
 

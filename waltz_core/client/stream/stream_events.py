@@ -1,14 +1,14 @@
 """Every event and effect of a partition's stream (`partition_stream.py`).
 
-The client's driver and the simulator use a stream only through these.
+The client's driver and the simulator communicate with a stream only through these.
 
 Rules:
     1. `OpenLink` has one outcome with the same attempt number: `LinkOpened` or `LinkFailed`.
-    2. A link that `LinkOpened` has passed is lost once, by `LinkLost`; other events from a link
-       that is not the current one have no effect.
+    2. A link that was opened (`LinkOpened`) is lost once, by `LinkLost`. Events of a link that is
+       not the current one have no effect.
     3. A submission that was passed by `SendAppends` has one outcome: `SubmissionSettled` or
        `SubmissionRejected`.
-    4. `SubmissionRejected` with `OutcomeUnknown` leaves the submission in doubt; with any other
+    4. After `SubmissionRejected` with `OutcomeUnknown` the submission is in doubt. With any other
        error, none of its rows is or will ever be in the log.
 """
 

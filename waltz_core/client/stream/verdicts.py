@@ -1,12 +1,13 @@
-"""What an error means for the rows of an append: in the log, not in the log, or unknown.
+"""Maps each error of an append to its meaning for the rows: in the log, not in the log, or unknown.
 
-If the table wrongly lists an error as a rejection, the client sends rows again that are in the log,
-or reports them as failed.
+If this table wrongly listed an error as a rejection, the client would send rows again that are in
+the log, or report them as failed.
 
 Rules:
-    1. A rejection is final only for errors that the server returns before anything was stored, or
-       after the next session has settled what was stored.
-    2. An error that is not in the table leaves the rows in doubt: reading the log settles them.
+    1. Only two kinds of errors are rejections: those that the server returns before anything was
+       stored, and those that it returns after the next session has settled what was stored.
+    2. After an error that is not in the table, the rows are in doubt until the client has read the
+       log.
 """
 
 from waltz_core import errors
@@ -68,8 +69,11 @@ def not_sent(
     partition_id: PartitionId, timeout_ms: int, failure: str, retry_after_ms: int
 ) -> errors.Unavailable:
     """Return the error of a submission that was never sent, so it is not in the log."""
-    text = f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
-    return timed_out(f"{text}it is not in the log", retry_after_ms)
+    text = (
+        f"partition {partition_id}: the client could not send the append within {timeout_ms} ms "
+        f"({failure}); the transaction is not in the log"
+    )
+    return timed_out(text, retry_after_ms)
 
 
 def timed_out(text: str, retry_after_ms: int) -> errors.Unavailable:
@@ -83,7 +87,7 @@ def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:
     """Return the error of a submission whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "
-        f"{pending.submission.row_count} rows from request {tuple(pending.req_id)} on "
-        f"could not be settled {when} ({failure}); "
-        f"if they are in the log, then after transaction {pending.mark_before}"
+        f"{pending.submission.row_count} rows, from request ID {tuple(pending.req_id)} on, is "
+        f"unknown: it could not be determined {when} ({failure}). If the rows are in the log, "
+        f"they are after transaction {pending.mark_before}"
     )

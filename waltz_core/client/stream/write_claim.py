@@ -1,17 +1,18 @@
 """The claim of a task's attempt in an exactly-once write.
 
-A client that writes for an attempt of a task checks, before each mount, that no later attempt has
-begun; otherwise it is like any client.
+A client that writes for an attempt of a task checks before each mount that no later attempt has
+begun. Otherwise it is like any other client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
-    1. An attempt appends with the task's client ID, and mounts with connection sequences from
-       attempt * 2**32 on: the highest attempt that has mounted fences the others, for as long as
-       the generation lasts.
-    2. `check` runs before each mount, after the mount's generation was read: a server of a later
-       generation does not know which attempts were fenced, but rejects an older generation.
-    3. A write that is done is not entered again: `is_done` is true, and nothing is appended.
-    4. Only the tasks of a series (a stream's micro-batches), which have no driver for it, begin a
-       write. Otherwise a write that does not exist is over.
+    1. An attempt uses the task's client ID, and mounts with connection sequences from attempt *
+       2**32 on. So the highest attempt that has mounted fences the others, as long as the
+       generation lasts.
+    2. `check` runs before each mount, after the mount's generation was read. A server of a later
+       generation does not know which attempts were fenced, but rejects the older generation.
+    3. A finished write is not entered again: `is_done` is true, and nothing is appended.
+    4. Normally the driver begins a write, and a task that finds none stops: the write is over. The
+       tasks of a series (a stream's micro-batches) begin their write themselves, because no driver
+       does.
 """
 
 from collections.abc import Mapping
@@ -80,7 +81,8 @@ class TaskClaim:
             state = await writes.read(self.write)
         if state is None:
             raise ConnectionSuperseded(
-                f"write {self.write}: it was completed or superseded, and then removed"
+                f"write {self.write}: a run of this write has completed it or taken over, and "
+                "its state was removed"
             )
         self._write_state = state
         if not state.is_done:

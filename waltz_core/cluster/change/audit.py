@@ -58,14 +58,18 @@ class AuditEntry:
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
-            raise errors.BadFormat(f"AuditEntry: not valid JSON: {error!s:.200}") from error
+            raise errors.BadFormat(
+                f"entry of the audit node: not valid JSON: {error!s:.200}"
+            ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise errors.BadFormat(f"AuditEntry: expected format 1, found {data!r:.200}")
+            raise errors.BadFormat(
+                f"entry of the audit node: expected format 1, found {data!r:.200}"
+            )
         for name, kinds in _KINDS.items():
             if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
-                    f"AuditEntry: expected {name} as {kinds[0].__name__}, "
-                    f"found {values.get(name)!r:.200}"
+                    f"entry of the audit node: expected {name} as {kinds[0].__name__}, found "
+                    f"{values.get(name)!r:.200}"
                 )
         return AuditEntry(**{name: values[name] for name in _KINDS})
 
@@ -102,7 +106,7 @@ class AuditLog:
                 await self._forget_oldest()
                 return path
         raise errors.CoordinatorUnavailable(
-            f"{paths.audit}: the entry of this change was written, but cannot be found"
+            f"the entry of this change was written to {paths.audit}, but cannot be found there"
         )
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:

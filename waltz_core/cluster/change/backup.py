@@ -111,7 +111,7 @@ class Backup:
             )
             found.check()
         except errors.ChecksumMismatch as error:
-            raise errors.ChecksumMismatch(f"backup {name}: {error}") from error
+            raise errors.ChecksumMismatch(f"backup {name} cannot be decoded: {error}") from error
         except (errors.BadFormat, ValueError) as error:
             raise errors.BadFormat(f"backup {name}: {error}") from error
         return found
@@ -119,12 +119,13 @@ class Backup:
     def check(self) -> None:
         """Raise BadFormat or ChecksumMismatch unless each manifest reaches its mark (rule 3)."""
         if not self.partitions:
-            raise errors.BadFormat("expected 1 partition or more, found 0")
+            raise errors.BadFormat("expected a backup of at least 1 partition, found 0")
         for number, each in enumerate(self.partitions):
             if each.manifest is None:
                 if each.mark != BEFORE_FIRST:
                     raise errors.BadFormat(
-                        f"partition {number}: expected a manifest up to {each.mark}, found none"
+                        f"partition {number}: expected a manifest with transactions up to "
+                        f"{each.mark}, found none"
                     )
                 continue
             each.manifest.entries()
@@ -132,9 +133,10 @@ class Backup:
             found = (manifest.cluster_key, manifest.partition_id)
             if found != (self.cluster_key.bytes, number) or manifest.last < each.mark:
                 raise errors.BadFormat(
-                    f"partition {number}: expected a manifest of cluster {self.cluster_key} up to "
-                    f"{each.mark} or more, found one of partition {manifest.partition_id} of "
-                    f"cluster {UUID(bytes=manifest.cluster_key)} up to {manifest.last}"
+                    f"partition {number}: expected a manifest of cluster {self.cluster_key} "
+                    f"with transactions up to {each.mark} or more, found one of partition "
+                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} "
+                    f"up to {manifest.last}"
                 )
 
 
@@ -177,7 +179,7 @@ def _partition_to_json(each: PartitionBackup) -> dict[str, Any]:
 
 def _partition_from_json(values: object) -> PartitionBackup:
     if not isinstance(values, dict):
-        raise errors.BadFormat(f"expected a partition, found {values!r:.80}")
+        raise errors.BadFormat(f"expected the fields of a partition, found {values!r:.80}")
     manifest = None
     if values.get("manifest") is not None:
         files = _of(dict, values, "manifest")
@@ -205,7 +207,9 @@ def _write_to_json(each: BegunWrite) -> dict[str, Any]:
 
 def _write_from_json(values: object) -> BegunWrite:
     if not isinstance(values, dict):
-        raise errors.BadFormat(f"expected a write, found {values!r:.80}")
+        raise errors.BadFormat(
+            f"expected the fields of an exactly-once write, found {values!r:.80}"
+        )
     state = WriteState.from_bytes(_of(str, values, "state").encode())
     found = _of(dict, values, "tasks")
     tasks = {
@@ -217,7 +221,7 @@ def _write_from_json(values: object) -> BegunWrite:
 def _of(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked here
     found = values.get(key)
     if not isinstance(found, kind):
-        raise errors.BadFormat(f"expected {key} as {kind.__name__}, found {found!r:.80}")
+        raise errors.BadFormat(f"expected field {key} as {kind.__name__}, found {found!r:.80}")
     return found
 
 
@@ -234,5 +238,5 @@ def _whole_number(
 ) -> int:
     found = _of(int, values, key)
     if isinstance(found, bool) or not minimum <= found <= maximum:
-        raise errors.BadFormat(f"expected {key} in {minimum}..{maximum}, found {found!r}")
+        raise errors.BadFormat(f"expected field {key} in {minimum}..{maximum}, found {found!r}")
     return int(found)

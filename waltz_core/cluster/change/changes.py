@@ -129,8 +129,8 @@ def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignme
         found = old.replicas_of(partition_id)
         if set(found) != set(before):
             raise errors.CoordinatorConflict(
-                f"partition {partition_id} has the replicas {_names(found)}, "
-                f"expected {_names(before)}: another command has changed it"
+                f"another command has changed partition {partition_id} meanwhile: expected "
+                f"the replicas {_names(before)}, found {_names(found)}"
             )
         for name in before:
             if name not in after:
@@ -160,11 +160,14 @@ def _awaited_session(now: PartitionReplicas) -> str | None:
     """Return what rule 1 waits for."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
-        return f"its server must open a session with {_names(now.assigned)}"
+        return (
+            "the server of the partition must open a store session with the replicas "
+            f"{_names(now.assigned)}"
+        )
     if not now.in_sync:
         return (
-            f"its server must open a session; the last one was with {_names(_engaged(now))}, "
-            "of which a quorum must answer"
+            "the server of the partition must open a store session; the last one was with "
+            f"the replicas {_names(_engaged(now))}, and a quorum of them must answer"
         )
     return None
 
@@ -178,7 +181,7 @@ def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
 def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Return what rule 4 waits for."""
     behind = [each for each in now.assigned if each in joining and each not in now.in_sync]
-    return f"{_names(behind)} copies the log" if behind else None
+    return f"replica {_names(behind)} copies the log" if behind else None
 
 
 def _add_replica(
@@ -215,8 +218,8 @@ def _checked(
     missing = [each for each in now.assigned if each not in now.in_sync]
     return PlanWait(
         partition_id,
-        f"{_names(missing)} is not in sync, and appends would need {quorum} of {_names(after)}. "
-        "Hint: start it, or replace its storage.",
+        f"replica {_names(missing)} is not in sync, and without it appends would need "
+        f"{quorum} of the replicas {_names(after)}. Hint: start its storage, or replace it.",
     )
 
 
@@ -303,9 +306,9 @@ def without_storage(
         found = places.best_for(others, [address])
         if found is None:
             raise errors.BadRequest(
-                f"every other storage has a replica of partition {partition_id} already. Hint: add "
-                f"a storage first, or remove the replica (`cluster remove-replica {partition_id} "
-                f"{address}`)."
+                f"every other storage already has a replica of partition {partition_id}. "
+                "Hint: add a storage first, or remove the replica (`cluster remove-replica "
+                f"{partition_id} {address}`)."
             )
         places.move(partition_id, address, found)
         moved[partition_id] = tuple(places.held[partition_id])
@@ -328,10 +331,11 @@ def replaced(
             continue
         if new in replicas and len(replicas) <= usual:
             raise errors.BadRequest(
-                f"partition {partition_id}: {new} has a replica already, so the partition would "
-                f"be left with {len(replicas) - 1} of the usual {usual} replicas; nothing was "
-                "changed. Hint: choose another storage, or remove the replica on purpose "
-                f"(`cluster remove-replica {partition_id} {old}`)."
+                f"nothing was changed: storage {new} already has a replica of partition "
+                f"{partition_id}, so the partition would be left with {len(replicas) - 1} "
+                f"replicas instead of the usual {usual}. Hint: choose another storage, or "
+                f"remove the replica on purpose (`cluster remove-replica {partition_id} "
+                f"{old}`)."
             )
         wanted[partition_id] = tuple(
             dict.fromkeys(new if each == old else each for each in replicas)
@@ -385,8 +389,8 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
-            f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
-            f"{usual}"
+            f"replicas per partition: expected 1 to {len(groups)}, the number of groups of "
+            f"storages, found {usual}"
         )
     places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
     for partition_id, replicas in places.held.items():

@@ -77,28 +77,31 @@ class NewCluster:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise errors.BadConfig("the cluster's name is empty")
+            raise errors.BadConfig("the name of the cluster is empty")
         if not 1 <= self.partition_count <= model.INT32_MAX:
             raise errors.BadConfig(
-                f"expected a cluster of 1 or more partitions, found {self.partition_count}"
+                f"expected a partition count of at least 1, found {self.partition_count}"
             )
         addresses = [storage.address for storage in self.storages]
         for storage in self.storages:
             check_address(storage.address)
             if not 1 <= storage.admin_port <= 65535:
                 raise errors.BadConfig(
-                    f"storage {storage.address} has the admin port {storage.admin_port}: "
-                    "expected 1..65535"
+                    f"storage {storage.address}: expected an admin port in 1..65535, found "
+                    f"{storage.admin_port}"
                 )
             if addresses.count(storage.address) > 1:
                 raise errors.BadConfig(f"storage {storage.address} is named twice")
         for address, held in (self.assignment or {}).items():
             if address not in addresses:
-                raise errors.BadConfig(f"the assignment names {address}, which is not a storage")
+                raise errors.BadConfig(
+                    f"the assignment of replicas names {address}, which is not a storage of the "
+                    "cluster"
+                )
             if any(not 0 <= partition_id < self.partition_count for partition_id in held):
                 raise errors.BadConfig(
-                    f"the assignment gives {address} the partitions {list(held)}: "
-                    f"expected 0..{self.partition_count - 1}"
+                    f"the assignment of replicas gives storage {address} the partitions "
+                    f"{list(held)}: expected partitions in 0..{self.partition_count - 1}"
                 )
 
     @property

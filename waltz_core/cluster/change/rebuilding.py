@@ -167,11 +167,12 @@ def choose(
     quorum = replica_count // 2 + 1
     if max(len(silent), replica_count - len(current)) >= quorum:
         raise errors.BadRequest(
-            f"partition {partition_id}: {len(current)} of {replica_count} replicas have a trusted "
-            f"log of the last session ({', '.join(current) or 'none'}); no trusted log from: "
-            f"{', '.join(silent) or 'none'}; only in older sessions: {', '.join(older) or 'none'}. "
-            f"Fewer than {quorum} may be missing. Hint: start more of them, or decide with "
-            f"`cluster accept-replicas {partition_id}`."
+            f"partition {partition_id}: only {len(current)} of {replica_count} replicas have "
+            f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
+            f"replicas without a trusted log: {', '.join(silent) or 'none'}; replicas that "
+            f"were only in older sessions: {', '.join(older) or 'none'}. Fewer than {quorum} "
+            "replicas may be missing. Hint: start more of them, or choose one with `cluster "
+            f"accept-replicas {partition_id}`."
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
     members = _members(ranked, groups, replica_count)
@@ -195,13 +196,14 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
             found.append(
-                f"the last session of {name} is {log.last_session}, that of the chosen log is "
-                f"{chosen.last_session}"
+                f"replica {name} has store session {log.last_session} as its last one, but "
+                f"the chosen log has {chosen.last_session}"
             )
         if log.synced_max > chosen.synced_max:
             first = chosen.synced_max + 1
             found.append(
-                f"{name} has transactions {first}..{log.synced_max}, which the chosen log lacks"
+                f"replica {name} has transactions {first}..{log.synced_max}, which the chosen "
+                "log does not have"
             )
     return found
 

@@ -57,7 +57,7 @@ class StorageLayout:
         check_address(address)
         _check_port(admin_port)
         if address in self.assignment.partitions:
-            raise errors.BadRequest(f"{address} is a storage of this cluster already")
+            raise errors.BadRequest(f"{address} is already a storage of this cluster")
         its_group = max(self.groups.values(), default=-1) + 1 if group is None else group
         return StorageLayout(
             model.ReplicaAssignments({**self.assignment.partitions, address: ()}),
@@ -81,7 +81,7 @@ class StorageLayout:
         held = self.assignment.partitions[address]
         if held:
             raise errors.BadRequest(
-                f"{address} still has replicas of {len(held)} partitions, such as {held[0]}"
+                f"storage {address} still has replicas of {len(held)} partitions, such as {held[0]}"
             )
         return StorageLayout(
             model.ReplicaAssignments(_without(self.assignment.partitions, address)),
@@ -148,8 +148,8 @@ class Storages:
 
     def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the storages of {self._nodes.where}: other processes changed them during each "
-            "attempt to write them"
+            f"the list of storages of {self._nodes.where} could not be changed: other "
+            "processes changed it during each attempt"
         )
 
     async def forget_id(self, address: ReplicaId) -> None:
@@ -258,7 +258,7 @@ class Storages:
 
 def _check_port(admin_port: int) -> None:
     if not 1 <= admin_port <= 65535:
-        raise errors.BadConfig(f"the admin port {admin_port}: expected 1..65535")
+        raise errors.BadConfig(f"expected an admin port in 1..65535, found {admin_port}")
 
 
 def _without(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:

@@ -69,9 +69,9 @@ class StoredPermissions:
             found = await self._get()
             if found is not None:
                 raise errors.BadRequest(
-                    f"the cluster at {self._nodes.where} has permissions already; nothing was "
-                    "changed. Hint: `access list` shows them and their author, `access import` "
-                    "replaces them."
+                    f"nothing was changed: the cluster at {self._nodes.where} has permissions "
+                    "already. Hint: `access list` shows them and who wrote them, `access "
+                    "import` replaces them."
                 )
             if await self._is_written(made, None):
                 return made
@@ -177,7 +177,8 @@ class StoredPermissions:
 
     def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"{self._path}: other processes changed it during each attempt to write it"
+            f"the permissions in {self._path} could not be changed: other processes changed "
+            "them during each attempt"
         )
 
 

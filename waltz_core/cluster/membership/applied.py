@@ -40,16 +40,16 @@ def decode_applied(data: bytes) -> int:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(
-            f"permissions revision in use: not valid JSON: {error!s:.200}"
+            f"applied revision of permissions: not valid JSON: {error!s:.200}"
         ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(
-            f"permissions revision in use: expected format 1, found {data!r:.200}"
+            f"applied revision of permissions: expected format 1, found {data!r:.200}"
         )
     revision = values.get("revision")
     if type(revision) is not int or revision < 1:
         raise errors.BadFormat(
-            f"permissions revision in use: expected 1 or more, found {revision!r:.80}"
+            f"applied revision of permissions: expected 1 or more, found {revision!r:.80}"
         )
     return revision
 

@@ -65,7 +65,7 @@ def assign_partitions(
     assert servers
     if partition_count < old.partition_count:
         raise errors.BadRequest(
-            f"the assignment has {old.partition_count} partitions, the cluster only "
+            f"the assignment has {old.partition_count} partitions, but the cluster has only "
             f"{partition_count}: the number of partitions cannot shrink"
         )
     distribution = _Distribution(old, sorted(servers), partition_count)
@@ -197,7 +197,8 @@ class _Distribution:
 def _next_generation(generation: Generation, partition_id: PartitionId) -> Generation:
     if generation >= INT32_MAX:
         raise errors.BadFormat(
-            f"the generation of partition {partition_id} is {generation}, the maximum of 32 bits"
+            f"partition {partition_id} cannot get another owner: its generation {generation} "
+            "is the maximum"
         )
     return Generation(generation + 1)
 
@@ -227,5 +228,6 @@ def check_replica_change(
         if before and len(added) >= len(after) // 2 + 1:
             raise errors.BadRequest(
                 f"partition {partition_id} would get {len(added)} new replicas of "
-                f"{len(after)} in one step: expected fewer than a quorum, change one at a time"
+                f"{len(after)} in one step: expected fewer than a quorum. Hint: change one "
+                "replica at a time."
             )

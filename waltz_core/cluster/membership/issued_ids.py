@@ -51,7 +51,7 @@ class IssuedIds:
             end = min(last + count, model.INT32_MAX)
             if end == last:
                 raise errors.BadFormat(
-                    f"{self._path}: no client ID is left: all up to {last} are allocated"
+                    f"cannot issue a client ID from {self._path}: all IDs up to {last} are issued"
                 )
             try:
                 await self._write(end, version)
@@ -71,7 +71,7 @@ class IssuedIds:
             return NONE_ISSUED, None
         last = decode_node(self._path, node, model.decode_id)
         if last < NONE_ISSUED:
-            raise errors.BadFormat(f"{self._path}: expected {NONE_ISSUED} or more, found {last}")
+            raise errors.BadFormat(f"{self._path}: expected at least {NONE_ISSUED}, found {last}")
         return last, node.stat.version
 
     async def _write(self, last: int, version: int | None) -> None:
@@ -85,5 +85,6 @@ class IssuedIds:
 
     def _contended(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"{self._path} was changed by others in {ATTEMPTS_MAX} attempts"
+            f"cannot issue client IDs from {self._path}: other processes changed it during "
+            f"each of {ATTEMPTS_MAX} attempts"
         )

@@ -115,13 +115,18 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"loads: not valid JSON: {error!s:.200}") from error
+        raise errors.BadFormat(
+            f"published loads of a server: not valid JSON: {error!s:.200}"
+        ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise errors.BadFormat(f"loads: expected format {_FORMAT}, found {data!r:.200}")
+        raise errors.BadFormat(
+            f"published loads of a server: expected format {_FORMAT}, found {data!r:.200}"
+        )
     rows = values.get("loads")
     if not isinstance(rows, dict) or not all(map(_is_row, rows.items())):
         raise errors.BadFormat(
-            f"loads: expected a load and its age for each partition, found {rows!r:.200}"
+            "published loads of a server: expected a load and its age for each partition, "
+            f"found {rows!r:.200}"
         )
     return {
         PartitionId(int(name)): PartitionLoad(float(row[0]), row[1]) for name, row in rows.items()

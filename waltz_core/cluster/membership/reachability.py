@@ -59,12 +59,18 @@ class ReachReport:
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
-            raise errors.BadFormat(f"reach report: not valid JSON: {error!s:.200}") from error
+            raise errors.BadFormat(
+                f"reachability report of a server: not valid JSON: {error!s:.200}"
+            ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise errors.BadFormat(f"reach report: expected format {_FORMAT}, found {data!r:.200}")
+            raise errors.BadFormat(
+                f"reachability report of a server: expected format {_FORMAT}, found {data!r:.200}"
+            )
         reached, rows = values.get("reached"), values.get("unreachable")
         if not (isinstance(reached, list) and isinstance(rows, dict) and _are_ids(reached, rows)):
-            raise errors.BadFormat(f"reach report: expected IDs of servers, found {data!r:.200}")
+            raise errors.BadFormat(
+                f"reachability report of a server: expected server IDs, found {data!r:.200}"
+            )
         unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
         is_witness = values.get("witness") is not False
         return ReachReport(

@@ -178,8 +178,8 @@ class Membership:
 
     def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"{self._nodes.paths.servers}: other processes changed it during each attempt to "
-            "write it"
+            f"cannot change {self._nodes.paths.servers}: other processes changed it during "
+            "each attempt"
         )
 
     async def _wait_for_owners(self) -> None:
@@ -256,8 +256,8 @@ class Membership:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
         raise errors.CoordinatorUnavailable(
-            f"cannot write {self._nodes.paths.servers}: other processes changed it during each of "
-            f"{WRITE_ATTEMPTS_MAX} attempts"
+            f"cannot change {self._nodes.paths.servers}: other processes changed it during "
+            f"each of {WRITE_ATTEMPTS_MAX} attempts"
         )
 
     async def remove_dead(self, dead: model.ServerDescriptor) -> None:
@@ -514,7 +514,7 @@ class Membership:
                 assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)
                 return _Membership(node.stat, assignment, registered)
         raise errors.CoordinatorUnavailable(
-            f"{path}: other processes changed it during each attempt to read it"
+            f"cannot read {path}: other processes changed it during each attempt"
         )
 
     async def _read_descriptors(

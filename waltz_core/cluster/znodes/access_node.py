@@ -60,8 +60,9 @@ def encode(permissions: Permissions) -> bytes:
     )
     if len(data) > NODE_BYTES_MAX:
         raise BadConfig(
-            f"the permissions have {len(data)} bytes, expected at most {NODE_BYTES_MAX}. "
-            "Hint: use groups, and revoke tokens that have expired."
+            "the permissions are too large for their znode: expected at most "
+            f"{NODE_BYTES_MAX} bytes, found {len(data)}. Hint: use groups, and revoke tokens "
+            "that have expired."
         )
     assert decode(data) == permissions
     return data
@@ -91,7 +92,7 @@ def _permissions(found: object) -> Permissions:
     _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
     if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
-        raise ValueError("client_key: expected 64 hexadecimal digits")
+        raise ValueError("field client_key: expected 64 hexadecimal digits")
     return Permissions(
         revision=_integer(node["revision"], "revision", minimum=1),
         changed_by=_text(node["changed_by"], "changed_by"),

@@ -412,8 +412,8 @@ def encode_utf(text: str) -> bytes:
     data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
     if len(data) > UTF_BYTES_MAX:
         raise errors.BadRequest(
-            f"a string in ZooKeeper has at most {UTF_BYTES_MAX} bytes, found {len(data)}: "
-            f"{text[:40]!r}..."
+            f"a string for ZooKeeper is too long: expected at most {UTF_BYTES_MAX} bytes, "
+            f"found {len(data)}: {text[:40]!r}..."
         )
     return struct.pack(">H", len(data)) + data
 
@@ -462,7 +462,8 @@ class _Reader:
 
     def bad(self, what: str) -> errors.BadFormat:
         return errors.BadFormat(
-            f"{self._kind}: {what}, at offset {self._offset} of {len(self._data)} bytes"
+            f"znode data of a {self._kind}: {what}, at offset {self._offset} of "
+            f"{len(self._data)} bytes"
         )
 
     def take(self, size_bytes: int, name: str) -> bytes:
@@ -499,7 +500,9 @@ class _Reader:
         value = self.natural(name)
         left = len(self._data) - self._offset
         if value * item_bytes > left:
-            raise self.bad(f"{name} {value} needs {value * item_bytes} bytes or more, found {left}")
+            raise self.bad(
+                f"{name} {value} needs at least {value * item_bytes} bytes, found {left}"
+            )
         return value
 
     def utf(self, name: str) -> str:
@@ -529,5 +532,5 @@ class _Reader:
 
     def end(self, value: T) -> T:
         if self._offset != len(self._data):
-            raise self.bad(f"{len(self._data) - self._offset} bytes too many")
+            raise self.bad(f"found {len(self._data) - self._offset} bytes after the end")
         return value

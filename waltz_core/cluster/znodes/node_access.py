@@ -101,9 +101,9 @@ class ClusterNodes:
     def no_cluster(self) -> errors.NoCluster:
         """Return the error for a root without a cluster."""
         return errors.NoCluster(
-            f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}. "
-            f"Hint: `waltz-core cluster list {self.znodes.where}` lists the existing ones, "
-            "`waltz-core cluster create` creates one."
+            f"there is no cluster at {self.paths.root} of ZooKeeper {self.znodes.where}. "
+            f"Hint: `waltz-core cluster list {self.znodes.where}` lists the existing "
+            "clusters, `waltz-core cluster create` creates one."
         )
 
 

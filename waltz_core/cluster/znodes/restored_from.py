@@ -51,8 +51,12 @@ class RestoredFrom:
             if found == _FORMAT:
                 return RestoredFrom({_key(key): _ends(ends) for key, ends in marks.items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise errors.BadFormat(f"RestoredFrom: {type(error).__name__}: {error}") from error
-        raise errors.BadFormat(f"RestoredFrom: expected format {_FORMAT}, found {found!r:.80}")
+            raise errors.BadFormat(
+                f"znode restored_from cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
+        raise errors.BadFormat(
+            f"znode restored_from: expected format {_FORMAT}, found {found!r:.80}"
+        )
 
 
 NOT_RESTORED = RestoredFrom()
@@ -68,6 +72,8 @@ def _ends(values: Mapping[str, object]) -> dict[int, int]:
     ends: dict[int, int] = {}
     for name, mark in values.items():
         if not is_number(name) or not isinstance(mark, int) or mark < -1:
-            raise ValueError(f"expected marks by partition, found {name!r:.80} and {mark!r:.80}")
+            raise ValueError(
+                f"expected high-water marks by partition, found {name!r:.80} and {mark!r:.80}"
+            )
         ends[int(name)] = mark
     return ends

@@ -48,8 +48,8 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         seen_count += 1
         if seen_count > NODES_MAX:
             raise errors.BadRequest(
-                f"more than {NODES_MAX} nodes below {below} of ZooKeeper {znodes.where}. "
-                "Hint: name a path further down."
+                f"there are more than {NODES_MAX} znodes below {below} of ZooKeeper "
+                f"{znodes.where}. Hint: name a path further down."
             )
         try:
             node = await znodes.get(path)
@@ -91,8 +91,8 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted. "
-        "Hint: stop the processes that write."
+        f"{root} of ZooKeeper {znodes.where} could not be deleted, because processes still "
+        "write to it. Hint: stop these processes."
     )
 
 
@@ -106,19 +106,20 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
     for path in _children(root, tuple(foreign_names)):
         for other in await find_clusters(znodes, path):
             raise errors.BadRequest(
-                f"{root} of ZooKeeper {znodes.where}: expected no other cluster below it, found "
-                f"{other.params.name} at {other.root}. Hint: delete that one first."
+                f"cannot delete {root} of ZooKeeper {znodes.where}: another cluster is below "
+                f"it, {other.params.name} at {other.root}. Hint: delete that cluster first."
             )
     if _params(node.data) is not None:
         return
     if node.data or foreign_names:
         what = (
-            f"a node {foreign_names[0]}"
+            f"a znode {foreign_names[0]}"
             if foreign_names
             else f"{len(node.data)} bytes of another program"
         )
         raise errors.BadRequest(
-            f"{root} of ZooKeeper {znodes.where}: expected a cluster or its remains, found {what}"
+            f"cannot delete {root} of ZooKeeper {znodes.where}: expected a cluster or its "
+            f"remains, found {what}"
         )
 
 

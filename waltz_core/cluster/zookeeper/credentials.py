@@ -124,7 +124,7 @@ def parse_credentials(text: str, where: str) -> Credentials:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not lines:
-        raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found nothing")
+        raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found an empty file")
     (number, first), *others = lines
     found = Credentials(_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where)
     for number, line in others:
@@ -154,7 +154,8 @@ def _with_line(found: Credentials, line: str, where: str) -> Credentials:
         found = replace(found, administrators=identity)
     if name == found.user.name:
         raise errors.BadConfig(
-            f"{where}: expected a second user, found that of the first line again"
+            f"{where}: expected a different user in the second line, found that of the first "
+            "line again"
         )
     return found
 

@@ -70,7 +70,7 @@ class Hooks:
         if not isinstance(request, Connect):
             return self._invoke(timeout_s, request, xid)
         if not self._may_keep_session():
-            raise ConnectionDropped("the event loop hangs")
+            raise ConnectionDropped("the event loop of the process is blocked")
         answer_s = min(timeout_s, self._answer_s)
         self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
         answer = self._invoke(answer_s, request, xid)
@@ -117,11 +117,11 @@ class Hooks:
         if self._is_withholding == may_keep:
             self._is_withholding = not may_keep
             if may_keep:
-                _log.warning("zookeeper.loop_responsive")
+                _log.warning("process.event_loop_responsive")
             else:
                 silent_ms = self.watchdog.silent_ms(now_ms)
                 _log.error(
-                    "zookeeper.loop_unresponsive silent_ms=%d session=left_to_expire", silent_ms
+                    "process.event_loop_unresponsive silent_ms=%d session=left_to_expire", silent_ms
                 )
         return may_keep
 
@@ -142,5 +142,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         except OSError as error:
             self.failure = error.strerror or str(error)
             raise
-        self.failure = "connections are accepted, but ZooKeeper sends no session response"
+        self.failure = (
+            "the host accepts connections, but ZooKeeper does not answer the request for a session"
+        )
         return made

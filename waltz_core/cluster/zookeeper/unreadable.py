@@ -44,7 +44,7 @@ async def follow_readable(
         except (BadFormat, BadRequest) as error:
             if not is_known:
                 raise
-            _log.error("zookeeper.node_unreadable error=%s", error)
+            _log.error("zookeeper.znode_unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
@@ -69,9 +69,9 @@ async def follow_permissions(
         try:
             await coordinator.follow_permissions(take, _not_published)
         except (BadConfig, BadFormat, BadRequest) as error:
-            _log.error("access.unreadable error=%s", error)
+            _log.error("access.permissions_unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
 def _not_published(error: WaltzError) -> None:
-    _log.error("access.not_published error=%s", error)
+    _log.error("access.revision_publish_failed error=%s", error)

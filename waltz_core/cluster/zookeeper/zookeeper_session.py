@@ -93,8 +93,8 @@ CONFLICT_ERRORS = (
     NotEmptyError,
 )
 _FILE_HINT = (
-    "Hint: an auth file has users of ZooKeeper, not a token (docs/zookeeper.md, 'Access control'); "
-    "commands that change the cluster need the file of an administrator."
+    "Hint: an auth file has users of ZooKeeper, not a token (docs/zookeeper.md, 'Access "
+    "control'). Commands that change the cluster need the file of an administrator."
 )
 # ZooKeeper's errors for the other operations of a rejected write.
 OTHER_OPERATION_ERRORS = (RolledBackError, RuntimeInconsistency)
@@ -437,7 +437,9 @@ class ZooKeeperSession:
     async def _connection(self) -> None:
         """Return once there is a connection."""
         if self._is_closed:
-            raise errors.CoordinatorUnavailable(f"the session with {self._hosts} is closed")
+            raise errors.CoordinatorUnavailable(
+                f"the session with ZooKeeper {self._hosts} is closed"
+            )
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 await self._is_connected.wait()
@@ -530,15 +532,15 @@ class ZooKeeperSession:
     def _not_permitted(self, path: str) -> str:
         if self._credentials is None:
             return (
-                f"ZooKeeper {self._hosts} requires authentication at {path}: expected a connect "
-                f"string with ?auth=FILE, found none. {_FILE_HINT}"
+                f"ZooKeeper {self._hosts} requires authentication for {path}: expected a "
+                f"connect string with ?auth=FILE, found one without. {_FILE_HINT}"
             )
         name = self._credentials.user.name
         if self._credentials.is_member and self._row(path).members != MEMBER_PERMISSIONS:
             return f"ZooKeeper {self._hosts} denies access to {path}: {_expected_other(name)}"
         return (
-            f"ZooKeeper {self._hosts} denies access to {path}: expected the user that created it, "
-            f"with its password, found {name!r} in {self._credentials.where}: the user or the "
+            f"ZooKeeper {self._hosts} denies access to {path}: the user {name!r} in "
+            f"{self._credentials.where} is not the one that created the znode, or its "
             f"password differs. {_FILE_HINT}"
         )
 
@@ -563,10 +565,10 @@ class ZooKeeperSession:
                 raise self._wrong_user(_expected_other(name))
             if identity not in administrators:
                 raise self._wrong_user(
-                    f"expected an auth file with both users of the cluster, found one with {name!r}"
-                    f" only, and access for {member!r} at {self._root}. Hint: add the line "
-                    f"members:{SCHEME}:{member}:PASSWORD; servers and storages could not read "
-                    "nodes created without it"
+                    f"the auth file has only user {name!r}, but {self._root} also grants "
+                    f"access to {member}: servers and storages could not read znodes that "
+                    "this command creates. Hint: add the line "
+                    f"members:{SCHEME}:{member}:PASSWORD to the auth file"
                 )
 
     async def _members(self) -> set[str]:
@@ -640,7 +642,7 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
         with open(place.auth_file, encoding="utf-8") as file:
             return parse_credentials(file.read(), where)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         raise errors.BadConfig(f"{where} cannot be read: {reason}. {_FILE_HINT}") from error
     except errors.BadConfig as error:
         raise errors.BadConfig(f"{error}. {_FILE_HINT}") from None
@@ -648,8 +650,8 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
 
 def _expected_other(name: str) -> str:
     return (
-        "expected the auth file of an administrator, with a line members:digest:USER:PASSWORD, "
-        f"found that of the members' user {name!r}"
+        "expected the auth file of an administrator, with a line "
+        f"members:digest:USER:PASSWORD, found only the members' user {name!r}"
     )
 
 
@@ -687,7 +689,7 @@ def _add(
 
 def _conflict(operation: Operation, error: Exception) -> str:
     if isinstance(operation, CreateNode):
-        expected = "expected that the parent exists and the node does not"
+        expected = "expected that the parent znode exists and the znode does not"
     else:
         expected = f"expected version {operation.version}"
     return f"{operation.path}: {expected}, found {type(error).__name__}"

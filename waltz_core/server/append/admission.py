@@ -1,7 +1,7 @@
 """The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
 
-They precede the validation of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
-older mount are rejected as soon as a newer one exists.
+These checks come before the validation of locks. They implement rules 1 and 4 of `pipeline.py`:
+when a client mounts again, the appends of its older mount are rejected.
 """
 
 from waltz_core.errors import WaltzError

@@ -1,6 +1,7 @@
 """The answers to clients, except the outcomes of appends.
 
-`served_partition.py` decides which request gets which answer and when; these functions build them.
+`served_partition.py` decides which request gets which answer, and when. These functions build the
+answers.
 """
 
 from collections.abc import Sequence
@@ -135,7 +136,7 @@ def with_mark(
 def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) -> SendToClient:
     """Answer a request for an expiry of the archive."""
     if archived is None:
-        fault = "nothing of the partition is archived, so nothing can expire"
+        fault = "no transaction of the partition is archived, so none can expire"
         return reject(request, errors.BadRequest(fault))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)

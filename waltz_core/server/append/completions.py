@@ -1,12 +1,13 @@
-"""How append requests end: the answer to each when it is final, and the flushes that waited for it.
+"""Ends append requests: answers each one when it is final, and the flushes that waited for it.
 
-Every request ends here, once, whichever way it went through the pipeline.
+Every request ends here, once, whichever way it took through the pipeline.
 
 Rules:
-    1. A request is answered once, and leaves its flush group then. When all requests of a group
-       have left, the flushes that waited for it are notified.
-    2. AHEAD is not reported directly: `AheadOfLog` requests a proof of the session in which the row
-       was validated. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
+    1. A request is answered once, and then leaves its flush group (the requests that a flush waits
+       for). When all requests of a group have left, the waiting flushes are notified.
+    2. AHEAD is not reported directly: `AheadOfLog` first requests a proof that the session in which
+       the row was validated is still the newest. Without the proof the answer is NOT_MOUNTED, so
+       that the client mounts again.
 """
 
 from collections import deque

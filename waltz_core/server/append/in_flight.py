@@ -1,9 +1,10 @@
-"""Appends that have IDs and are not final: batches in flight, and the draft that is gathered.
+"""Appends that have IDs and are not final: batches in flight, and the draft of the next batch.
 
 Rules:
-    1. IDs are consecutive from the high-water mark on: first those of the batches in flight, oldest
-       first, then those of the gathered draft.
-    2. Batches in flight outlive their session, until the next session knows which are in the log.
+    1. The IDs are consecutive from the high-water mark on: first those of the batches in flight,
+       the oldest first, then those of the draft, in which dependent appends are gathered.
+    2. When a session ends, its batches in flight are kept until the next session knows which of
+       them are in the log.
 """
 
 from collections import deque

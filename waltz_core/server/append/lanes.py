@@ -1,16 +1,16 @@
-"""Fair queues of appends: one lane for each connection, served by start-time fair queueing.
+"""Fair queues of appends: one lane (queue) for each connection, with start-time fair queueing.
 
 Fairness between clients is decided only here. A client that floods the server fills its own lane
-and advances its own clock; a client with few requests never waits for more than one request of each
-other client.
+and moves its own clock forward. A client with few requests never waits for more than one request of
+each other client.
 
 Rules:
     1. Within a lane the order is that of arrival: a client's appends enter the log as it sent them.
-    2. Each lane has a clock that advances by the bytes it was served. The lane with the lowest
-       clock goes first. A lane that was empty starts at the clock of the lane served last, so no
-       lane saves up turns.
+    2. Each lane has a clock that advances by the bytes that were taken from it. The lane with the
+       lowest clock goes first. An empty lane that gets a request starts at the clock of the lane
+       served last, so no lane saves up turns.
     3. A large request may be taken in parts. It stays at the head of its lane until its last part
-       is taken; the lane is charged for each part separately.
+       is taken. The clock advances for each part separately.
     4. While large requests have to wait, lanes with a small one at their head are served first.
 """
 

@@ -1,27 +1,28 @@
 """The mounts of a partition: which connection of each client may append, and which are fenced.
 
-A client whose connection broke learns the outcome of its appends by mounting again, and only then
-may send them again. This is safe only if nothing sent on an older connection can still enter the
-log: the fence kept here.
+If the connection of a client breaks, the client mounts again to learn the outcome of its appends,
+and may then send them again. This is safe only if nothing that was sent on an older connection can
+still enter the log. This code keeps the fence that ensures it.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
-    1. For each client the highest connection sequence wins, for the whole generation. This holds
-       also after its connection has closed, and when the server releases the partition and owns it
-       again in the same generation. An equal one is accepted on the same connection only.
-    2. Appends of a connection are accepted from the answer to its mount on, not from the request.
-    3. At most `limit` clients without a connection are remembered; beyond that the one that
-       disconnected first is forgotten. So a fence can only fail after `limit` other clients have
-       disconnected.
-    4. A client that lost a row has to mount again, on the same connection or on another: what it
-       sent after that row must not enter the log before the row is sent again. The same holds for
-       appends that arrive after one for which the queue had no room, or after one over a limit of
-       its principal.
-    5. Each mount has a number of its own, also a repeated one on the same connection: an append
-       sent under an earlier mount does not enter under a later one.
-    6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
-       most `FILTER_HEADERS_MAX` headers: a peer must not exhaust memory.
+    1. For each client, only the connection with the highest sequence may append, for the whole
+       generation. This is so even if that connection has closed, or the server has released the
+       partition and owns it again in the same generation. A mount with an equal sequence is
+       accepted only on the same connection.
+    2. Appends are accepted once the mount was answered, not from its request on.
+    3. The fences of at most `limit` clients without a connection are remembered. Above that, the
+       client that disconnected first is forgotten. So a fence can only fail after `limit` other
+       clients have disconnected.
+    4. A client that has lost a row must mount again, on the same connection or on another one: what
+       it sent after that row must not enter the log before the row is sent again. The same holds
+       for appends that arrive after one that was rejected because the queue was full, or because
+       its principal was over a limit.
+    5. Each mount has its own number, even a repeated one on the same connection: an append that was
+       sent under an earlier mount does not enter the log under a later one.
+    6. A peer must not exhaust memory. So at most `CLIENTS_MAX` clients are mounted on one
+       connection, and the filter of a feed has at most `FILTER_HEADERS_MAX` headers.
     7. With access control, a client ID without a proof belongs to the principal that has mounted it
-       first in the generation, for as long as its fence is remembered (rule 3).
+       first in the generation, as long as its fence is remembered (rule 3).
 """
 
 from collections import OrderedDict
@@ -103,21 +104,21 @@ class Mounts:
         generation, mark = message.req_id.generation, mark_of(message)
         if generation > place.generation:
             return NotOwned(
-                f"{place}: requested in generation {generation}, "
+                f"{place}: the request is for generation {generation} of the partition, but "
                 f"this server owns it in generation {place.generation}"
             )
         if generation < place.generation:
             return GenerationMismatch(
-                f"{place}: requested in generation {generation}, "
-                f"it is now in generation {place.generation}"
+                f"{place}: the request is for generation {generation} of the partition, "
+                f"which is now in generation {place.generation}"
             )
         if mark < LATEST_MARK:
-            return BadRequest(f"{place}: expected a mark of -1 or more, found {mark}")
+            return BadRequest(f"{place}: expected a high-water mark of -1 or more, found {mark}")
         if mark > place.high_water_mark:
             return ClientAhead(
-                f"{place}: the client's high-water mark {mark} is above the log's "
-                f"{place.high_water_mark}. Hint: the client may be "
-                "connected to another cluster, or the log was lost."
+                f"{place}: the client's high-water mark {mark} is above "
+                f"{place.high_water_mark}, the last transaction of the log. Hint: the client "
+                "may be connected to another cluster, or the log has lost transactions."
             )
         excess = self._excess(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
@@ -130,8 +131,8 @@ class Mounts:
         if not principal or known is None or known[1] in ("", principal):
             return None
         return ClientIdDenied(
-            f"client ID {client_id} has no proof, and another principal than {principal} has "
-            "mounted it first"
+            f"client ID {client_id} has no proof that it belongs to {principal}, and another "
+            "principal has used it in a mount before"
         )
 
     def _excess(
@@ -144,13 +145,15 @@ class Mounts:
         count = len(message.header_values) if isinstance(message, MountWriter) else 0
         if count > FILTER_HEADERS_MAX:
             return BadRequest(
-                f"{place}: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
+                f"{place}: expected at most {FILTER_HEADERS_MAX} headers to filter by, found "
+                f"{count}"
             )
         others = self._clients_of.get(connection, ())
         if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
             return None
         return Overloaded(
-            f"{place}: expected at most {CLIENTS_MAX} clients on this connection, found one more"
+            f"{place}: the connection has {CLIENTS_MAX} client IDs already, which is the "
+            "limit, and requests another one"
         )
 
     def _fenced(
@@ -163,8 +166,8 @@ class Mounts:
         if sequence == highest and self.is_current(client_id, connection):
             return None
         return ConnectionSuperseded(
-            f"client {client_id} has mounted with connection sequence {highest}, "
-            f"this one has {sequence}"
+            f"client {client_id} has a newer connection: it has mounted with connection "
+            f"sequence {highest}, this connection has {sequence}"
         )
 
     def begin(

@@ -1,22 +1,22 @@
 """Limits how often large batches may start while other clients send small requests.
 
-A batch of a thousand rows keeps every process on its path as busy as hundreds of single appends. On
-a machine with few processors, a client that sends only such batches would multiply the latency of
-all other appends. The limit applies to the server as a whole, across its partitions.
+A batch of a thousand rows occupies every process on its path as long as hundreds of single appends.
+On a machine with few CPUs, a client that sends only such batches would multiply the latency of all
+other appends. The limit applies to the server as a whole, over all its partitions.
 
 Rules:
     1. While all clients send large batches, or all send small requests, nothing is delayed.
-    2. The server is shared for `SHARED_MS` after a client's small request met another client's
-       large ones. Large ones then go in pieces, one at a time. The pause after a piece is the time
-       that the piece took, multiplied by a factor.
-    3. The latency of small requests controls the factor. The calm time is the latency that one
-       small request in a hundred exceeds while the server is not shared. A request that meets a
-       piece and takes more than a fifth longer than the calm time raises the factor; any other one
-       lowers it a little. In equilibrium one in two hundred takes longer. With idle processors the
-       factor falls to its minimum.
-    4. Nothing waits without a limit: a pause is bounded, and a piece that never lands (its session
-       has ended) is forgotten with its partition's flights.
-    5. It can be switched off: then throughput is not shared, the client that sends most gets most.
+    2. The server is *shared* for `SHARED_MS` after a small request of one client met large ones of
+       another client. Then large requests go in pieces, one at a time. After a piece there is a
+       pause: the time that the piece took, multiplied by a factor.
+    3. The factor depends on the latency of small requests. The *calm time* is the latency that one
+       small request in a hundred exceeds while the server is not shared. If a small request meets a
+       piece and takes more than a fifth longer than the calm time, the factor rises; any other
+       small request lowers it a little. In equilibrium one request in two hundred takes longer.
+       With idle CPUs the factor falls to its minimum.
+    4. Nothing waits without a limit: a pause is bounded. A piece that never lands, because its
+       session has ended, is forgotten together with its partition's appends in flight.
+    5. The limit can be disabled. Then the client that sends most gets most of the throughput.
 """
 
 import math

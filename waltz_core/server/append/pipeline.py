@@ -1,35 +1,38 @@
 """The append pipeline of one partition: wait, validate, encode, submit, answer when final.
 
-Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
-outcome is reported before it is final, and no final outcome ever changes.
+In the pipeline a transaction gets its ID or is rejected. So the pipeline ensures every guarantee
+about outcomes: no outcome is reported before it is final, and no final outcome ever changes.
 
     received -> its connection's lane -> [turn] checks, lock validation, IDs -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
-    1. Mount and generation are checked when a request leaves its lane, not when it enters. So
-       requests of older connections are rejected from the moment a newer one mounts, and so are
-       requests that precede the last mount on the same connection.
-    2. Locks are entered at validation with the IDs that the rows will have, so an entry above the
-       high-water mark is in flight. A row rejected for such an ID waits until that ID is final.
-    3. Rows are validated once. Rows lost with a session are reported as LOST, only after
-       `SessionSettled`.
+    1. Mount and generation are checked when a request leaves its lane, not when it enters. So when
+       a client mounts again, all its queued requests from older connections, or from an older mount
+       on the same connection, are rejected.
+    2. Locks are entered at validation with the IDs that the rows will have. So an entry above the
+       high-water mark belongs to a transaction in flight. A row that is rejected because of such an
+       entry waits until that transaction is final.
+    3. Rows are validated once. Rows that are lost with a session are reported as LOST, but only
+       after `SessionSettled`.
     4. A lost row ends its client's mount: later appends of the client must not overtake it.
-    5. Everything that one turn takes goes to the store as one batch: small requests share a quorum
-       round. A large request goes alone, so that no small one has to wait for its bytes. While the
-       server is shared (`pace.py`) it goes in pieces, and small requests of other clients take
-       turns in between.
+    5. Everything that one turn takes goes to the store as one batch, so small requests share a
+       quorum round. A large request goes alone, so that no small one waits for its bytes. While the
+       server is shared (`pace.py`), a large request goes in pieces, and small requests of other
+       clients take turns in between.
     6. IDs in flight are consecutive from the high-water mark on.
-    7. Rule 1 holds for each piece: when the mount or the generation is over, the rest of the
-       request is rejected, and the validated rows keep their outcome. A piece lost with its session
-       ends the mount (rule 4), so no later row of the same request can enter.
+    7. Rule 1 holds for each piece: when the mount or the generation has ended, the rest of the
+       request is rejected, and the rows that were already validated keep their outcome. If a piece
+       is lost with its session, the mount ends (rule 4), so no later row of the same request can
+       enter the log.
     8. After a move nothing is validated before the lock table has been filled (`refill.py`).
     9. AHEAD (the client's mark is above the log's) is reported only with a proof
        (`completions.py`).
    10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in the
-       log, provided that those are in flight in this same session; otherwise they are rejected.
-       Admitted dependent appends are gathered while a batch is in flight, and go to the store when
-       it has landed: at once or, while other authors wait, `GATHER_MS` after the previous batch.
+       log, provided that the predecessors are in flight in this same session. Otherwise they are
+       rejected. While a batch is in flight, admitted dependent appends are gathered. They go to the
+       store when the batch has landed: at once or, while other authors wait, `GATHER_MS` after the
+       previous batch.
 """
 
 from collections.abc import Iterable

@@ -1,18 +1,19 @@
 """Pipelined dependent appends: writers that build on transactions that are still in flight.
 
-Under a hot lock, throughput depends on how soon writers receive each other's transactions, not on
-the disks. A rejected writer receives the admitted transactions that it has not seen (predecessors),
-although they are not durable yet. It computes its transaction again; that is admitted after them,
-and is lost if they are lost.
+With a contended lock, throughput then depends on how soon writers receive each other's
+transactions, and not on the disks. A rejected writer receives its predecessors: the admitted
+transactions that it has not seen, although they are not durable yet. It computes its transaction
+again. This one is admitted after its predecessors, and is lost if they are lost.
 
 Rules (decision 017):
     1. Only rejections wait here. They are final: a rejected append is never admitted.
-    2. The answer contains every transaction above the writer's mark, up to the last admitted one,
-       that has entered one of its locks. If these are not known or over the limit, it has none.
-    3. Rejected writers wait in `lock_queues.py`: one is notified when a transaction with its locks
-       is admitted, or after a timeout. While a notified writer is expected to return, others join
-       the queue.
-    4. No writer waits longer than the rules of that file permit.
+    2. The answer contains the predecessors: every transaction above the writer's mark, up to the
+       last admitted one, that has entered one of its locks. If these are not known, or over the
+       limit, the answer has none.
+    3. Rejected writers wait in `lock_queues.py`. One is notified when a transaction with its locks
+       is admitted, or after a timeout. While a notified writer is expected to send its next
+       attempt, others join the queue.
+    4. No writer waits for longer than rule 3 of `lock_queues.py` permits.
     5. Only transactions admitted in the open session are remembered.
 """
 

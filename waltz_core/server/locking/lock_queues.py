@@ -1,15 +1,17 @@
-"""Queues of writers that a contended lock has rejected: they are notified one after the other.
+"""Queues of writers that a contended lock has rejected; notifies them one after the other.
 
-Under optimistic locking each rejected writer tries again. If all writers that wait for one lock are
-notified at once, all of them send at once, one succeeds, and the others have worked for nothing.
-Notified in turn, each one meets few others.
+Under optimistic locking, each rejected writer tries again. If all writers that wait for one lock
+are notified at once, all of them send at once, one succeeds, and the work of the others is wasted.
+If they are notified one after the other, each one competes with few others.
 
 Rules:
-    1. Only final rejections wait here. Waiting changes only when the writer receives its rejection.
-    2. Single appends with exactly the same locks form a queue. The first in the queue is notified
-       when a transaction with these locks has landed or, among writers of dependent appends
-       (`dependent_appends.py`), was admitted; and some time after the last one was notified.
-    3. No writer waits for longer than `HELD_MS_MAX`, nor beyond the end of the session.
+    1. Only final rejections wait here. Waiting changes only the time at which the writer receives
+       its rejection.
+    2. Single appends with exactly the same locks form a queue. The first one in the queue is
+       notified when a transaction with these locks has landed or, among writers of dependent
+       appends (`dependent_appends.py`), was admitted. It is also notified some time after the
+       previous one was.
+    3. No writer waits for longer than `HELD_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last landed transaction with the queue's locks.
 """
 

@@ -1,31 +1,33 @@
-"""The lock table of one partition: which transaction may have written a lock last.
+"""The lock table of one partition: estimates which transaction wrote a lock last.
 
-Only this file decides optimistic locking. Given the locks of a batch of rows, their clients' marks
-and the log's, the table decides which rows get which ID and which are rejected. It is independent
-of clients, sessions and answers.
+Only this file decides optimistic locking. From the locks of a batch of rows, their clients' marks
+and the log's mark, the table decides which rows get which ID and which are rejected. It is
+independent of clients, sessions and answers.
 
 The table is a sketch similar to a count-min sketch. A lock has three slots, and a slot holds the
 highest ID of all locks that share it. The minimum of the three is an estimate of the lock's last
 writer that is never too low. So a false rejection is possible, a missed conflict is not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
-    1. The estimate of a row is the greatest over its write and read locks; append locks update the
-       table and are never compared. A row passes when the estimate is not above its client's mark.
-       `validate` applies this to many rows as arrays, `validate_one` to a single one.
+    1. The estimate of a row is the greatest one over its write and read locks. Append locks update
+       the table and are never compared. A row passes if its estimate is not above its client's
+       mark. `validate` applies this rule to many rows as arrays, `validate_one` to a single one.
     2. A row whose mark is above the log's is AHEAD and is not validated at all.
-    3. An accepted row enters its write and append locks at once, with the ID that it will have. An
-       entry above the high-water mark is thus "reserved": its transaction is still in flight.
-    4. A row rejected because of an entry in flight is PENDING on that ID: the rejection may be
-       reported when the ID is committed. When the ID is lost, the row is lost too and is not
-       validated again, so that it cannot enter the log after its client was notified of the loss.
-    5. Rows are validated in order, as if one by one: a row sees the entries of the accepted rows
-       that precede it in its own batch.
-    6. last writer(lock) <= estimate(lock) <= highest ID given; with nothing in flight no estimate
-       is above the high-water mark. Entries lost with a session are undone: their slots get their
-       previous values again. Otherwise a row that is sent again would be rejected for its own first
-       attempt.
-    7. After `reset` no slot is below the mark; `refine` lowers slots to the floor above which every
-       writer is known (`refill.py`). A slot above the floor was entered, and stays.
+    3. An accepted row enters its write and append locks at once, with the ID that it will have. So
+       an entry above the high-water mark is "reserved": its transaction is still in flight.
+    4. If a row is rejected because of a transaction in flight, it is PENDING on that transaction's
+       ID. When that transaction commits, the rejection may be reported. If that transaction is
+       lost, the row is lost, too. It is not validated again, so it cannot enter the log after its
+       client was notified of the loss.
+    5. Rows are validated in order, as if one by one: the entries of accepted rows apply to all
+       later rows of the same batch.
+    6. last writer(lock) <= estimate(lock) <= highest ID given. If nothing is in flight, no estimate
+       is above the high-water mark. When entries are lost with a session, their slots get their
+       previous values again. Otherwise a row that is sent again would be rejected because of its
+       own first attempt.
+    7. After `reset` no slot is below the mark. The floor is an ID above which every writer is known
+       (`refill.py`); `refine` lowers slots to it. A slot above the floor was entered by a known
+       writer, and stays.
 """
 
 from collections import deque

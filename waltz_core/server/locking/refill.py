@@ -1,23 +1,27 @@
 """Refills the lock table after a move from the lock blocks that storages keep.
 
-A new owner only knows that all locks were written at or below the mark with which it begins, so it
-would have to reject every client below that mark. The lock files of the storages
-(`lock_blocks.py`) have the writers. Their blocks are requested and checked here, piece by piece;
-the table uses only what the log's chain proves.
+A new owner knows only that all locks were written at or below the mark with which it begins. So it
+would have to reject every client below that mark once. But the storages have lock files with blocks
+of recent locks and their writers (`lock_blocks.py`). This code requests these blocks and checks
+them, piece by piece. The table uses only blocks that the log's chain proves.
 
 Rules:
-    1. The floor is a position in the log. The table knows every writer above it; writers at or
-       below it are only known to be there. It starts at the session's mark and only goes down.
-    2. Only a block that ends at the floor, with the log's chain there, moves it down. A missing,
-       old, torn or incomplete tail stops the descent, which costs false rejections.
-    3. One replica is queried at a time. The next one may have what the first one lacks: the descent
-       continues where it stopped. The floor is kept across sessions of this owner if no other owner
-       came between.
-    4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`: the first
-       appends after a move are of clients below the mark. Later blocks are used as well.
-    5. A turn takes a slice: a whole table's worth of locks would block everything else too long.
-    6. A replica that had no block at the floor will never have one there, since later blocks are
-       newer. It is queried again only when another one has moved the floor down, or when it sent
+    1. The floor is a position in the log. The table knows every writer above the floor; all other
+       locks count as written at the floor. The floor starts at the session's mark and only goes
+       down.
+    2. A block lowers the floor only if it ends at the floor and has the log's chain there. If the
+       next block is missing, old, torn or incomplete, the descent stops. This causes only
+       additional rejections.
+    3. One replica is queried at a time. The next one may have blocks that the first one lacks, so
+       the descent continues where it stopped. The floor is kept for later sessions of this owner,
+       if no other owner came in between.
+    4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`, because
+       the first appends after a move are from clients below the mark. Blocks that arrive later are
+       used as well.
+    5. A turn processes a part of the blocks: a whole table of locks would block everything else for
+       too long.
+    6. If a replica has no block that ends at the floor, it will never have one, since later blocks
+       are newer. It is queried again only if another replica has lowered the floor, or if it sent
        nothing at all, as after a disk error. So a checkpoint does not fetch 8 MiB again.
 """
 
@@ -144,7 +148,7 @@ class Refill:
         if self._blocks is not None:
             has_more = self._take_slice(self._blocks)
             if self._is_done:
-                return self._finish("locks.refilled")
+                return self._finish("locks.loaded")
             if not has_more:
                 self._blocks = None
                 if self._sender is not None:
@@ -169,9 +173,9 @@ class Refill:
                 self._left, self._failed = self._failed, []
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
-            return self._finish("locks.partially_refilled")
+            return self._finish("locks.partially_loaded")
         if len(self._under_way) >= IN_FLIGHT_MAX:
-            return self._finish("locks.partially_refilled")
+            return self._finish("locks.partially_loaded")
         self._fetch_count += 1
         token = -(self._session_id * _TOKENS + self._fetch_count)
         prefix = self._session_id, token, self._partition_id

@@ -1,7 +1,7 @@
 """Encodes single transactions, and joins consecutive runs of records.
 
 Single transactions are encoded in plain Python; for a few rows `batches.py` costs more than it
-saves. Both ways must give the same bytes, which a test compares.
+saves. Both must give the same bytes, which a test compares.
 """
 
 import struct

@@ -1,21 +1,21 @@
-"""Append requests on their way through the server, and the outcome of each of their rows.
+"""Tickets: append requests on their way through the server, with the outcome of each row.
 
-The outcome reported for an append must never change. A row's outcome is set in two places, both in
+The reported outcome of an append must never change. A row's outcome is set in two places, both in
 this file: when the row is validated, and when a lost session is settled.
 
 Rules:
-    1. A row's outcome is final when its ID, or the ID that it was rejected for, is not in flight
-       any more. A request is answered when all of its rows are validated and final.
-    2. `settle`: rows above the settled mark are LOST, whether they were accepted or rejected for an
-       ID that is lost itself. They are not validated again, so they cannot enter the log after
+    1. A row's outcome is final when its ID, or the ID of the transaction that it was rejected for,
+       is no longer in flight. A request is answered when all of its rows are validated and final.
+    2. `settle`: rows above the settled mark are LOST, and so are rows that were rejected because of
+       a transaction above it. They are not validated again, so they cannot enter the log after
        their client was notified of the loss (docs/design/correctness.md 2.3).
     3. Rows of one request have consecutive sequence numbers, including rejected ones.
-    4. A batch may be validated in pieces, from the first row on. A row that no piece has reached
-       has no outcome: it is validated in the session that is open then, or rejected with all later
-       rows.
+    4. A batch may be validated in pieces, from the first row on. Rows that no piece has reached
+       have no outcome yet. They are validated in the session that is open then, or rejected
+       together with all later rows.
     5. AHEAD is reported only if the session in which the row was validated is proven afterwards
-       (`proofs.py`, rule 3). Without that proof the answer is NOT_MOUNTED: the row is not in the
-       log either way.
+       (`proofs.py`, rule 3). Without that proof the answer is NOT_MOUNTED. In both cases the row is
+       not in the log.
 """
 
 import struct

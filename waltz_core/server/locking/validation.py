@@ -1,11 +1,11 @@
-"""From requests to records: decode them, validate their rows by their locks, encode accepted rows.
+"""Turns requests into records: decodes them, validates their rows by locks, encodes accepted rows.
 
-These steps cost time for each row, and decide nothing about turns, sessions or answers, which is
-the job of `pipeline.py`. A batch, or a piece of one, is validated with whole arrays; single
-transactions in plain Python.
+These steps cost time for each row. They decide nothing about turns, sessions or answers, which
+`pipeline.py` does. A batch, or a piece of one, is validated with whole arrays; single transactions
+are validated in plain Python.
 
 Rules:
-    1. Only this file gives the tickets of validated rows their IDs, reasons and conflicts.
+    1. Only this file sets the IDs, reasons and conflicts of validated rows in their tickets.
     2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
 """
 
@@ -74,7 +74,7 @@ def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     found, expected = crc32(message.payload), message.payload_crc
     if found != expected:
         raise ChecksumMismatch(
-            f"append batch: expected a payload with CRC {expected:08x}, found {found:08x}"
+            f"append batch: the payload is damaged: expected CRC {expected:08x}, found {found:08x}"
         )
     rows = decode_append(
         message.payload, rows_max=limits.batch_rows_max, bytes_max=limits.batch_bytes_max
@@ -82,8 +82,9 @@ def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     sequence = message.req_id.sequence
     if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
         raise BadRequest(
-            f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
-            f"{rows.count} from {sequence} on. Hint: take a new client ID before they run out."
+            f"append batch: expected sequence numbers of request IDs in 0..{_SEQUENCE_MAX}, "
+            f"found {rows.count} from {sequence} on. Hint: request a new client ID before the "
+            "numbers are used up."
         )
     return rows
 
@@ -92,7 +93,9 @@ def verify(message: AppendRequest) -> None:
     """Raise ChecksumMismatch if the data of a single transaction differs from what was sent."""
     found, expected = crc32(message.data), message.data_crc
     if found != expected:
-        raise ChecksumMismatch(f"append: expected data with CRC {expected:08x}, found {found:08x}")
+        raise ChecksumMismatch(
+            f"append: the data is damaged: expected CRC {expected:08x}, found {found:08x}"
+        )
 
 
 def validate_rows(

@@ -1,5 +1,4 @@
 """One partition as a server runs it; `served_partition.py` combines the parts.
 
-`waiting_requests.py` keeps requests until they can be answered, and `proofs.py` answers those that
-must not be stale.
+`waiting_requests.py` has requests that wait, and `proofs.py` gives answers that must not be stale.
 """

@@ -1,16 +1,18 @@
-"""Answers that must not be stale: the high-water mark, and that a client is ahead of the log.
+"""Answers that must not be stale: the high-water mark, and the error that a client is ahead.
 
-A server that was paused or partitioned does not know that it has been replaced, and its mark may be
-stale. A request for the mark is answered after a quorum of storages has confirmed, later than the
-request arrived, that it knows no later session; or at once while such a confirmation is fresh.
+A server that was paused or partitioned does not know that another server has replaced it, and its
+mark may be stale. So a request for the mark is answered only after a proof: after the request has
+arrived, a quorum of storages confirms that it knows no later session. If the last proof is fresh
+enough, the request is answered at once.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
-    1. A proof that began before a request arrived answers that request only if freshness within
-       `mark_staleness_ms_max` is sufficient for it.
-    2. One proof is under way at a time; requests that arrive meanwhile share the next one.
-    3. A client with a mark above this server's may have it from a later owner. The error that it is
-       ahead is final for the client. So it is reported only after a proof that began later than the
-       request (row 25), however fresh the last proof is. Without the proof the error is retriable.
+    1. A proof that began before a request arrived is sufficient only for requests that accept an
+       age of up to `mark_staleness_ms_max`.
+    2. One proof is in progress at a time. Requests that arrive meanwhile share the next one.
+    3. If a client has a mark above this server's, it may have received it from a later owner. The
+       error that it is ahead of the log is final for the client. So the error is reported only
+       after a proof that began later than the request (row 25), however fresh the last proof is.
+       Without the proof the error is retriable.
 """
 
 from collections.abc import Callable, Sequence

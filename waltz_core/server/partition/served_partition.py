@@ -1,19 +1,20 @@
-"""The machine of a served partition: appends, mounts, feeds and reads over the store's sessions.
+"""The state machine of a served partition: appends, mounts, feeds and reads over store sessions.
 
-It connects clients and replication. The parts below have their own files and are independent of
-each other; only this file routes between them and tracks the store session.
+This file connects clients and replication. Its parts have their own files and are independent of
+each other. Only this file routes between them and tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
-    1. No request is answered from a session before `SessionOpened` and `SessionSettled`; requests
-       wait.
-    2. If no other owner can have written between two sessions (`unbroken`, same generation), locks
-       are clamped and caches kept up to the mark; otherwise both are reset.
-    3. A mount is answered when (a) there is a settled session, (b) everything of older connections
-       of the client is final, (c) the feed, if there is one, has reached the mark of that moment.
-    4. A mark is reported only while a quorum has confirmed the session within
+    1. A request is answered from a session only after `SessionOpened` and `SessionSettled`; until
+       then it waits.
+    2. If no other owner can have written between two sessions (`unbroken`, same generation), caches
+       and locks are kept up to the mark. Otherwise both are reset.
+    3. A mount is answered when (a) there is a settled session, (b) all appends of the client's
+       older connections are final, and (c) the feed, if there is one, has reached the mark of that
+       moment.
+    4. A mark is reported only if a quorum has confirmed the session within the last
        `mark_staleness_ms_max`.
-    5. A high-water mark never decreases; if the store reports a lower one it has lost data, and the
-       partition is released.
+    5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
+       the server releases the partition.
     6. ClientAhead is reported only if the session is proven after the request arrived; if the proof
        fails, the error is retriable (`proofs.py`, rule 3).
 """
@@ -267,7 +268,7 @@ class Partition:
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.data(event, message))
             case _:
-                fault = f"{type(message).__name__} is not a request to a partition"
+                fault = f"a server accepts no {type(message).__name__} as a request for a partition"
                 self._out.append(answers.reject(event, errors.BadRequest(fault)))
 
     def _range(self, event: Received, message: messages.RangeRequest) -> None:
@@ -341,7 +342,10 @@ class Partition:
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
-            fault = f"{self._place}: requested in generation {req_id.generation}, which has ended"
+            fault = (
+                f"{self._place}: the append is for generation {req_id.generation} of the "
+                "partition, which has ended"
+            )
             self._out.append(answers.reject_mount(event, errors.GenerationMismatch(fault)))
         return True
 
@@ -400,7 +404,10 @@ class Partition:
     def _expire(self, event: Received, message: messages.ExpireRequest) -> None:
         before = TransactionId(message.before)
         if before < 0 or message.before_ms < 0:
-            fault = f"expected bounds of 0 or more, found {before} and {message.before_ms}"
+            fault = (
+                f"expiry: expected IDs and times of 0 or more, found {before} and "
+                f"{message.before_ms}"
+            )
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
         is_done = self._store.has_expired(before, message.before_ms)
@@ -413,7 +420,7 @@ class Partition:
         archived = self._store.archived
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
-            fault = f"expected an object with IDs in 0..{end}, found {first}..{last}"
+            fault = f"expected an object with transactions in 0..{end}, found {first}..{last}"
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
         request = replication.ReplaceInArchive(message.object, first, last, message.token)
@@ -464,11 +471,12 @@ class Partition:
         mark = opened.high_water_mark
         if mark < self._high_water_mark:
             self._lose(
-                f"the log ends at {mark}, but {self._high_water_mark} was reported as committed"
+                f"the log of the replicas ends at transaction {mark}, but "
+                f"{self._high_water_mark} was reported as committed"
             )
             return
         if event.has_expired:
-            self._abandon("batches of an earlier session are below the start of the log")
+            self._abandon("batches of an earlier store session are before the start of the log")
             return
         unbroken = opened.unbroken and opened.generation == self._settled_generation
         self._settled_generation = opened.generation
@@ -555,7 +563,7 @@ class Partition:
         else:
             requests, proofs = self._proofs.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
-                f"{self._place}: no quorum of storages confirmed the session"
+                f"{self._place}: no quorum of storages has confirmed the store session"
             )
             self._out.extend(answers.reject(each, unproved) for each in self._unproved(requests))
         for proof in proofs:
@@ -576,7 +584,7 @@ class Partition:
 
     def _lose(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
-        self._abandon(f"data loss: {reason}")
+        self._abandon(f"committed transactions are missing: {reason}")
         self._out.append(Report("partition.data_loss", (("reason", reason),)))
 
     def _abandon(self, reason: str) -> None:
@@ -592,7 +600,7 @@ class Partition:
         queued, in_flight, reached = self.pipeline.abandon()
         where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
-        unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
+        unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
         self._out.extend(answers.reject_ticket(ticket, gone) for ticket in queued)
         self._out.extend(answers.reject_ticket(ticket, unknown) for ticket in in_flight)
         waiting = self._waiting.abandon()

@@ -1,7 +1,7 @@
 """The requests of one partition that wait: for a store session, or for older appends to be final.
 
 Rules:
-    1. A request that needs a session waits for it for `open_wait_ms`, and is then rejected.
+    1. A request that needs a session waits for one for `open_wait_ms`, and is then rejected.
     2. Mounts and flushes wait for a token that the append pipeline returns (`BarrierReached`). Only
        the latest mount of a client waits.
 """

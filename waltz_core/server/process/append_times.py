@@ -1,9 +1,10 @@
 """Append latency of each storage over the last minute.
 
 Rules:
-    1. A storage's figure covers all partitions of this server: they share its disk.
-    2. The figure is the median of the mean latencies of all seconds with answers: a storage that
-       was frozen once, and then answered all queued appends, is not slow.
+    1. The latency of a storage covers all partitions of this server, because they share the
+       storage's disk.
+    2. The latency is the median over all seconds with answers of the mean of each second. So a
+       storage that was frozen once, and then answered all queued appends, does not count as slow.
     3. Memory is bounded: 60 numbers for each storage of the cluster.
 """
 

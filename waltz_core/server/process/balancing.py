@@ -1,15 +1,15 @@
 """Balance by load: a server measures and publishes its loads; the lead also moves partitions.
 
-It runs the planner periodically with the loads from ZooKeeper; `cluster/membership/balance.py`
-decides which moves are worth it.
+Periodically this code runs the planner with the loads from ZooKeeper;
+`cluster/membership/balance.py` decides which moves are useful.
 
 Rules:
     1. Only the lead moves partitions, and only with a compare-and-set on the version of the
-       assignment that it read: after a concurrent change it tries again in the next interval.
-    2. Nothing else depends on this. Failures are retried in the next interval.
+       assignment that it has read. After a concurrent change it tries again in the next interval.
+    2. No other code depends on this one. Failures are retried in the next interval.
     3. After the set of servers has changed, nothing moves until the loads of a window are known.
-    4. A server that could not open its partitions looks idle. While it is not fit it publishes no
-       load, so that no partition moves to it or from it.
+    4. A server that cannot open its partitions seems idle. So an unfit server publishes no load,
+       and no partition moves to it or from it.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Rebalancer:
             self._paused_until_ms = now_ms + self._pace.window_ms
         published = await self._coordinator.loads.read(
             view.servers.keys() - view.left_out,
-            lambda error: _log.info("balance.load_ignored error=%s", error),
+            lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(published, owners)
@@ -114,7 +114,7 @@ class Rebalancer:
             self._balancer.moved(moves, now_ms)
             for partition_id, target in moves.items():
                 _log.info(
-                    "balance.moved partition=%s load=%.0f from=%s to=%s",
+                    "balance.partition_moved partition=%s load=%.0f from=%s to=%s",
                     partition_id,
                     loads[partition_id],
                     owners[partition_id],

@@ -1,21 +1,23 @@
 """The clients of one server: their links, admission and routing of requests, and answers.
 
-For every request it checks whether there is room, and finds the partition; without one it answers
-with an error. Partitions are independent of links, and links of partitions.
+For every request this code checks whether there is room, and finds the partition. If this server
+does not own the partition, it answers with an error. Partitions do not depend on links, and links
+do not depend on partitions.
 
 Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
     2. A link is read only while `flow` has room for its requests.
     3. A partition that has received a request of a connection is notified when the connection is
-       congested, drained or closed. While the principal's limit pauses its feeds, it is congested
-       for partitions, but not for `flow`.
+       congested, drained or closed. If the feeds of a principal pause because of its limit, its
+       connections are congested for partitions, but not for `flow`.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
-    5. A denied request is rejected here; nothing else receives it (decision 048, AC 7). So is a
-       request over a limit of its principal, except for an append: its partition rejects it, since
-       no later append may overtake it (AC 10).
-    6. With an audit log, an administrative request begins when its line is written. Its outcome is
-       written, too; it is "unknown" if the connection is closed before the answer (AC 11).
+    5. A denied request is rejected here, and no other code receives it (decision 048, AC 7). A
+       request over a limit of its principal is also rejected here. An append over a limit is an
+       exception: its partition rejects it, since no later append may overtake it (AC 10).
+    6. With an audit log, an administrative request begins only when its line is written. Its
+       outcome is written, too; it is "unknown" if the connection is closed before the answer (AC
+       11).
 """
 
 import asyncio
@@ -224,7 +226,7 @@ class Clients:
         assert version is not None
         legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
         if legacy_client is not None:
-            _log.info("client.old_version address=%s version=%d", link.address, version)
+            _log.info("client.legacy_connected address=%s version=%d", link.address, version)
         self._clients[connection] = _Client(link, legacy_client)
         self._flow.open(connection)
         link.start(
@@ -269,7 +271,7 @@ class Clients:
 
     def _closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
-        _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
+        _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
         for _, audited in client.audited.values():
@@ -337,7 +339,9 @@ class Clients:
         """End a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
-            _log.info("client.ended address=%s reason=%s", client.link.address, reason)
+            _log.info(
+                "client.legacy_connection_closed address=%s reason=%s", client.link.address, reason
+            )
             self._empty_outbox(client)
             client.link.close(reason)
 
@@ -489,8 +493,8 @@ class Clients:
         partition_id = message.req_id.partition_id
         if not 0 <= partition_id < self._backend.partition_count:
             error: errors.WaltzError = errors.UnknownPartition(
-                f"there is no partition {partition_id}: "
-                f"the cluster has {self._backend.partition_count}, from 0 on"
+                f"there is no partition {partition_id}: the cluster has partitions "
+                f"0..{self._backend.partition_count - 1}"
             )
         elif isinstance(message, MountRequest):
             return SendToClient(
@@ -539,7 +543,7 @@ class Clients:
             self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
-            fault = f"{type(message).__name__} is not a request to a server"
+            fault = f"a server accepts no {type(message).__name__} as a request"
             error = errors.BadRequest(fault)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
@@ -584,7 +588,7 @@ class Clients:
             return
         except Exception as error:  # noqa: BLE001 - a request must not end the server
             _log.exception("client.request_failed request=%s", type(message).__name__)
-            fault = errors.WaltzError(f"the server could not carry out the request: {error!r:.200}")
+            fault = errors.WaltzError(f"the server failed to process the request: {error!r:.200}")
             self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes))

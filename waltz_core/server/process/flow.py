@@ -1,18 +1,18 @@
 """Flow control: limits on requests for each connection, and on memory for all of them together.
 
-A client that floods the server, or never reads, must not take memory or much time from other
+A client that floods the server, or never reads, must not take much memory or time from other
 clients. This file does the accounting, without any sockets.
 
 Rules (docs/design/correctness.md 5, "Limits"):
-    1. The number and the bytes of the requests under way are limited for each connection. Further
-       requests wait, and the connection is not read while any request waits.
-    2. The answer to a range request counts from the request on, and reading may use half of the
-       bytes only. No requests of a congested connection are admitted.
-    3. Over the memory limit, the connections that use most are not read until an eighth is free,
-       and a connection begins a read (a range, or a transaction's data) only if it has no read and
-       no data under way: otherwise each new connection of a client that reads no answers could use
-       half of its own limit. Requests without data do not count: a feed request may be open for
-       long, and its client may need the data of a transaction to continue.
+    1. For each connection, the number and the bytes of requests in progress are limited. Further
+       requests wait, and while any request waits, the connection is not read.
+    2. The answer to a range request counts from the request on. Reads may use only half of a
+       connection's bytes. No requests of a congested connection are admitted.
+    3. Above the memory limit, the connections that use most are not read until an eighth is free.
+       Also, a connection begins a read (a range, or a transaction's data) only if it has no other
+       read and no data in progress. Otherwise each new connection of a client that reads no answers
+       could use half of its own limit. Requests without data do not count for this: a feed request
+       may be open for a long time, and its client may need the data of a transaction to continue.
 """
 
 from collections import deque

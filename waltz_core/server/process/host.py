@@ -4,11 +4,12 @@ A host is created and stopped with the assignment of its partition.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
-    2. A machine that raises ends the process: its state cannot be trusted any more, and clients
-       get the outcomes of their appends from the next owner.
-    3. A partition that was released is owned again after a pause, while it is still assigned. One
-       that was released because there was no quorum is first handed to another server, if possible.
-    4. A session begins with a turn (`openings.py`), which ends when it is open or abandoned.
+    2. If the state machine raises an exception, the process ends: its state cannot be trusted any
+       more. Clients get the outcomes of their appends from the next owner.
+    3. A partition that was released is owned again after a pause, if it is still assigned. If it
+       was released because there was no quorum, it is first offered to another server, if possible.
+    4. A session begins only with a turn (`openings.py`), which ends when the session is open or
+       abandoned.
 """
 
 import asyncio
@@ -79,12 +80,12 @@ SILENT_REPLICA_MS: Final = 10_000
 # The levels of reports; the others have INFO.
 LEVELS: Final = {
     "append.slow": logging.WARNING,
-    "archive.collection_failed": logging.WARNING,
+    "archive.garbage_collection_failed": logging.WARNING,
     "archive.expiry_failed": logging.WARNING,
     "archive.failed": logging.WARNING,
-    "archive.replacement_failed": logging.WARNING,
+    "archive.object_replacement_failed": logging.WARNING,
     "partition.data_loss": logging.ERROR,
-    "partition.rejected": logging.WARNING,
+    "partition.open_failed": logging.WARNING,
     "replica.damaged": logging.WARNING,
 }
 # The reports that end an attempt to open a session, successful or not.

@@ -1,10 +1,10 @@
 """The server of `MemoryWaltz`: logs in memory, and faults that affect its messages.
 
-It uses the same partition and client code as the daemon, but no storages, no ZooKeeper and no
-assignment.
+It runs the same code for partitions and clients as the daemon, but has no storages, no ZooKeeper
+and no assignment.
 
 Rules:
-    1. Faults affect messages only, never the decisions of a machine.
+    1. Faults affect messages only, never the decisions of a state machine.
     2. Random values are drawn in the order of arrival of messages.
     3. Answers of one connection keep their order, whatever their delays.
 """

@@ -1,8 +1,9 @@
-"""The total cost of a partition for its server: a counter for balance by load.
+"""Counts what a partition costs its server, for balancing by load.
 
 Rules:
-    1. The unit is about the work of one KiB appended in large batches. An accuracy within a factor
-       of two is enough: partitions are compared with one another, over half a minute.
+    1. The unit is about the work for one KiB that is appended in large batches. An accuracy within
+       a factor of two is enough, because partitions are compared with one another over half a
+       minute.
     2. Everything sent to clients counts: results of appends, feeds, answers to reads.
 """
 

@@ -1,24 +1,24 @@
 """Failure detection by connection: a server whose process has died is removed at once.
 
-ZooKeeper notices a dead process only when its session times out. The operating system closes the
-connections of a dead process immediately, and refuses new ones.
+ZooKeeper detects a dead process only when its session times out. But the operating system closes
+the connections of a dead process immediately, and rejects new ones.
 
 Rules:
-    1. Only a server to which this one was connected can be declared dead. If its address cannot be
-       reached from here at all, a refused connection proves nothing.
-    2. A server is dead when its connection was lost and dials were refused `REFUSALS_MIN` times in
-       a row: then no process listens at its address. A dial without any answer, as from a dead or
-       partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
-       refused connection at a name with several addresses.
-    3. A false detection costs only a move of partitions: a live server registers again, and the
-       storages fence replaced owners. Nothing else may rely on this detection.
-    4. A server that changes its preferences is the same process: its watch continues.
-    5. A dying process may still accept one more connection and drop it. So after a connection of
-       less than `RETRY_PAUSE_S`, and after a dial that fails in another way, the server dials again
-       soon, then with growing pauses, up to `RETRY_PAUSE_S`.
-    6. The results of the dials are published for the lead, which assigns no partitions to a server
-       to which no other server can connect (`cluster/membership/reachability.py`). An accepted
-       connection counts even if it is closed at once: by a server of another version, or at its
+    1. A server can be declared dead only if this one was connected to it. If its address was never
+       reachable from here, a refused connection proves nothing.
+    2. A server is dead when its connection was lost and new ones were refused `REFUSALS_MIN` times
+       in a row: then no process listens at its address. A connection attempt without any answer, as
+       with a dead or partitioned host, proves nothing; ZooKeeper's session timeout covers this
+       case. A refused connection at a name with several addresses proves nothing, either.
+    3. A false detection costs only a move of partitions: the live server registers again, and
+       storages fence replaced owners. No other code may rely on this detection.
+    4. If a server changes its preferences, it is still the same process, so watching it continues.
+    5. A dying process may accept one more connection and drop it. So after a connection that lasted
+       less than `RETRY_PAUSE_S`, and after an attempt that fails in another way, the server
+       connects again soon, and then with growing pauses, up to `RETRY_PAUSE_S`.
+    6. The results are published for the lead, which assigns no partitions to a server to which no
+       other server can connect (`cluster/membership/reachability.py`). An accepted connection
+       counts even if the peer closes it at once: it may be a server of another version, or at its
        connection limit.
 """
 
@@ -102,7 +102,7 @@ class Neighbors:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("neighbors.publish_failed error=%s", error)
+                _log.info("neighbors.report_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._results.is_changed.wait()
@@ -153,7 +153,7 @@ class _Watch:
         """End soon."""
         self._stopped.set()
         if self._link is not None:
-            self._link.abort("the server is not watched any more")
+            self._link.abort("this server no longer checks the other server")
 
     async def run(self) -> None:
         """Keep a connection until `stop`; rules 1 and 2."""
@@ -181,7 +181,7 @@ class _Watch:
                 self._note(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
-                    self._link.abort("the server is not watched any more")
+                    self._link.abort("this server no longer checks the other server")
                 await self._link.wait_closed()
                 if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S
@@ -199,10 +199,12 @@ class _Watch:
         try:
             await self._remove_dead(dead)
         except WaltzError as error:
-            _log.warning("neighbors.removal_failed server=%s error=%s", dead.server_id, error)
+            _log.warning(
+                "neighbors.server_removal_failed server=%s error=%s", dead.server_id, error
+            )
             return False
         _log.warning(
-            "neighbors.removed server=%s address=%s reason='nothing listens at this address'",
+            "neighbors.server_removed server=%s address=%s reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

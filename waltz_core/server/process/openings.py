@@ -1,12 +1,13 @@
 """Limits how many partitions of a server open a store session at the same time.
 
-A server may be assigned a thousand partitions at once. If all begin together, the first is served
-no earlier than the last, and claims of partitions that soon move to the next server are wasted.
+A server may get a thousand partitions at once. If it opened all together, the first would be served
+no earlier than the last. Also, claims of partitions that soon move to the next server would be
+wasted.
 
 Rules:
     1. At most `TURNS_MAX` partitions have a turn; the others wait in order of arrival.
     2. A turn ends when the session is open or abandoned, and after `TURN_S` in any case: a
-       partition without a quorum keeps trying, but blocks no other one.
+       partition without a quorum tries again and again, but does not block the others.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
 """The partitions that a server prefers to own, and which of these preferences are suspended.
 
-While a server cannot serve a partition, the preferences in ZooKeeper differ from the requested
-ones; the requested ones must not be lost.
+While a server cannot serve a partition that it prefers, its preference in ZooKeeper is suspended.
+The requested preference must not be lost.
 
 Rules:
-    1. After a partition was handed over because there was no quorum, its preference is suspended.
-       Otherwise the next assignment would give it back to this server.
+    1. If a partition was released because there was no quorum, its preference is suspended.
+       Otherwise the next assignment would give the partition back to this server.
     2. It is suspended for a minimum time, and then until a quorum of its storages answers this
        server.
     3. A new request for the preference, or its removal, ends the suspension.

@@ -1,22 +1,24 @@
-"""Operations on the registry of exactly-once writes for clients, with the server's own session.
+"""Changes the registry of exactly-once writes for clients, with the server's own session.
 
-`cluster/writes.py` has the rules of the registry. So a client needs no write access to ZooKeeper.
+So a client needs no write access to ZooKeeper. `cluster/writes.py` has the rules of the registry.
 
 Rules (decision 048, AC 14):
-    1. A write belongs to a principal; its name is not known to others. Without access control there
-       are no principals, and every client may change every write.
-    2. With `access = "report"` an operation on the write of another principal is logged, and
-       carried out. The number of writes is not limited: without tokens, all are of `anonymous`.
-    3. Requests are bounded: a name, a run and the arguments have a size limit, a write has at most
-       `TASKS_MAX` tasks and is kept for at most a year, and one principal has at most `TURNS_MAX`
-       operations under way in this server. ZooKeeper keeps everything in memory.
+    1. A write belongs to a principal, and no other principal learns its name. Without access
+       control there are no principals, and every client may change every write.
+    2. With `access = "report"`, an operation on the write of another principal is logged and
+       carried out. The number of writes is not limited, because without tokens all belong to
+       `anonymous`.
+    3. ZooKeeper keeps the registry in memory, so everything is limited: the size of a name, a run
+       and the arguments; the tasks of a write (`TASKS_MAX`); the time for which a write is kept (a
+       year); and the operations of one principal in progress in this server (`TURNS_MAX`).
     4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
-    5. Finished and removed writes are followed by the removal of some expired ones, by one removal
+    5. After a write was finished or removed, the server removes some expired ones, with one removal
        at a time.
-    6. An operation whose connection was closed before its turn is dropped: its principal may have
-       lost its permissions.
-    7. TASKS reads a node for each task. So one principal has one at a time, with `READS_MAX` reads
-       under way, and it ends with its connection. It keeps only what the answer needs.
+    6. If a connection is closed before the turn of its operation, the operation is dropped: its
+       principal may have lost its permissions.
+    7. The operation TASKS reads a node for each task. So one principal has one such operation at a
+       time, with `READS_MAX` concurrent reads, and it ends with its connection. It keeps only what
+       the answer needs.
 """
 
 import asyncio
@@ -159,7 +161,9 @@ class RegistryRequests:
             case RegistryOperation.FORGET:
                 await writes.forget(write)
             case unknown:
-                raise errors.BadRequest(f"the registry has no operation {unknown}")
+                raise errors.BadRequest(
+                    f"the registry of exactly-once writes has no operation {unknown}"
+                )
         return RegistryResponse(request.req_id)
 
     async def _issue_client_id(self, access: ConnectionAccess | None) -> ClientId:
@@ -176,8 +180,8 @@ class RegistryRequests:
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
-                f"expected a mark for each of {len(request.partitions)} partitions, found "
-                f"{len(marks)}"
+                f"expected a high-water mark for each of {len(request.partitions)} "
+                f"partitions, found {len(marks)}"
             )
         for partition in request.partitions:
             if not 0 <= partition < self._partition_count:
@@ -187,7 +191,7 @@ class RegistryRequests:
                 )
         if min(marks, default=0) < BEFORE_FIRST:
             # NB: a node that cannot be decoded would neither expire nor count for its principal.
-            raise errors.BadRequest(f"expected marks of -1 or more, found {min(marks)}")
+            raise errors.BadRequest(f"expected high-water marks of -1 or more, found {min(marks)}")
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
@@ -195,7 +199,9 @@ class RegistryRequests:
         try:
             await self._writes.forget_expired()
         except errors.WaltzError as error:
-            _log.info("registry.expired_not_removed reason=%s", error)  # with the next request
+            _log.info(
+                "registry.expired_writes_not_removed reason=%s", error
+            )  # with the next request
         finally:
             self._is_removing = False
 
@@ -210,16 +216,20 @@ class Arguments:
             return
         if len(data) > bytes_max:
             raise errors.TooLarge(
-                f"the arguments of a registry request: expected at most {bytes_max} bytes, "
-                f"found {len(data)}"
+                f"arguments of a registry request: expected at most {bytes_max} bytes, found "
+                f"{len(data)}"
             )
         try:
             self._values = strict_json.from_json(data)
             strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
         except ValueError as error:
-            raise errors.BadRequest(f"arguments: not valid JSON: {error!s:.200}") from error
+            raise errors.BadRequest(
+                f"arguments of a registry request: not valid JSON: {error!s:.200}"
+            ) from error
         if not isinstance(self._values, dict):
-            raise errors.BadRequest(f"arguments: expected an object, found {data!r:.200}")
+            raise errors.BadRequest(
+                f"arguments of a registry request: expected an object, found {data!r:.200}"
+            )
 
     def keep_ms(self) -> int:
         """Return for how long a write is kept."""
@@ -252,7 +262,8 @@ class Arguments:
 
     def _wrong(self, name: str, expected: str) -> errors.BadRequest:
         return errors.BadRequest(
-            f"argument {name}: expected {expected}, found {self._values.get(name)!r:.200}"
+            f"argument {name} of a registry request: expected {expected}, found "
+            f"{self._values.get(name)!r:.200}"
         )
 
 
@@ -300,5 +311,7 @@ def _has_levels(value: object, levels_max: int) -> bool:
 
 def _task(request: RegistryRequest) -> int:
     if not 0 <= request.task < TASKS_MAX:
-        raise errors.BadRequest(f"task: expected 0 to {TASKS_MAX - 1}, found {request.task}")
+        raise errors.BadRequest(
+            f"task number of a write: expected 0 to {TASKS_MAX - 1}, found {request.task}"
+        )
     return request.task

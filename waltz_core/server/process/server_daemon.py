@@ -1,15 +1,16 @@
 """The server process: registration, assignment, clients, health, graceful shutdown.
 
-It turns settings into limits, ZooKeeper's assignment into ownership, and signals into a graceful
-shutdown. `served_partition.py` decides what a partition does.
+This code turns settings into limits, ZooKeeper's assignment into ownership, and signals into a
+graceful shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
-    1. A partition is served exactly while the assignment in force names this server. While
-       ZooKeeper is away nothing changes: storages fence replaced owners. The same holds while a
-       node cannot be decoded: one node must not end all servers at once.
-    2. The server registers after it can answer clients, and unregisters while it still can.
-    3. Shutdown: stop reading, wait for a limited time until appends in flight are final, leave the
-       assignment, answer the waiting requests, close.
+    1. A partition is served exactly while the current assignment names this server. While ZooKeeper
+       is unavailable, nothing changes: storages fence replaced owners. The same holds while a node
+       cannot be decoded, so that one bad node does not end all servers at once.
+    2. The server registers only when it can answer clients, and unregisters before it stops
+       answering.
+    3. Shutdown has these steps: stop reading, wait for a limited time until appends in flight are
+       final, leave the assignment, answer the waiting requests, close.
 """
 
 import asyncio
@@ -85,7 +86,10 @@ _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
 def run(config: ServerConfig) -> None:
     """Run a server until SIGTERM or SIGINT; raises the error that ended it otherwise."""
     if not __debug__:
-        raise errors.BadConfig("python -O: the server relies on its assertions, run it without -O")
+        raise errors.BadConfig(
+            "the server does not run under `python -O`, because it relies on its assertions. "
+            "Hint: run it without -O"
+        )
     net.run(serve(config, on_ready=_print_ready))
 
 
@@ -243,7 +247,7 @@ class Server:
                 await self._until(stop)
                 await self._end()
         except* _Stopped:
-            _log.info("server.ended server=%s", self._server_id)
+            _log.info("server.stopped server=%s", self._server_id)
 
     def _is_open(self) -> bool:
         """Whether any partition is open: then its network and its TLS settings work."""
@@ -526,8 +530,8 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
     rows_max = (FRAME_BYTES_MAX - config.batch_bytes_max - 2 * MIB) // (2 * _ROW_OVERHEAD_BYTES)
     if rows_max < 1:
         raise errors.BadConfig(
-            f"batch_bytes_max: expected at most {FRAME_BYTES_MAX - 3 * MIB}, "
-            f"found {config.batch_bytes_max}: a frame to a storage could not hold it"
+            f"setting batch_bytes_max: expected at most {FRAME_BYTES_MAX - 3 * MIB}, so that "
+            f"a batch fits into a message to a storage; found {config.batch_bytes_max}"
         )
     batch_rows_max = min(config.batch_rows_max, rows_max)
     return PartitionLimits(

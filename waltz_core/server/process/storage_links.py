@@ -1,12 +1,12 @@
 """Links to storages: one for each store session and replica, and others for reading.
 
-Only this file turns the effects of the replication machines into TCP connections. It holds no
+Only this file turns the effects of the replication machines into TCP connections. It has no
 protocol state: the machines interpret answers and lost links.
 
 Rules:
-    1. Each session has its own links, which are never reused. Messages in flight on an older link
-       may still reach its storage, and are fenced by their session ID.
-    2. `OpenReplica` has one outcome, and a lost link is reported once; a link that was closed on
+    1. Each session has its own links, which are never used again. Messages in flight on an older
+       link may still arrive at its storage; their session ID fences them.
+    2. `OpenReplica` has one outcome, and a lost link is reported once. A link that was closed on
        request causes no further event (replication/session_events.py, rule 2).
     3. Readers have links of their own, so that a large read cannot delay an append.
 """
@@ -90,12 +90,12 @@ class SessionLinks:
 
     def close(self, effect: replication.CloseReplica) -> None:
         """Close the link, or cancel the dial that is under way."""
-        self._close((effect.session_id, effect.replica), "the session has ended")
+        self._close((effect.session_id, effect.replica), "the store session has ended")
 
     def close_all(self) -> None:
         """Close all links; no events follow."""
         for key in list(self._links):
-            self._close(key, "the partition is not served any more")
+            self._close(key, "the server no longer serves the partition")
 
     def _close(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
         entry = self._links.pop(key, None)
@@ -118,7 +118,7 @@ class SessionLinks:
             self._lost(key, entry, str(error))
             return
         if entry.is_closed:
-            link.abort("the session has ended")
+            link.abort("the store session has ended")
             return
         entry.link = link
 
@@ -189,7 +189,7 @@ class ReadLinks:
                 finally:
                     read_link.waiting.pop(number, None)
         except TimeoutError as error:
-            raise Unreachable(f"{replica}: no answer within {timeout_s} s") from error
+            raise Unreachable(f"replica {replica} did not answer within {timeout_s} s") from error
         return replace(found, sequence=message.sequence)
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: Stora
     else:
         name = type(message).__name__
         waiting.set_exception(
-            RemoteProtocolError(f"{replica}: expected a range of records, found {name}")
+            RemoteProtocolError(f"replica {replica}: expected a range of records, found {name}")
         )
 
 
@@ -265,4 +265,4 @@ async def is_reachable(
     except (WaltzError, TimeoutError):
         return False
     finally:
-        link.abort("the check is done")
+        link.abort("the check of the connection has ended")

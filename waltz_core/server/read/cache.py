@@ -1,20 +1,19 @@
 """Caches of the partitions' logs, so that recent reads need no storage.
 
-A slow or greedy reader must not take memory from other clients, so all cached bytes are counted
+A slow or greedy reader must not take memory from other clients. So all bytes in the caches count
 against limits.
 
-There are two caches, since access differs. `TransactionCache` holds whole appended batches with
-their records, and serves ranges. `FeedCache` holds 20 bytes of each transaction, request ID and
-header, so it reaches far back: a client that follows the feed some minutes late needs no read from
-a storage.
+There are two caches. `TransactionCache` has whole appended batches with their records, and serves
+ranges. `FeedCache` has only the request ID and the header of each transaction, 20 bytes. So it
+reaches far back: a client whose feed is some minutes behind needs no read from a storage.
 
 Rules:
-    1. Only committed transactions are added, in ID order and without a gap; a gap clears the cache.
-    2. The bytes held never exceed the limit; the oldest are dropped first, over all partitions that
+    1. Only committed transactions are added, in ID order and without a gap. A gap clears the cache.
+    2. The bytes never exceed the limit. The oldest are dropped first, over all partitions that
        share a budget.
     3. Reads return views of the added bytes; dropping batches later does not change them.
-    4. After a session whose lineage is not unbroken, call `clear`; after an unbroken one, call
-       `truncate_after` with the recovered mark.
+    4. When a new session opens: if no other owner can have written in between (its lineage is
+       unbroken), call `truncate_after` with the recovered mark; otherwise, call `clear`.
 """
 
 from bisect import bisect_right

@@ -1,16 +1,19 @@
 """The feed of one partition: sends every committed transaction, in order, to each mounted client.
 
-Clients derive their state of the log from the feed, so it must be dense and in order for each of
-them, whatever their speed. A client that does not read must cost no more memory than the frames in
-its connection's buffer.
+Clients derive their state from the feed. So each client must get every transaction in order,
+whatever its speed. A client that does not read must cost no more memory than the frames in its
+connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
-    1. A context sends IDs `next..until` and nothing above the high-water mark, each once.
-    2. A mount grants up to the mark at its time; a feed request grants at least
-       `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.
-    3. A congested connection gets nothing. One turn sends each context one frame at most.
+    1. A context (the feed of one client) sends each of the IDs `next..until` once, and nothing
+       above the high-water mark.
+    2. A mount grants transactions up to the mark at its time. A feed request grants at least
+       `feed_grant_count_min` transactions from the client's mark on. When all granted transactions
+       are sent, the request is answered.
+    3. A congested connection gets nothing. In one turn each context sends one frame at most.
     4. Headers that are not cached are fetched once for all contexts at the same ID.
-    5. A filter removes headers from a frame, but never the frame: the client's mark advances.
+    5. A filter removes headers from a frame, but the frame is always sent, so that the client's
+       mark advances.
 """
 
 from collections import OrderedDict
@@ -150,14 +153,20 @@ class Feed:
 
     def take(self, request: Received, mark: int, place: PartitionPosition) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
-        where = f"feed after {mark} of {place}"
+        where = f"feed request after transaction {mark} of {place}"
         if not self.is_mounted(request):
-            return NotMounted(f"{where}: there is no mount, or it is of an earlier generation")
+            return NotMounted(
+                f"{where}: the client has not mounted the partition, or only in an earlier "
+                "generation"
+            )
         if mark > place.high_water_mark:
-            return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
+            return ClientAhead(
+                f"{where}: the log ends before it, at transaction {place.high_water_mark}"
+            )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{where}: expected a mark of -1 or more, and no other open feed request"
+                f"{where}: expected a high-water mark of -1 or more, and no other open feed "
+                "request of the client"
             )
         return None
 

@@ -1,15 +1,16 @@
 """Read-ahead for clients that request transactions one by one.
 
-A 0.13 client requests the data of each transaction in a message of its own. For a client that
-catches up beyond the transaction cache, each would be a round trip to a storage.
+A 0.13 client requests the data of each transaction in a message of its own. If it reads
+transactions that are no longer in the transaction cache, each request would be a round trip to a
+storage.
 
 Rules:
-    1. A range is fetched if a request closely follows an earlier one of the partition. A range
-       has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
-    2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept, within the budget of the
-       transaction caches, which covers all partitions.
-    3. Only checked records of committed transactions are kept, and only within a session whose
-       owner is sure of the log (`clear`).
+    1. A range is fetched if a request closely follows an earlier one of the same partition. The
+       range has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
+    2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept. They count in the budget of
+       the transaction caches, which all partitions share.
+    3. Only checked records of committed transactions are kept, and only as long as no other owner
+       can have written the log (`clear`).
 """
 
 from collections import OrderedDict, deque

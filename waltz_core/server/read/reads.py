@@ -5,26 +5,30 @@ cached, which storage is queried for a read, and how often.
 
 Rules:
     1. Nothing above the high-water mark is ever returned or requested.
-    2. Equal fetches share one answer. A failed fetch is retried at the next replica, and after all
-       replicas from the start, so no transaction becomes unreadable.
-    3. An answer of a storage is checked completely: first ID, density, every CRC.
-    4. At most `fetches_max` fetches are under way; the others wait in order.
-    5. A fetch that is pending when a session ends is made again in the next one.
+    2. Equal fetches share one answer. A failed fetch is retried at the next replica, and after the
+       last replica again at the first one. So a single failing replica makes no transaction
+       unreadable.
+    3. An answer of a storage is checked completely: the first ID, that no ID is missing, and every
+       CRC.
+    4. At most `fetches_max` fetches are in progress; the others wait in order.
+    5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never
        queried.
-    7. A replica that answers slowly may be frozen: another one is queried soon, until all were
-       tried. A failed replica is queried last for the next `AVOIDED_FETCHES`.
-    8. Consecutive requests for single transactions are read ahead. If that fails, each request is
-       fetched separately.
-    9. Reads for closed connections and ended feeds are not fetched: a client that reconnects again
-       and again, and sends requests each time, would keep all others waiting.
-   10. If the log begins after the first ID of a fetch, the fetch fails at once: the start is that
-       of the archive, the same for all replicas. A log that still has the records serves them.
-    11. A request fails after `ROUNDS_MAX` rounds; its error has a reason of damage if there is one.
-        If all replicas of the session report damage in the last round, locally and in the
-        archive, the error is that of the damage, which is not retriable. A feed waits, except if
-        all these replicas report damage with pauses of up to `RETRY_MAX_MS`: then its error names
-        what is damaged and is retriable, so that the feed continues after a repair.
+    7. A replica that answers slowly may be frozen. So another one is queried soon, until all were
+       tried. A failed replica is queried last for the next `AVOIDED_FETCHES` fetches.
+    8. Consecutive requests for single transactions are answered by a read-ahead. If this fails,
+       each request is fetched separately.
+    9. Reads of closed connections and ended feeds are not fetched. Otherwise a client that connects
+       and sends requests again and again would make all others wait.
+   10. If the log begins after the first ID of a fetch, the fetch fails at once, because the records
+       are not in the archive, either, and the beginning of the archive is the same for all
+       replicas.
+    11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
+        damage, the error has this reason. If in the last round all replicas of the session report
+        damage, locally and in the archive, the error is that of the damage, which is not retriable.
+        A feed waits instead. But if all these replicas report damage, with pauses of up to
+        `RETRY_MAX_MS`, the feed fails with a retriable error that names what is damaged, so that it
+        continues after a repair.
 """
 
 from collections import deque
@@ -261,8 +265,8 @@ class Reads:
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
             fault = (
-                f"transaction {wanted} of partition {self._partition_id} is not in the log: "
-                f"its high-water mark is {self._high_water_mark}"
+                f"transaction {wanted} of partition {self._partition_id} is not in the log, "
+                f"which ends at transaction {self._high_water_mark}"
             )
             answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
@@ -454,8 +458,8 @@ class Reads:
             return self._fetch_separately(job)
         del self._jobs[job.key]
         error = BelowStart(
-            f"partition {self._partition_id}: expected IDs from {first_available} on, where the "
-            f"log begins, found {job.key.first}",
+            f"partition {self._partition_id}: the log begins at transaction "
+            f"{first_available}, so {job.key.first} is not available",
             first_available,
         )
         out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
@@ -573,12 +577,15 @@ _EMPTY: Final = np.empty(0, dtype=np.int64)
 def _range_fault(message: RangeRequest) -> str | None:
     """Return the fault of a range request, if any."""
     if not 0 <= message.first <= message.last:
-        return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
+        return (
+            "range request: expected IDs with 0 <= first <= last, found "
+            f"{message.first}..{message.last}"
+        )
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
-        return f"range: expected one of the forms {forms}, found {message.form}"
+        return f"range request: expected one of the forms {forms}, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
-        return f"range: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
+        return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
 
 
@@ -662,4 +669,6 @@ def _check_headers(message: RangeBytes) -> None:
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
     if (heads["transaction_id"] != expected).any():
-        raise BadFormat(f"range from a storage: IDs from {message.first} on are not consecutive")
+        raise BadFormat(
+            f"range from a storage: the transaction IDs from {message.first} on are not consecutive"
+        )

@@ -1,11 +1,11 @@
 """The descriptors that a disk may have open: a limited number, however many files there are.
 
-It only decides which file closes its descriptor to make room for another.
+This file only decides which file closes its descriptor to make room for another.
 
 Rules:
-    1. At most `count_max` are open, over all files and threads: the least recently used one is
-       closed. Files that keep theirs may exceed the limit.
-    2. A file that is in use is never closed for another.
+    1. Over all files and threads, at most `count_max` descriptors are open: to open one more, the
+       least recently used one is closed. Files that must stay open may exceed the limit.
+    2. A file is never closed for another one while it is in use.
 """
 
 import os

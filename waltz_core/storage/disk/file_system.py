@@ -1,30 +1,33 @@
 """The interface to the file system: what a storage needs of a disk, and the real disk.
 
-All disk errors appear here, so the simulator replaces `Disk` by one that tears, loses and fills up.
-No other file of a storage opens files.
+All errors of a disk appear in this file. In the simulator, another `Disk` takes its place, whose
+writes are torn or lost and which can be full. No other file of a storage opens files.
 
 Rules:
     1. No `OSError` leaves this file. It becomes `NoSpace` (the disk is full, existing data is
        untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (anything else, and
        any error of a sync).
     2. Only `File.sync` and `sync_directory` make anything durable.
-    3. A write is complete or raises; a short write is continued.
+    3. A write is complete or raises: after a short write, the rest is written.
     4. Files are created whole: `create_durably` writes them under another name first.
     5. A real disk limits its open descriptors (`descriptors.py`). A locked file stays open, since
        closing it would release the lock. So does a file with unsynced writes, since the system
        reports a failed write-back only to those that have the file open. A best-effort file
        (`is_best_effort`) is never synced, and may be closed at any time: its errors do not matter.
-    6. A file that is closed while another thread uses it keeps its descriptor until that call has
-       ended: otherwise the system would give the number to the next file that is opened.
+    6. If a file is closed while another thread uses it, its descriptor number stays in use until
+       that call has ended. Otherwise the system would give the number to the next file that is
+       opened.
     7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
        while others are still being named. Nothing depends on it.
-    8. No part of an unreadable block can be written either: the system would have to read the rest.
-       `discard_lost` is the only call that discards the rest of such a block; `overwrite` calls it
-       when a write has failed for this reason.
-    9. Of the synced bytes of a real file, the page cache keeps the newest part (`page_cache.py`).
-   10. An error that is only on the disk is invisible while the system has the right bytes in its
-       memory. So a reader that looks for errors has them dropped first (`drop_cached`): the blocks
-       that begin within the range that it reads (see `page_cache.py`). This is a hint, too.
+    8. A part of an unreadable block cannot be written either, because the system would have to read
+       the rest of the block. `discard_lost` is the only call that discards the rest; `overwrite`
+       calls it when a write has failed for this reason.
+    9. The page cache keeps only the newest part of the synced bytes of a real file
+       (`page_cache.py`).
+   10. While the system has the right bytes in its page cache, a read does not show an error that is
+       only on the disk. So before a reader looks for such errors, the storage drops the pages: the
+       blocks that begin within the range to read (`drop_cached`; see `page_cache.py`). This is a
+       hint, too.
 """
 
 import ctypes

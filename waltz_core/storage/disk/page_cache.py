@@ -1,18 +1,19 @@
-"""Limits how much of a file that is appended to stays in the page cache: its newest part.
+"""Limits how much of a log file stays in the page cache: only its newest part.
 
 It only computes offsets. The result is a hint to the system, on which no byte of a file depends.
 
 Rules:
-    1. Synced bytes more than `kept_bytes` before the end are dropped. Otherwise a log fills all
-       memory with pages that are hardly ever read again, and each page of it is a new one. Some
-       hosts provide memory page by page when it is first touched: there, a copy into a new page
-       costs ten times one into a page that was used before (docs/decisions/024).
-    2. Bytes before the first byte that was written here belong to others, and stay.
-    3. Pages are dropped in steps, so that small appends pay nothing for it.
-    4. The system drops whole folios only, which are up to 2 MiB large and begin at a multiple of
-       their size. So a reader that reads a file piece by piece from the disk drops the blocks of
-       that size that begin within a piece: once each, before it reads any of it. If it dropped them
-       again at each piece, it would drop the read-ahead, too.
+    1. Synced bytes that are more than `kept_bytes` before the end of the file are dropped.
+       Otherwise a log fills all memory with pages that are hardly ever read again. On some virtual
+       machines, the host provides each new page when it is first touched; a copy into a new page
+       then costs ten times as much as into a page that was used before (docs/decisions/024).
+    2. Bytes before the first byte that this process has written are never dropped: other processes
+       may need them.
+    3. Pages are dropped in large steps, so that small appends have no additional cost.
+    4. The system drops only whole folios: groups of pages of up to 2 MiB that begin at a multiple
+       of their size. So a reader that reads a file from the disk piece by piece drops the blocks of
+       that size that begin within a piece, before it reads the piece. Each block is dropped only
+       once: dropping it again at the next piece would also drop the read-ahead.
 """
 
 from typing import Final

@@ -4,10 +4,11 @@ An append, a repair and an opening check bytes from three sources. All of them u
 that they agree on what a valid batch is.
 
 Rules:
-    1. A batch is valid if each of its records is, none is missing, and the chain in its entry
-       follows from the previous chain and the records' CRCs.
-    2. Nothing is changed here, and nothing is decided: the caller decides about an invalid batch.
-    3. A chain of the session `RECONSTRUCTED` proves nothing of the records, nor does the next one.
+    1. A batch is valid if all its records are there and valid, and the chain in its entry follows
+       from the previous chain and the records' CRCs.
+    2. This code changes nothing. The caller decides what to do with an invalid batch.
+    3. The chain of a batch with the session `RECONSTRUCTED` proves nothing about its records, and
+       neither does the chain after it.
 """
 
 from collections.abc import Sequence
@@ -64,21 +65,25 @@ def check_batches(
         BadRequest: the IDs, the batches or their chain do not match the records.
         ChecksumMismatch: a record's CRC does not match.
     """
-    where = f"append at {first}"
+    where = f"append from transaction {first} on"
     if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
-        raise BadRequest(f"{where}: expected batches and records of the stated lengths")
+        raise BadRequest(
+            f"{where}: the lengths of batches and records do not match the stated ones"
+        )
     crcs = raw_records.verified_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
         bad = raw_records.first_bad_record(records, lengths)
         if bad is not None:
-            raise ChecksumMismatch(f"{where}: record {first + bad} has a wrong CRC or length")
+            raise ChecksumMismatch(
+                f"{where}: the CRC or the length of record {first + bad} is wrong"
+            )
         gap = raw_records.first_gap(records, lengths, first)
         assert gap is not None
         found = raw_records.ids_of(records, lengths)[gap]
-        raise BadRequest(f"{where}: expected ID {first + gap}, found {found}")
+        raise BadRequest(f"{where}: expected transaction ID {first + gap}, found {found}")
     wrong = check_chain(entries, first, chain_before, crcs)
     if wrong is not None or entries[-1].last != first + lengths.size - 1:
-        raise BadRequest(f"{where}: the batches do not match the records, or their chain differs")
+        raise BadRequest(f"{where}: the batches do not match the records or the chain hash")
 
 
 def check_repaired(
@@ -106,8 +111,8 @@ def check_repaired(
             continue
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
             raise ChecksumMismatch(
-                f"records {repaired.first}..{repaired.last} do not match the chain of batch "
-                f"{entry.first}..{entry.last}"
+                f"records {repaired.first}..{repaired.last} do not match the chain hash of "
+                f"batch {entry.first}..{entry.last}"
             )
     return tuple(found)
 

@@ -1,24 +1,26 @@
 """The state of a storage outside its logs: the 0.13 control file, and the slots of partitions.
 
-Both are pairs of structures of which the newer valid one counts. Both are written so that a crash
-in the middle of a write leaves the other one.
+Both consist of two copies, of which the newer valid one counts. A crash in the middle of a write
+leaves the other copy.
 
 Rules:
-    1. Never write over the structure that counts; write the other one, sync, then let it count.
+    1. A write never overwrites the copy that counts: write the other copy, sync, and then that one
+       counts.
     2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs;
        Waltz 0.13 takes the same lock (docs/design/disk-format.md 2).
-    3. Partitions do not share state here: each may be written by a thread of its own. They share
-       the syncs of the control file: one serves all threads that had written when it began. If it
-       fails, all of these and all later ones get the error: the data is lost, the system reports
-       that only once, and the pages hold the promises of many partitions.
-    4. The caller is notified of a fallback to the older slot, as a promise may be lost with it.
-       Even sequences belong in block 1 and odd ones in block 0: a slot in the wrong block, or one
-       of another partition, is invalid.
-    5. The control file is created only where there is no partition: for each partition it states
-       that this storage holds it, and what was promised.
-    6. Data that an earlier process has written can be read but may not be durable; after a failed
-       sync of that process, another sync alone would do nothing. So everything is written again as
-       it is, synced, and then trusted.
+    3. Partitions have no state in common here, and each may be written by its own thread. They
+       share the syncs of the control file: one sync serves all threads that had written when it
+       began. If it fails, all of these threads and all later ones get the error: data is lost, the
+       system reports that only once, and the file has the promises of many partitions.
+    4. If only the older slot of a partition is valid, the caller is notified, because a promise may
+       be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.
+       A slot in the wrong block, or of another partition, is invalid.
+    5. The control file is created only in a directory without partitions. It states which
+       partitions the storage holds and what it has promised for them, so a new one must not replace
+       a lost one.
+    6. Data that an earlier process has written can be read but may not be durable. If that process
+       had a failed sync, another sync would do nothing. So the same bytes are written again,
+       synced, and then trusted.
 """
 
 import threading
@@ -176,7 +178,10 @@ class ControlFile:
         """Make the first `number` writes durable, perhaps by another thread's sync (rule 3)."""
         with self._syncing:
             if self._failure is not None:
-                raise DiskFailed(f"a sync has failed before: {self._failure}")
+                raise DiskFailed(
+                    "the control file cannot be written, because a sync of it has failed "
+                    f"before: {self._failure}"
+                )
             if self._synced_count >= number:
                 return
             with self._writing:
@@ -193,7 +198,7 @@ def _open_locked(disk: Disk, path: Path) -> File:
     file = disk.open(path)
     if not file.lock_range(0, _LOCK_BYTES):
         file.close()
-        raise DiskFailed(f"{path}: failed to acquire the lock, another process holds it")
+        raise DiskFailed(f"cannot lock {path}: another process holds the lock")
     return file
 
 
@@ -202,9 +207,10 @@ def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -
     held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if held:
         raise BadFormat(
-            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, as there "
-            f"are directories of partitions {', '.join(held)}, found {found}; the promised "
-            "sessions are lost with the file, so the storage does not create another one"
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
+            f"because the directory has files of partitions {', '.join(held)}, found {found}. "
+            "The storage does not create a new control file, because the promised store "
+            "sessions in it would be lost"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 
@@ -222,11 +228,13 @@ def _check_header(
 ) -> None:
     if header.cluster_key != cluster_key:
         raise ClusterKeyMismatch(
-            f"{path}: expected cluster {cluster_key.hex()}, found {header.cluster_key.hex()}"
+            f"{path}: the directory belongs to another cluster: expected cluster key "
+            f"{cluster_key.hex()}, found {header.cluster_key.hex()}"
         )
     if header.partition_count != partition_count:
         raise BadFormat(
-            f"{path}: expected {partition_count} partitions, found {header.partition_count}"
+            f"{path}: expected a partition count of {partition_count}, found "
+            f"{header.partition_count}"
         )
 
 
@@ -242,9 +250,11 @@ def _newer(file: File, index: int, path: Path) -> int:
         except (BadFormat, ChecksumMismatch):
             continue
     if not sequences:
-        raise BadFormat(f"{path}: both structures of partition {index} are wrong")
+        raise BadFormat(f"{path}: both copies of the state of partition {index} are damaged")
     if len(sequences) == 2 and sequences[0][0] == sequences[1][0]:
-        raise BadFormat(f"{path}: both sequence numbers of partition {index} are equal")
+        raise BadFormat(
+            f"{path}: both copies of the state of partition {index} have the same sequence number"
+        )
     return max(sequences)[1]
 
 
@@ -322,7 +332,7 @@ class SlotFile:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in found)
             why = f"expected partition {partition_id}, found {owners}" if found else "none"
-            raise BadFormat(f"{path}: no control slot is valid: {why}")
+            raise BadFormat(f"{path}: neither control slot is valid: {why}")
         _, position, slot = max(valid, key=lambda candidate: candidate[0])
         older = next(
             (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None

@@ -14,7 +14,8 @@ each layout is declared once, is checked when it is read, and has golden bytes i
 
 Rules:
     1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
-    2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
+    2. Decoding any bytes gives a value, or `BadFormat` (impossible bytes), or `ChecksumMismatch`
+       (changed bytes).
     3. Reserved bytes are written as zero, and a reader rejects any other value.
     4. CRC-32 as in zlib, over all preceding bytes of the structure.
 """
@@ -355,7 +356,9 @@ def decode_entry(
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
     if not BEFORE_FIRST <= synced < entry.first:
-        raise BadFormat(f"lineage entry: expected a synced ID below {entry.first}, found {synced}")
+        raise BadFormat(
+            f"lineage entry: expected a synced transaction ID below {entry.first}, found {synced}"
+        )
     return entry, TransactionId(synced)
 
 
@@ -366,7 +369,9 @@ def _bound(segment_crc: int, position: int) -> int:
 def _entry(fields: Sequence[Any]) -> LineageEntry:
     first, last, session, stamp_ms, chain = fields
     if not 0 <= first <= last:
-        raise BadFormat(f"lineage entry: expected 0 <= first <= last, found {first}..{last}")
+        raise BadFormat(
+            f"lineage entry: expected IDs with 0 <= first <= last, found {first}..{last}"
+        )
     return LineageEntry(
         TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
     )
@@ -415,7 +420,7 @@ SLOT: Final = ByteLayout(
     Field("partition", "i"),
     Field("damaged count", "i"),
     Field("sequence", "q"),
-    Field("control file sequence", "q", "of the structure in `waltz-storage.ctl` written last"),
+    Field("control file sequence", "q", "of the newest structure in `waltz-storage.ctl`"),
     Field("promised session ID", "q"),
     Field("nonce of the promise", "16s", "all bits set: unknown"),
     Field("last session ID", "q"),
@@ -423,7 +428,7 @@ SLOT: Final = ByteLayout(
     Field("provisional session ID", "q"),
     Field("provisional low-water mark", "q"),
     Field("acked ID", "q", "the acked marker"),
-    Field("acked chain", "16s", "the chain there; all bits set: some records have no batches"),
+    Field("acked chain", "16s", "chain at that ID; all bits set: some records have no batches"),
     Field("last ID to keep", "q", "of a truncation that has begun"),
     *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
@@ -431,9 +436,9 @@ SLOT: Final = ByteLayout(
 SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last ID"),
     Field("reserved", "8s", "0"),
-    Field("first ID", "q", "of the log: that of its oldest segment"),
+    Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
-    Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
+    Field("engaged", "I", "0: never engaged; n: last engaged n - 1 sessions before the last one"),
     has_crc=True,
 )
 _SLOT = SLOT.struct
@@ -606,7 +611,7 @@ class Slot:
         check_version(version, "control slot")
         if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _SHORTENED:
             raise BadFormat(
-                f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
+                f"control slot: impossible values: damaged count {damaged_count}, flags {flags:x}"
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
@@ -614,7 +619,9 @@ class Slot:
         _check_zero(body[used : -_TAIL.size], "control slot")
         first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
         if first < 0:
-            raise BadFormat(f"control slot: expected a first ID of at least 0, found {first}")
+            raise BadFormat(
+                f"control slot: expected a first transaction ID of at least 0, found {first}"
+            )
         if back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "
@@ -643,7 +650,9 @@ def _provisional(flags: int, session: int, mark: int) -> ProvisionalMark | None:
     if not flags & _PROVISIONAL:
         return None
     if min(session, mark) < BEFORE_FIRST:
-        raise BadFormat(f"control slot: impossible provisional mark {mark} of session {session}")
+        raise BadFormat(
+            f"control slot: impossible provisional low-water mark {mark} of session {session}"
+        )
     return ProvisionalMark(SessionId(session), TransactionId(mark))
 
 
@@ -651,7 +660,9 @@ def _truncate(flags: int, last_to_keep: int, shortened: Sequence[Any]) -> Trunca
     if not flags & _TRUNCATE:
         return None
     if last_to_keep < BEFORE_FIRST:
-        raise BadFormat(f"control slot: expected to truncate to at least -1, found {last_to_keep}")
+        raise BadFormat(
+            f"control slot: expected a truncation that keeps -1 or more, found {last_to_keep}"
+        )
     entry = _entry(shortened) if flags & _SHORTENED else None
     return TruncateIntent(TransactionId(last_to_keep), entry)
 
@@ -661,7 +672,7 @@ def _damaged(data: bytes) -> tuple[IdRange, ...]:
     previous = -1
     for first, last in _RANGE.iter_unpack(data):
         if not previous < first <= last:
-            raise BadFormat(f"control slot: damaged range {first}..{last} is out of order")
+            raise BadFormat(f"control slot: the damaged range {first}..{last} is out of order")
         ranges.append(IdRange(TransactionId(first), TransactionId(last)))
         previous = last
     return tuple(ranges)

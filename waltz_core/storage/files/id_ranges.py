@@ -1,4 +1,4 @@
-"""Arithmetic on ranges of IDs, as known damage is kept: sorted, disjoint, and few.
+"""Arithmetic on lists of ID ranges, such as the known damage of a log: sorted, disjoint, and few.
 
 The number of ranges is limited to those that fit into a slot.
 """

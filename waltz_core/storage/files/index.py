@@ -1,12 +1,13 @@
-"""Two lookups of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
+"""The two look-up files of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
 
 Both are arrays of fixed entries on disk that are only extended or truncated at their end. Neither
 is held in memory, however long the log is.
 
 Rules:
-    1. `.idx` is a cache: it can be rebuilt from the records, and is if it is wrong.
-    2. `.chn` is not: a batch's bounds, session and stamp are stored nowhere else. It holds the
-       batches whose last record is in the segment; such a batch may begin in an earlier segment.
+    1. `.idx` is a cache: if it is wrong, it is rebuilt from the records.
+    2. `.chn` is not a cache: a batch's bounds, session and stamp are stored nowhere else. A `.chn`
+       has the batches whose last record is in the segment; such a batch may begin in an earlier
+       segment.
     3. Entries of one file follow one another without gaps.
 """
 

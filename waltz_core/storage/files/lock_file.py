@@ -1,12 +1,13 @@
 """The lock files of one partition: the newest lock blocks that its owners have sent.
 
-No data depends on this file. It may be missing, torn, old or full of holes at any time: its readers
-trust only what the log itself proves (`waltz_core/records/lock_blocks.py`). So it is never synced
-(and takes no place among the descriptors that have to stay open), and its errors are not reported.
+No data depends on these files. They may be missing, torn, old or incomplete at any time: a reader
+trusts only what the log itself proves (`waltz_core/records/lock_blocks.py`). So they are never
+synced, their descriptors may be closed at any time, and their errors are not reported.
 
 Rules:
-    1. Two files: blocks go to the end of one; when that is full it replaces the other. So the
-       newest `file_bytes_max` bytes are there, and hardly more than twice as many on disk.
+    1. There are two files. Blocks are appended to one; when it is full, it replaces the other. So
+       the newest `file_bytes_max` bytes are always there, and the disk has hardly more than twice
+       as many.
     2. After an error nothing is written or read until the log is opened again.
     3. The files are opened at the first block or the first read.
 """

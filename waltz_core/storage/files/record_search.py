@@ -1,15 +1,16 @@
-"""Finding records in the bytes of a `.seg` file; it runs after a crash, and record by record.
+"""Finds records in the bytes of a `.seg` file after a crash, record by record.
 
-It only recognizes records; the caller decides what that means for the log.
+This code only recognizes records; the caller decides what they mean for the log.
 
 Rules:
-    1. Bytes are a record if their ID, length and CRC fit; a position alone proves nothing.
-    2. After a hole, the first record at the position that the index states is preferred to earlier
-       candidates, unless such a candidate leads to it, record by record. A misdirected write leaves
-       valid records in wrong places, and the data of a record may contain others.
-    3. Where nothing is truncated, bytes that the disk cannot read are a hole like any other
-       (`PartlyReadableFile`), provided that the index can be read: a candidate after the hole may
-       be inside a record's data.
+    1. Bytes are a record if their ID, length and CRC fit. The position alone proves nothing.
+    2. After a hole there may be several candidates for the next record: a misdirected write leaves
+       valid records in wrong places, and the data of a record may contain others. The search
+       prefers the first record at the position that the index states. Exception: an earlier
+       candidate from which records lead to that position one by one.
+    3. When nothing is to be truncated, bytes that the disk cannot read count as a hole like any
+       other (`PartlyReadableFile`), if the index can be read. Without the index, a candidate after
+       the hole may be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -183,7 +184,7 @@ class HoleSearch:
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # Their block of the index was abandoned (file_system.py, rule 8).
-                raise ReadFailed(f"cannot read record {hole} or the index after it")
+                raise ReadFailed(f"cannot read record {hole}, nor the index entries after it")
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:

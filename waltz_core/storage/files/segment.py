@@ -1,17 +1,19 @@
 """One segment: records back to back in a `.seg` file, with its `.idx` and `.chn`.
 
-It knows the layout of records in one file, and how to distinguish a torn tail from damage. It knows
-nothing of sessions, marks and other segments.
+This file knows the layout of records in one segment, and distinguishes a torn tail from damage. It
+knows nothing about sessions, marks and other segments.
 
 Rules:
-    1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
+    1. A segment exists when its `.seg` file has its final name; `.idx` and `.chn` get theirs
+       before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are no record are a torn tail only if nothing at or above them was known to be
-       synced. The acked marker, a later segment and a later batch's entry show what was synced.
-       Other bytes that are no record are damage, and stay (docs/design/correctness.md 2.5). A crash
-       may leave any sectors of unsynced data, so a valid record after torn ones proves nothing.
-    4. Damaged IDs keep their place in the index, so that the bytes can be filled in again. The
-       index is used first to find where they end (record_search.py).
+    3. Bytes that are not a record are a torn tail only if nothing at or after them was known to be
+       synced. The acked marker, a later segment and the entry of a later batch show what was
+       synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5). A crash
+       may leave any sectors of unsynced data, so a valid record after torn ones does not show that
+       they were synced.
+    4. Damaged records keep their place in the index, so that a repair can write them there. To find
+       where they end, the index is used first (`record_search.py`).
 """
 
 from collections.abc import Sequence
@@ -123,8 +125,9 @@ class Segment:
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(
-                    f"{path}: expected partition {partition_id} from ID {first} of cluster "
-                    f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                    f"{path}: expected a segment of partition {partition_id} from "
+                    f"transaction {first} on, of cluster {cluster_key.hex()}; found partition "
+                    f"{header.partition_id} from {header.first} on, of cluster "
                     f"{header.cluster_key.hex()}"
                 )
             segment = cls(disk, directory, header)
@@ -153,7 +156,7 @@ class Segment:
         lineage = LineageFile.open(self._disk, self._path(".chn"))
         if lineage.segment[1:] != self._header[1:]:
             lineage.close()
-            raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+            raise BadFormat(f"{self._path('.chn')} belongs to another segment")
         return lineage
 
     def _open_index(self) -> File:
@@ -405,7 +408,9 @@ class Segment:
             or offsets[-1] > self.size_bytes
             or not _is_rising(offsets)
         ):
-            raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
+            raise ChecksumMismatch(
+                f"{self._path('.idx')}: the index is wrong from record {first} on"
+            )
         return offsets
 
     def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
@@ -515,8 +520,9 @@ class Segment:
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:
             raise MissingSegment(
-                f"{self._path('.seg')}: found no records from ID {hole.first} to {hole.last}: "
-                f"expected at most {HOLE_IDS_MAX} missing records before the next segment"
+                f"{self._path('.seg')}: found no records with IDs {hole.first} to "
+                f"{hole.last}: expected at most {HOLE_IDS_MAX} missing records before the "
+                "next segment"
             )
         pieces = [
             (at, min(_PIECE_IDS, position + count - at))

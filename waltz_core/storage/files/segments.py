@@ -1,15 +1,17 @@
-"""The segments of one partition as one run of records and one run of batches.
+"""The segments of one partition, joined into one sequence of records and one of batches.
 
-A batch, a read or a truncation may cross the border between two files. This class handles the
+A batch, a read or a truncation may cross the border between two segments. This class handles the
 borders, so that neither the log above nor the segment below has to.
 
 Rules:
-    1. Segment i ends where segment i+1 begins; the first begins at or before the first record after
-       the start; there is always one.
+    1. Segment i ends where segment i+1 begins. The first segment begins at or before the first
+       record of the log. There is always at least one.
     2. A batch's entry is in the segment of its last record.
-    3. Segments are made at the end. A truncation removes them from the end, newest first.
-    4. The log begins after its start, a batch end. Segments that end at or before the start are
-       removed, oldest first; older records of the oldest one that stays are not used any more.
+    3. New segments are added at the end. A truncation removes segments from the end, the newest
+       first.
+    4. The log begins after its start, which is the end of a batch. Segments that end at or before
+       the start are removed, the oldest first. The oldest remaining segment may have records at or
+       before the start; they are not used any more.
 """
 
 from bisect import bisect_right
@@ -313,8 +315,8 @@ class Segments:
             # Only the next opening can find the end of the log: it trims the lineage file, and the
             # replica is then suspect.
             raise ChecksumMismatch(
-                f"the last {high - low} of {high} batches of the segment from ID "
-                f"{self.all[index].first} cannot be read"
+                f"the last {high - low} of {high} batch entries of the segment that begins "
+                f"with transaction {self.all[index].first} cannot be read"
             )
         after = lineage.entry(high)
         before = self._entry_before(index, low)
@@ -509,9 +511,8 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
-                f"expected the batch after {before.first}..{before.last} to begin at "
-                f"{before.last + 1}, "
-                f"found {after.first}..{after.last}"
+                f"expected a batch that begins at transaction {before.last + 1}, after batch "
+                f"{before.first}..{before.last}, found {after.first}..{after.last}"
             )
     return entries
 

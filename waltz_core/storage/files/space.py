@@ -1,22 +1,23 @@
-"""Room on a disk: how much of it is reserved, and when appends are rejected.
+"""Space on a disk: how much of it is reserved, and when appends are rejected.
 
-A full disk must not prevent truncations and repairs. So appends never get the last of the disk, and
-this class alone decides whether there is room.
+A full disk must not prevent truncations and repairs. So appends never get the last part of the
+disk. Only this class decides whether there is space.
 
 Rules (docs/design/correctness.md 2.4, row 9):
-    1. The reserve file holds room for truncation, repair, marks and slots. It is released when one
-       of them finds no room, and filled again as soon as there is enough.
-    2. An append is rejected before it writes anything, unless there is room for it in addition to
-       the whole reserve. The error states how much was free. A copy to the end of a log counts as
-       an append, as its size is not limited.
-    3. Reading needs no room.
-    4. The disk is not queried for every append: half of the spare room, and at most
-       `SPARE_BYTES_MAX`, is written before the next query. If another process fills the disk
-       meanwhile, a write fails and is reported as having found no room (`lacked`).
-    5. One thread at a time: otherwise the reserve might be released while another thread fills it,
-       and count as kept.
-    6. The rate at which the disk fills is that of the last day: an average since the start would
-       include the time before old segments were removed.
+    1. The reserve is a file whose space serves truncation, repair, marks and slots. When one of
+       them finds no space, the file is released; it is filled again as soon as there is enough
+       space.
+    2. An append is rejected before it writes anything, unless there is space for it in addition to
+       the whole reserve. The error states how much was free. A copy of records to the end of a log
+       counts as an append, since its size is not limited.
+    3. Reading needs no space.
+    4. The free space is not queried for every append, but after half of the available space, and at
+       most `SPARE_BYTES_MAX`, was written. If another process fills the disk meanwhile, a write
+       fails and reports that there was no space (`lacked`).
+    5. Only one thread at a time may change the reserve: otherwise one thread might release it while
+       another fills it, and it would count as filled.
+    6. The rate at which the disk fills is measured over the last day: an average since the start
+       would include the time before old segments were removed.
 """
 
 import threading
@@ -84,8 +85,8 @@ class DiskSpace:
         if self.is_short:
             self._wanted_bytes = size
             raise NoSpace(
-                f"{self._directory}: the disk is full: expected {wanted} bytes for an append "
-                f"and the reserve, found {free} free"
+                f"{self._directory}: the disk is full: an append and the reserve need "
+                f"{wanted} bytes, and {free} are free"
             )
 
     def check_files_fit(self) -> None:
@@ -97,8 +98,8 @@ class DiskSpace:
         free = self.free_bytes()
         if free < FILES_BYTES:
             raise NoSpace(
-                f"{self._directory}: the disk is full: expected {FILES_BYTES} bytes for new files, "
-                f"found {free} free"
+                f"{self._directory}: the disk is full: new files need {FILES_BYTES} bytes, "
+                f"and {free} are free"
             )
 
     def note_shortage(self, size: int) -> None:

@@ -1,11 +1,11 @@
-"""Work of the archive on a log: reads of ranges that are archived, and removal of old segments.
+"""Work on a log for the archive: reads of ranges to archive, and removal of old segments.
 
 Each piece is short, so that other work of the partition runs between them.
 
 Rules (docs/decisions/047):
-    1. Only whole batches are returned, from the first ID on, with the expected chain before them.
-    2. A range with reconstructed batches or damage is an error: another replica may have it (AR 1).
-    3. A piece removes one segment at most, and `PartitionLog.remove_oldest` checks whether it may.
+    1. A read returns only whole batches, from the first ID on, with the expected chain before them.
+    2. A range with reconstructed batches or damage is an error; another replica may have it (AR 1).
+    3. A piece removes one segment at most. `PartitionLog.remove_oldest` checks whether it may.
 """
 
 from typing import Final, NamedTuple
@@ -99,17 +99,18 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     if last < piece.first:
         return ArchiveRead()
     read = log.read_range(piece.first, last, PIECE_BYTES_MAX, whole_batches=True)
-    where = f"partition {log.partition_id}: batches from {piece.first} on"
+    where = f"partition {log.partition_id}: batches from transaction {piece.first} on"
     expected = read.chain_before if piece.chain_before is None else piece.chain_before
     if read.chain_before != expected:
         raise BadRequest(
-            f"{where}: expected the chain {expected.hex()} before them, "
-            f"found {read.chain_before.hex()}"
+            f"{where}: expected chain hash {expected.hex()} before them, found "
+            f"{read.chain_before.hex()}"
         )
     if any(each.session_id == RECONSTRUCTED for each in read.entries):
         raise BadRequest(
-            f"{where}: expected batches with their original session and chain, found reconstructed "
-            "ones (their entries were damaged)"
+            f"{where}: cannot be archived from this replica, because their original session "
+            "and chain hash are lost: the entries of the batches were damaged and "
+            "reconstructed"
         )
     end, stamp_ms = read.entries[-1].last, read.entries[0].stamp_ms
     age_ms, unarchived = log.clock_ms() - stamp_ms, UNARCHIVED_UNKNOWN

@@ -1,31 +1,34 @@
-"""Records that stay on the disk after the end that the log reports.
+"""Covered records: they stay on the disk after the end that the log reports.
 
-Waltz 0.13 writes records without batches. An opening adopts them: it makes batches from their IDs
-(`log_recovery.py`, rule 4). Replicas that were not in sync when 0.13 stopped can have the same
-records in different batches. An owner then sees different chains, and truncates the log to the last
-batch end that both have, and copies from there. If the records were truncated, a trusted replica
-would end below what it has acknowledged, and a second owner might decide by it before they are
-copied.
+Waltz 0.13 writes records without batches. When this version opens such a log, it adopts the
+records: it creates batches from their IDs (`log_recovery.py`, rule 4). If replicas were not in sync
+when 0.13 stopped, they may have the same records in different batches. An owner then sees different
+chains. It truncates the log of one replica to the last batch end that both have, and copies from
+there.
 
-So the records stay, and are covered: the log reports the end that the truncation requested.
-Appended records are compared with those on the disk. As long as they are equal, only batches are
-written.
+If this truncation removed the records, a trusted replica would end below what it has acknowledged.
+Before they are copied, a second owner might use the shorter log to decide.
+
+So the records stay on the disk, and the log reports the end that the truncation requested: the
+records after it are *covered*. Appended records are compared with covered ones. While they are
+equal, only batches are written.
 
 Rules (decision 043):
-    1. A truncation covers records if the newest batch was adopted. The confirmed mark does not bind
-       an owner then: 0.13 set it for records, not for batches (`mark_confirmed` of PREPARED). A
-       truncation also covers where a 0.13 server set the last mark through an earlier version of
-       this storage (`log_recovery.py`, rule 4): another replica may have the same records in
-       adopted batches.
-    2. Before a batch is dropped it is durable that there are records without batches (`UNBATCHED`
-       in the acked marker). The next opening, or the next session's PREPARE, makes batches for
-       them, and nothing is covered any more.
-    3. Records are truncated when others take their place, or when the decided mark is below them.
-       Never below the confirmed mark.
-    4. When every remaining record has its batch, the log is like any other, and that is durable.
-    5. A log that does not reach the mark of its last session reports no session in PREPARED: 0.13
-       sets its mark before it has filled the log up, so the log is unknown, not short.
-    6. Damage is like the records that it was: it stays, and is repaired later.
+    1. A truncation covers records if the newest batch was adopted. Then the confirmed mark does not
+       limit the truncation: 0.13 set this mark for records, not for batches (`mark_confirmed` of
+       PREPARED). A truncation also covers records if a 0.13 server set the last mark through an
+       earlier version of this storage (`log_recovery.py`, rule 4): another replica may have the
+       same records in adopted batches.
+    2. Before a batch is dropped, the log durably states that it has records without batches
+       (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
+       batches for them, and then no record is covered any more.
+    3. Covered records are truncated when other records take their place, or when the decided mark
+       is below them, but never below the confirmed mark.
+    4. When every remaining record has its batch, the log is like any other; this state is made
+       durable.
+    5. A log that does not reach the mark of its last session reports no session in PREPARED. 0.13
+       sets its mark before it has completed the log, so such a log proves nothing about its end.
+    6. Damaged records are handled like the others: they stay, and are repaired later.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,8 +87,8 @@ class Cover:
             files.use(*self._reopen())
         except WaltzError as error:
             raise DiskFailed(
-                f"partition {files.partition_id}: cannot write batches for records without one: "
-                f"{error}"
+                f"partition {files.partition_id}: cannot write batches for records of Waltz "
+                f"0.13: {error}"
             ) from error
 
     def cover(self, last: TransactionId) -> None:
@@ -149,8 +152,9 @@ class Cover:
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
         if end < min(low_water_mark, files.segments.last_id):
             raise DataLoss(
-                f"partition {files.partition_id}: the records after {end} differ from the decided "
-                f"ones, although they are below the low-water mark {low_water_mark}"
+                f"partition {files.partition_id}: the records after {end} differ from those "
+                "of the decided log, although they are below the low-water mark "
+                f"{low_water_mark}"
             )
         files.sync()
         files.covered_end = None

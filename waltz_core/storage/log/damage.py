@@ -3,14 +3,16 @@
 Only this code changes bytes below the low-water mark.
 
 Rules:
-    1. A hole is filled from its beginning, so that the rest of it is still one range.
+    1. A damaged range is repaired from its beginning, so that the rest of it is still one range.
     2. Only records that are valid by themselves are written, and only into known damage.
-    3. The damage is removed from the slot last, after the chain of each batch that is whole again
-       was verified: a record with the right ID may belong to another history. If this reveals that
-       a neighboring record is wrong, that record is noted as damaged, and the repair is kept.
-    4. Where the entry of one batch cannot be read either, the repair must send the records of this
-       batch, then those of the next: together they prove, by the next batch's chain, what the entry
-       was. Nothing proves several lost entries, or the last of a segment: the repair is rejected.
+    3. The damage is removed from the slot last. Before that, the chain of each batch that is whole
+       again is verified, because a record with the right ID may belong to another history. If this
+       shows that a neighboring record is wrong, that record is noted as damaged, and the repair is
+       kept.
+    4. If the entry of a batch cannot be read either, the repair must send the records of this batch
+       and then those of the next one. The chain of the next batch then proves what the lost entry
+       was. If several entries in a row are lost, or the last one of a segment, nothing proves them,
+       and the repair is rejected.
 """
 
 from collections.abc import Sequence
@@ -47,13 +49,15 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected IDs that start with a damaged range and end "
-            f"in it, found {first}..{last}; damaged are {ranges_text(slot.damaged) or 'none'}"
+            f"partition {slot.partition_id}: expected records for a damaged range, from its "
+            f"start on, found {first}..{last}; the damaged ranges are "
+            f"{ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_wrong(records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
-            f"partition {slot.partition_id}: record {first + bad} is damaged or has another ID"
+            f"partition {slot.partition_id}: the copy of record {first + bad} is damaged or "
+            "has another transaction ID"
         )
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
@@ -78,6 +82,6 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
             raise ChecksumMismatch(
-                f"records {filled.first}..{filled.last} do not match the chain after the "
-                f"unreadable batch entry in {lost.ids.first}..{lost.ids.last}"
+                f"records {filled.first}..{filled.last} do not match the chain hash after "
+                f"the unreadable batch entry in {lost.ids.first}..{lost.ids.last}"
             )

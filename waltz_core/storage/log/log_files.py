@@ -5,18 +5,19 @@ of the log, which is before the end of the records while records are covered (`c
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
-    2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
-       batches and index are synced: at each roll, or a second after the last sync that it lacks;
-       the service moves it when the log is idle. A log that ends below its marker is suspect [2].
-    3. A failed write or sync is final for its file: unsynced records are truncated, and the log
-       continues in a new segment when a session prepares it again. When the truncation or a slot
-       fails too, the log rejects all calls until it is opened again [7].
-    4. A truncation writes its intent first. If it finds no room, the same call or the next opening
-       finishes it [9, 12].
-    5. Files that were deleted or replaced under this process are not used again: what they
-       acknowledge would be lost, and the new ones may lack a promise.
-    6. A new start is durable in both slots before older segments are removed: with one that is
-       older than the segments, the log could not be opened.
+    2. The acked marker is the ID at the end of a batch, with the chain there. It moves when
+       records, batches and index up to it are synced: when a segment is full, or a second after a
+       sync; when the log is idle, the service moves it. A log that ends below its marker is suspect
+       [2].
+    3. A failed write or sync is final for its file: unsynced records are truncated, and when a
+       session prepares the log again, it continues in a new segment. If the truncation or a slot
+       fails, too, the log rejects all calls until it is opened again [7].
+    4. A truncation writes its intent first. If it finds no space, a repeated call or the next
+       opening finishes it [9, 12].
+    5. If files were deleted or replaced while this process had them open, they are not used any
+       more: appends to the deleted files would be lost, and the new files may lack a promise.
+    6. A new start of the log is durable in both slots before older segments are removed. If a slot
+       had a start older than the remaining segments, the log could not be opened.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +235,9 @@ class LogFiles:
             self.is_half_truncated = isinstance(error, NoSpace) and not was_half_truncated
             if self.is_half_truncated:
                 raise
-            raise DiskFailed(f"partition {self.partition_id}: cannot truncate: {error}") from error
+            raise DiskFailed(
+                f"partition {self.partition_id}: cannot truncate the log: {error}"
+            ) from error
         self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last_id
@@ -256,7 +259,7 @@ class LogFiles:
             self.segments.begin_after(start, self._settings.now_ms())
         except (DiskFailed, NoSpace) as error:
             raise self.broken(
-                f"the log cannot begin after {start.transaction_id}: {error}"
+                f"cannot remove the log before transaction {start.transaction_id}: {error}"
             ) from error
         if self.synced_max < start.transaction_id:
             self.synced_max, self.chain = start
@@ -272,8 +275,8 @@ class LogFiles:
         """Raise DiskFailed after a failure, until a session continues in a new segment."""
         if self.has_failed:
             raise DiskFailed(
-                f"partition {self.partition_id}: a write failed in this session; the log "
-                "accepts no more until the next session"
+                f"partition {self.partition_id}: a write failed in this store session; the "
+                "log accepts no further writes until the next session"
             )
 
     def fail(self) -> None:
@@ -337,8 +340,8 @@ class LogFiles:
         if self.files_error is None and not self.slots.is_in_place():
             self.has_failed = self.is_broken = True
             self.files_error = MissingSegment(
-                f"{self.segments.directory}: expected the directory and the {SLOTS_NAME} that this "
-                "process has opened, found them deleted or replaced"
+                f"{self.segments.directory}: the directory or its {SLOTS_NAME} was deleted or "
+                "replaced while this process used it"
             )
         if self.files_error is not None:
             raise self.files_error

@@ -1,49 +1,52 @@
 """Opens a log: decides which bytes to trust, truncates a torn tail, adopts records of Waltz 0.13.
 
-The order of the steps matters (docs/design/correctness.md 2.5). Only here it is decided
-without a session which bytes of a replica to trust.
+The order of the steps matters (docs/design/correctness.md 2.5). Only this code decides without a
+session which bytes of a replica to trust.
 
 Rules:
     1. The intent of a truncation is carried out before any other check.
-    2. Nothing is ever truncated that is known to have been synced: up to the acked marker, up to
-       the ID that a later batch's entry states, and up to the last batch of the older segments.
-       Wrong bytes there are damage, and missing ones make the replica suspect.
-    3. Above that, a record counts if its batch is whole, its entry is there and the chain matches.
-       A crash may leave any sectors of the rest, which was never acknowledged.
-    4. A directory that Waltz 0.13 has written to since this version did is adopted, and is not
-       suspect: its records get batches of up to 1024 IDs, with the same bounds on all replicas. The
-       sequence in the control file shows it, or the session: a crash may have come between the
-       write of the slot and that of the structure that it names. The same holds for records that
-       an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
-       this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
-       A provisional mark of such a server is kept without session (`covering.py`, rule 1). Bounds
-       follow from IDs and lengths alone, however often the log was opened meanwhile: batches of an
-       earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
-       intent that is older than its writes is dropped, and batches above the mark that the slot has
-       must match the records. So session and mark of 0.13 enter the slot last, when all records
-       have batches. Its records up to the last whole one count as synced: it has no marker.
-    5. Falling back to the older slot may have lost a promise: all sessions up to one above any
-       that the directory has seen are rejected, and the replica is suspect. That is durable before
-       anything else is written, since the next opening may not see that this one fell back. The
-       older slot does not show which program wrote last, either: what looks like a write of 0.13
-       may be one of this version.
-    6. That a replica is suspect is durable before the evidence for it is repaired: otherwise a
-       crash in between would leave files in which nothing is wrong.
-    7. Bytes that a killed process has written can be read but may not be durable: they are synced
-       before they are trusted, names included. Bytes that no marker or entry covers are written
-       again before that sync: after a sync that failed, the page cache shows bytes that the disk
-       does not have, and considers them clean. For an index only the marker counts.
-    8. A directory that is missing or empty although the control file has a session for it has lost
-       its log and its promise: it begins empty and suspect, and rejects sessions as in rule 5.
-       Both are durable with its first slot. (For a log that was deleted on purpose the control file
-       was cleared first, see `removal.py`.)
-    9. Durable bytes are not synced again, as a storage opens a thousand logs: files that
-       this opening has made; records and index up to the marker, which were synced before it; and
-       the slot before anything is changed, as a crash may then return to the older one. Whatever
-       this opening has changed, or no marker or entry covers, is synced.
-   10. The slot has the start of the log before segments at or below it are removed. The opening
-       finishes that removal, oldest first. A log that ends before its start begins after it again,
-       empty and suspect: that is how a replica without these records is reset.
+    2. Bytes that are known to have been synced are never truncated: those up to the acked marker,
+       up to the ID that a later batch's entry states, and up to the last batch of the older
+       segments. If such bytes are wrong, they are damage; if they are missing, the replica is
+       suspect.
+    3. Above that, a record counts if its batch is whole, the batch's entry is there, and the chain
+       matches. The rest was never acknowledged, and a crash may leave any sectors of it.
+    4. If Waltz 0.13 has written to a directory after this version, the records are adopted, and the
+       replica is not suspect. Adopted records get batches of up to 1024 IDs, with the same bounds
+       on all replicas. The sequence in the control file shows that 0.13 has written, or the session
+       does, if a crash came between the write of the slot and that of the control file.
+       The same is done with records that an owner has left without batches (`UNBATCHED`), and with
+       those that an earlier version of this storage took from 0.13 servers. There the slot is the
+       newest state, and its marker is trusted. A provisional mark of such a server is kept without
+       its session (`covering.py`, rule 1).
+       Bounds of adopted batches follow from IDs and lengths alone, however often the log was opened
+       meanwhile. Batches of an earlier adoption with other bounds are created again.
+       0.13 ignores batches and intents. So an intent that is older than its writes is dropped, and
+       batches above the slot's mark must match the records. The session and mark of 0.13 enter the
+       slot last, when all records have batches. 0.13 has no marker: its records up to the last
+       whole one count as synced.
+    5. If only the older slot is valid, a promise may be lost. So the replica is suspect, and
+       rejects all sessions up to one above any that the directory has seen. This is made durable
+       before anything else is written, since the next opening may not see that this one used the
+       older slot. The older slot does not show which version wrote last, either: what looks like a
+       write of 0.13 may be one of this version.
+    6. The state "suspect" is made durable before the evidence for it is repaired. Otherwise a crash
+       in between would leave files in which nothing is wrong.
+    7. Bytes that a killed process has written can be read but may not be durable. They are synced
+       before they are trusted, including file names. Bytes that no marker or entry covers are first
+       written again: after a failed sync, the page cache may have bytes that the disk does not
+       have, and considers them clean. For an index only the marker counts.
+    8. If a directory is missing or empty and the control file has a session for it, the log and its
+       promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
+       are durable with its first slot. (If a log is deleted on purpose, the control file is cleared
+       first, see `removal.py`.)
+    9. Durable bytes are not synced again, since a storage opens a thousand logs. These are: files
+       that this opening has created; records and index up to the marker, which were synced before
+       it; and the slot before anything is changed, as a crash may then return to the older one.
+       Everything that this opening has changed, or that no marker or entry covers, is synced.
+   10. The slot has the start of the log before segments at or below the start are removed. The
+       opening finishes an interrupted removal, oldest first. If a log ends before its start, a
+       reset was interrupted: the log begins after the start, empty and suspect.
 """
 
 from contextlib import suppress
@@ -162,7 +165,9 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
     if disk.exists(directory / SLOTS_NAME):
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
-        raise BadFormat(f"{directory}: expected {SLOTS_NAME} with .chn files, found none")
+        raise BadFormat(
+            f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
+        )
     # A sequence below that in the control file means "adopt", also after a crash on the way.
     slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
@@ -271,8 +276,8 @@ class _Opening:
             self._remove(firsts.pop(0))
         if firsts and firsts[0] > start.transaction_id + 1:
             raise MissingSegment(
-                f"{self._directory}: expected the oldest segment to begin at ID "
-                f"{start.transaction_id + 1} or below, found ID {firsts[0]}"
+                f"{self._directory}: expected that the oldest segment begins at transaction "
+                f"{start.transaction_id + 1} or earlier, found {firsts[0]}"
             )
         # A batch that ends at or before the start may cross the beginning of the oldest segment:
         # then only that segment has the chain before it.

@@ -1,20 +1,22 @@
 """The log of one partition on one replica: its promise, its marks, its records, its damage.
 
-Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs; the
-engine has many of these logs, and the service carries messages to them.
+Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs. The
+engine has many of these logs, and the service carries out requests on them.
 
 Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
-    1. Nothing is answered before it is durable: a promise, a mark, a truncation, a sync.
-    2. A later session fences an earlier one permanently; so does another nonce of the same one
-       [15].
-    3. A low-water mark is stored only where the log ends exactly there; it is provisional until
+    1. A promise, a mark, a truncation or a sync is durable before it is answered.
+    2. A later session fences an earlier one permanently. So does the same session with another
+       nonce [15].
+    3. A low-water mark is stored only where the log ends exactly at it. It is provisional until
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever truncated [15].
-    4. Each batch above the acked marker has a lineage entry; records without one are no part of
+    4. Each batch above the acked marker has a lineage entry. Records without one are not part of
        the log.
-    5. Damaged IDs stay in the log and are known in the slot; reading them is an error [5].
-    6. The log begins after its start, a batch end up to which the archive has every record. The
-       start only rises, never above the confirmed mark, and never within a batch (decision 047).
+    5. Damaged records keep their IDs in the log, and the slot lists them; reading them is an error
+       [5].
+    6. The log begins after its start: the end of a batch up to which the archive has every record.
+       The start only rises. It is never above the confirmed mark, and never within a batch
+       (decision 047).
 """
 
 from collections.abc import Sequence
@@ -251,7 +253,10 @@ class PartitionLog:
             DiskFailed: promise or log could not be made durable.
         """
         if self.is_broken:
-            raise DiskFailed(f"partition {self.partition_id}: failed until it is opened again")
+            raise DiskFailed(
+                f"partition {self.partition_id}: the log has failed and cannot be used until it "
+                "is opened again"
+            )
         if session > self.promised and self.slot.is_unbatched:
             self._cover.make_batches()
         slot = self.slot
@@ -259,8 +264,8 @@ class PartitionLog:
         is_same = promise == slot.promise
         if not is_same and session <= slot.promised:
             raise SessionFenced(
-                f"partition {self.partition_id}: expected a session above {slot.promised}, "
-                f"found {session}",
+                f"partition {self.partition_id}: expected a store session above the promised "
+                f"one, {slot.promised}, found {session}",
                 slot.promised,
             )
         if not is_same:
@@ -286,9 +291,9 @@ class PartitionLog:
         self._check_session(session)
         if (self.max_id, self.synced_max, self.chain) != (mark, mark, chain):
             raise BadRequest(
-                f"partition {self.partition_id}: expected a log that ends at {mark} with chain "
-                f"{chain.hex()}, found {self.max_id}, synced to {self.synced_max}, "
-                f"chain {self.chain.hex()}"
+                f"partition {self.partition_id}: expected a log that ends at transaction "
+                f"{mark} with chain hash {chain.hex()}, found {self.max_id}, synced up to "
+                f"{self.synced_max}, with chain hash {self.chain.hex()}"
             )
         if mark < self.slot.low_water_mark:
             raise DataLoss(
@@ -334,8 +339,9 @@ class PartitionLog:
         self._check_session(session)
         if (self.slot.last_session, self.low_water_mark) != (session, mark):
             raise BadRequest(
-                f"partition {self.partition_id}: expected mark {self.low_water_mark} of session "
-                f"{self.slot.last_session}, found {mark} of {session}"
+                f"partition {self.partition_id}: expected low-water mark "
+                f"{self.low_water_mark} of session {self.slot.last_session}, found {mark} of "
+                f"session {session}"
             )
         self._confirm(session)
         self._engaged = session
@@ -351,8 +357,8 @@ class PartitionLog:
         self._files.check_working()
         if session != self.slot.promised:
             raise SessionFenced(
-                f"partition {self.partition_id}: expected session {self.slot.promised}, "
-                f"found {session}",
+                f"partition {self.partition_id}: expected the promised store session "
+                f"{self.slot.promised}, found {session}",
                 self.slot.promised,
             )
 
@@ -392,8 +398,9 @@ class PartitionLog:
         self._check_session(session)
         if first != self.max_id + 1 or chain_before != self.chain:
             raise BadRequest(
-                f"partition {self.partition_id}: expected an append at {self.max_id + 1} after "
-                f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
+                f"partition {self.partition_id}: expected an append from transaction "
+                f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found one from "
+                f"{first} on, after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
         new = memoryview(records).cast("B")
@@ -436,21 +443,25 @@ class PartitionLog:
             files.truncate(last_to_keep)
             return self.max_id, self.chain
         if files.covered_end is not None and last_to_keep < files.covered_end:
-            raise BadRequest(f"partition {self.partition_id}: expected one truncation per session")
+            raise BadRequest(
+                f"partition {self.partition_id}: expected at most one truncation in a store "
+                "session, found another one"
+            )
         self._check_session(session)
         covers = last_to_keep < self.max_id and self._cover.may_cover()
         if last_to_keep < self.start.transaction_id or (
             last_to_keep < self.slot.low_water_mark and not covers
         ):
             raise DataLoss(
-                f"partition {self.partition_id}: expected to keep at least "
-                f"{self.slot.low_water_mark}, found {last_to_keep}"
+                f"partition {self.partition_id}: cannot truncate after transaction "
+                f"{last_to_keep}, which is below the low-water mark {self.slot.low_water_mark}"
             )
         found = self.chain_at(base) if base <= last_to_keep else None
         if found != base_chain:
             raise BadRequest(
-                f"partition {self.partition_id}: expected chain {base_chain.hex()} at {base}, "
-                f"found {found.hex() if found is not None else 'no batch end there'}"
+                f"partition {self.partition_id}: expected chain hash {base_chain.hex()} at "
+                f"transaction {base}, found "
+                f"{found.hex() if found is not None else 'no batch end there'}"
             )
         if covers:
             self._cover.cover(last_to_keep)
@@ -480,8 +491,9 @@ class PartitionLog:
         files.check_working()
         if self.chain_at(archived.transaction_id) != archived.chain:
             raise BadRequest(
-                f"partition {self.partition_id}: expected chain {archived.chain.hex()} at "
-                f"{archived.transaction_id}, which is archived"
+                f"partition {self.partition_id}: expected chain hash {archived.chain.hex()} "
+                f"at transaction {archived.transaction_id}, up to which the log is archived; "
+                "found another one"
             )
         end = self.removable_end(archived)
         if end is None:
@@ -534,13 +546,14 @@ class PartitionLog:
         slot = self.slot
         if slot.low_water_mark > start.transaction_id and not slot.suspect:
             raise DataLoss(
-                f"partition {self.partition_id}: expected to keep the records up to "
-                f"{slot.low_water_mark}, found a reset to {start.transaction_id}"
+                f"partition {self.partition_id}: cannot begin the log again after "
+                f"transaction {start.transaction_id}: the replica must keep records up to its "
+                f"low-water mark {slot.low_water_mark}"
             )
         if self.max_id >= start.transaction_id:
             raise BadRequest(
-                f"partition {self.partition_id}: expected a log that ends before "
-                f"{start.transaction_id}, found {self.max_id}"
+                f"partition {self.partition_id}: cannot begin the log again after transaction "
+                f"{start.transaction_id}, because it continues to {self.max_id}"
             )
         self._files.count_all()
         mark = max(slot.low_water_mark, start.transaction_id)
@@ -591,8 +604,8 @@ class PartitionLog:
         """Replace damaged records by valid copies, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
             raise BadRequest(
-                f"partition {self.partition_id}: a write failed in this session; the log can be "
-                "repaired in the next session"
+                f"partition {self.partition_id}: a write failed in this store session; the "
+                "log can be repaired in the next session"
             )
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.

@@ -1,17 +1,19 @@
 """Reads a partition's log: returns only verified records, and skips damaged ones.
 
-Reading changes nothing except the known damage, and it is the only way for bytes to leave a log.
+Reading changes nothing except the list of known damage. There is no other way for bytes to leave a
+log.
 
 Rules:
     1. No record is returned that contradicts its own CRC, length or ID.
-    2. Damage that a read finds is noted in the slot, durably, before the read continues.
+    2. Damage that a read finds is noted durably in the slot before the read continues.
     3. A wrong index or batch entry is repaired from its neighbors, once per read.
-    4. A failed disk read is tried once more; if it fails again, the bytes count as wrong, and rules
-       1 to 3 hold for them. Each error is kept until `take_errors` is called.
-    5. A reader on this machine may be given file positions instead. It then does the checks of rule
-       1, and requests wrong records again through the storage (`client/read/local_reader.py`).
-    6. A read that looks for damage first drops the records from the page cache, where they may be
-       right although they are wrong on the disk.
+    4. A failed read of the disk is tried once more. If it fails again, the bytes count as wrong,
+       and rules 1 to 3 apply. Each error is kept until `take_errors` is called.
+    5. A reader on this machine may get file positions instead of records. It then does the checks
+       of rule 1 itself, and requests wrong records again through the storage
+       (`client/read/local_reader.py`).
+    6. A read that looks for damage first drops the records from the page cache, which may have the
+       right bytes although the disk has wrong ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -212,14 +214,14 @@ class LogReader:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
             raise BelowStart(
-                f"partition {self.partition_id}: expected IDs from {start + 1} on, "
-                f"found {first}..{last}",
+                f"partition {self.partition_id}: the requested transactions {first}..{last} "
+                f"are not available: the log of this storage begins at {start + 1}",
                 start + 1,
             )
         if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: expected IDs up to {self._segments.last_id}, "
-                f"found {first}..{last}"
+                f"partition {self.partition_id}: the requested transactions {first}..{last} "
+                f"are not available: the log of this storage ends at {self._segments.last_id}"
             )
 
     def byte_count(self, first: TransactionId, last: TransactionId) -> int:
@@ -236,8 +238,8 @@ class LogReader:
             entry = self._repaired(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
                 raise BadRequest(
-                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
-                    f"found {entry and (entry.first, entry.last)}"
+                    f"partition {self.partition_id}: expected a batch that begins at "
+                    f"transaction {first}, found {entry and (entry.first, entry.last)}"
                 )
             last = entry.last
         for damaged in self._slots.slot.damaged:

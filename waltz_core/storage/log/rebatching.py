@@ -1,15 +1,16 @@
-"""Removes the batches of records that stay, and gives these records other batches.
+"""Replaces the batches of existing records by other batches.
 
-An opening does it to records that Waltz 0.13 has written, and an open log to records of which an
-owner sends the batches. Between the two steps a record has no batch, and that is durable before
-the first of them (`UNBATCHED` in the acked marker, or an opening's own slot).
+An opening does so for records that Waltz 0.13 has written. A running log does so for records whose
+batches an owner sends. Between the removal of the old batches and the new ones, records have no
+batch. This state is made durable first (`UNBATCHED` in the acked marker, or an opening's own slot).
 
 Rules:
     1. A batch's entry is in the segment of its last record, and is durable there on return.
-    2. Batches go newest first, each file durably before the next, and come oldest first: whatever
-       a crash leaves of them is a run from the log's beginning.
-    3. The header of a `.chn` has the chain before its first batch: it is written again when the
-       batches of earlier segments have changed.
+    2. Old batches are removed newest first, each file durably before the next one. New batches are
+       added oldest first. So after a crash, the remaining batches are those from the log's
+       beginning on.
+    3. The header of a `.chn` file has the chain before its first batch. It is written again when
+       the batches of earlier segments have changed.
 """
 
 from collections.abc import Sequence

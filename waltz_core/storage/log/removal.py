@@ -1,18 +1,19 @@
 """Removes a partition's files, in an order that is safe against crashes.
 
-It is the only place where acknowledged data is deleted on purpose. `admin.py` decides whether that
-is allowed; after that the removal cannot be undone.
+Only this code deletes acknowledged data on purpose. `admin.py` decides whether that is allowed;
+after that the removal cannot be undone.
 
-The order: the intent (`waltz-x.wipe`), the control file, the files of the log with the newest
-first, the slots, the intent again. Each step is durable before the next.
+Order of the steps: write the intent (`waltz-x.wipe`); clear the partition in the control file;
+delete the files of the log, the newest first; clear the slots; delete the intent. Each step is
+durable before the next.
 
 Rules:
-    1. Once the intent is durable it is carried out; if the process dies, by the next opening of
-       the directory. Until it is durable, nothing has changed.
+    1. Before the intent is durable, nothing has changed. Once it is durable, the removal is carried
+       out; if the process dies, by the next opening of the directory.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
-    3. A replica that is still held after its log was deleted is suspect and has no mark. So it
-       is never mistaken for one that never had data, or for one that has what it promised. It
-       keeps its promise.
+    3. If a storage still holds a replica after its log was deleted, the replica is suspect, has no
+       mark, and keeps its promise. So it is never mistaken for one that never had data, or for one
+       that still has what it has acknowledged.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 

@@ -1,16 +1,16 @@
-"""Schedules the scrub, which reads logs again to find rot while other replicas can repair it.
+"""Schedules the scrub, which reads logs again to find damage while other replicas can repair it.
 
-It checks no bytes itself; it only schedules reads. `service.py` runs its pieces between the other
-work of a partition.
+This file checks no bytes; it only schedules reads. `service.py` runs the pieces of a scrub between
+the other work of a partition.
 
 Rules:
-    1. One piece at a time in the whole storage, followed by a pause that keeps the rate.
+    1. The whole storage reads one piece at a time. After each piece it pauses to keep the rate.
     2. A partition is read in the order of its IDs, from the first to the last that existed when
        the pass began. Then the next partition has its turn.
     3. An automatic pass begins at least `interval_ms` after the previous one began. A requested
-       pass goes first, and faster; it also runs where automatic passes are switched off.
-    4. The progress of a pass is written to a file now and then. Losing it only costs time: that
-       part is read again.
+       pass has priority and is faster. It also runs if automatic passes are disabled.
+    4. The progress of a pass is written to a file from time to time. If it is lost, a part is read
+       again.
 """
 
 from collections.abc import Iterable, Mapping

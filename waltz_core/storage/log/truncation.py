@@ -1,14 +1,15 @@
-"""A truncation: first the intent, then the change of the files, then the slot.
+"""A truncation: writes first the intent, then changes the files, then writes the slot.
 
-A session begins it and the next opening may finish it; both must lead to the same log.
+A session begins a truncation, and the next opening may have to finish it. Both must lead to the
+same log.
 
 Rules:
     1. The intent is durable in the slot before anything is truncated. From then on the truncation
-       is carried out, if need be by the next opening of the log.
-    2. Each step may be repeated: a step that found no room is repeated when there is more.
-    3. A batch that is truncated in its middle keeps its beginning, as a batch with its own chain.
-       That is part of the intent: once the truncation is made, the records to compute it from may
-       no longer exist.
+       is carried out, if necessary by the next opening of the log.
+    2. Each step may be repeated: a step that found no space is repeated when there is more.
+    3. If a batch is truncated in its middle, its beginning stays as a batch with its own chain. The
+       intent contains this chain: after the truncation, the records to compute it from may no
+       longer exist.
 """
 
 from dataclasses import replace
@@ -51,7 +52,8 @@ def truncation_of(
     crcs = segments.record_crcs(entry.first, last_to_keep)
     if crcs is None:
         raise ChecksumMismatch(
-            f"records {entry.first}..{last_to_keep}: expected to truncate a batch that can be read"
+            f"records {entry.first}..{last_to_keep}: cannot shorten their batch, because it "
+            "cannot be read"
         )
     shortened = entry._replace(
         last=last_to_keep,

@@ -1,14 +1,14 @@
 """The administration port: accepts connections and carries out tasks.
 
-It carries out the effects of `admin.py`, separate from the path of transactions: it delays no
-append and no read, except where a partition is taken out of service on purpose.
+This code carries out the effects of `admin.py`, separately from the path of transactions. It delays
+no append and no read, except when a partition is taken out of service on purpose.
 
 Rules:
-    1. Every task has one outcome; only bugs raise, and end the process.
-    2. A served partition is read through the service, in turn with its other work; any other task
-       takes it out of service first (`serving.py`, rule 3).
-    3. With an audit log, a request begins when its line is written, and has a line with its
-       outcome, also if its connection is closed before its answer.
+    1. Every task has one outcome. Only a bug raises an exception, which ends the process.
+    2. A task that reads a served partition goes through the service, in turn with the partition's
+       other work. Any other task takes the partition out of service first (`serving.py`, rule 3).
+    3. With an audit log, a request begins only when its line is written. It also has a line with
+       its outcome, even if its connection is closed before the answer.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class AdminPort:
         listener = await listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
-        _log.info("storage.admin_port address=%s", f"{host}:{listener.port}")
+        _log.info("storage.admin_ready address=%s", f"{host}:{listener.port}")
         return listener
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class AdminPort:
         self._driver.stop()
         audited, self._audited = self._audited, {}
         for each in audited.values():
-            each.end("unknown", "the storage was shut down before the answer")
+            each.end("unknown", "the storage was shut down before it answered")
 
     # ---- connections
 
@@ -140,7 +140,7 @@ class AdminPort:
         """Carry out a request whose line is written, or reject it (rule 3)."""
         link, message = self._links.get(request.connection), request.message
         if link is None or link.is_closed or link.access is None:
-            error = errors.Unavailable("the connection was closed before the request began")
+            error = errors.Unavailable("the connection was closed before the request was started")
         elif link.access.may_begin(error):
             self._driver.post(request)
             return

@@ -1,7 +1,7 @@
 """Repeats reads of the archive that have found damage, so that the doctor sees a repair.
 
-One place for each different error is read again at a time, by the manifest of the present session.
-A read that succeeds ends this error everywhere: it names the file.
+At a time, one place is read again for each different error, with the manifest of the present
+session. If a read succeeds, the error is over for all places, because it names the file.
 """
 
 import asyncio

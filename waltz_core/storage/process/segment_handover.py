@@ -1,11 +1,12 @@
 """Passes the segment files of a storage to readers on its machine (decision 016).
 
 Rules:
-    1. With access control a request must have a ticket that an open connection has received, and
-       this connection must be permitted to read the partition now (decision 048, AC 12). A
-       connection receives its ticket with record locations.
-    2. A ticket has the number of its connection, and a code that only this process can compute. So
-       there is no list of tickets, and no ticket outlives its connection or this process.
+    1. With access control, a request must have a ticket. The ticket belongs to an open connection,
+       which has received it with record locations. That connection must be permitted to read the
+       partition now (decision 048, AC 12).
+    2. A ticket consists of the number of its connection and a code that only this process can
+       compute. So there is no list of tickets, and no ticket is valid after its connection or this
+       process has ended.
 """
 
 import asyncio
@@ -68,7 +69,8 @@ class SegmentHandover:
                 self._check(ticket, partition_id)
             if partition_id not in serving.logs or first < 0:
                 raise UnknownPartition(
-                    f"this storage has no segment from {first} of partition {partition_id}"
+                    f"this storage has no segment of partition {partition_id} that begins at "
+                    f"transaction {first}"
                 )
             path = engine.segment_path(partition_id, first)
             return await loop.run_in_executor(pool, descriptor_for_reader, path)
@@ -91,7 +93,8 @@ class SegmentHandover:
             or not hmac.compare_digest(ticket, self._ticket_of(connection))
         ):
             raise PermissionDenied(
-                f"partition {partition_id}: expected the ticket of an open connection"
+                f"partition {partition_id}: expected the ticket of a connection that is "
+                "open, found another one"
             )
         read = RangeRaw(
             NO_SESSION, -1, partition_id, 0, 0, 0, LOCATIONS, whole_batches=False, reader=True

@@ -1,23 +1,23 @@
 """Decides which partitions a storage serves, following ZooKeeper, with pauses for administration.
 
-Opening, dropping and administering a partition must never happen at once; one lock for each
-partition ensures that.
+Opening, dropping and administering the same partition must never happen at the same time. A lock
+for each partition ensures this.
 
 Rules:
-    1. A partition is served while the replica assignment names this storage for it, and afterwards
-       while its metadata does: the session that drops this storage must first receive its state
-       (docs/design/correctness.md 2.1 C and D). While ZooKeeper is unavailable nothing changes. A
-       partition that cannot be opened (full disk, failing disk, a missing file that an operator
-       must restore) is tried again with a growing pause; where only a restart can help, the
-       process ends.
+    1. A partition is served while the replica assignment names this storage for it. Afterwards, it
+       is served until the partition's metadata no longer names the storage, because the session
+       that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
+       D). While ZooKeeper is unavailable, nothing changes. If a partition cannot be opened (full
+       disk, failing disk, a missing file that an operator must restore), the storage tries again,
+       with growing pauses. If only a restart can help, the process ends.
     2. A partition that was taken offline is not served, whatever ZooKeeper assigns.
-    3. A change of a partition's files needs exclusive use: the partition is dropped first, which
-       ends its session here, and opened again afterwards if it must still be served.
-    4. A partition is dropped when its running work is done. Work that hangs on a disk delays only
-       that partition.
-    5. A partition whose files were deleted or replaced is dropped, and not opened again before an
-       administrator has emptied it (`engine.py`, rule 8). The process ends if the control file was
-       deleted or replaced, too (rule 9 there).
+    3. To change a partition's files, the storage first drops the partition, which ends its session
+       here. It opens the partition again afterwards if it must still be served.
+    4. A partition is dropped when its running work is done. If this work hangs on a disk, only that
+       partition is delayed.
+    5. If the files of a partition were deleted or replaced, it is dropped, and not opened again
+       before an administrator has emptied it (`engine.py`, rule 8). If the control file was deleted
+       or replaced, too, the process ends (rule 9 there).
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class Serving:
         """Take a new replica assignment from ZooKeeper."""
         own_partitions = assignments.partitions.get(self.address)
         if own_partitions is None:
-            _log.warning("storage.not_assigned address=%s", self.address)
+            _log.warning("storage.not_in_cluster address=%s", self.address)
         count_max = self._engine.partition_count
         self._assigned = tuple(
             sorted(each for each in own_partitions or () if 0 <= each < count_max)
@@ -249,7 +249,8 @@ class Serving:
             if isinstance(log, errors.WaltzError):
                 self._report(
                     Report(
-                        "storage.partition_rejected", (("partition", partition_id), ("error", log))
+                        "storage.partition_open_failed",
+                        (("partition", partition_id), ("error", log)),
                     )
                 )
                 if self._engine.has_failed:
@@ -271,7 +272,7 @@ class Serving:
         del self._dropping[partition_id]
         del self.logs[partition_id]
         self._on_dropped(partition_id)
-        _log.info("storage.partition_dropped partition=%s", partition_id)
+        _log.info("storage.partition_closed partition=%s", partition_id)
 
     def idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work."""

@@ -1,21 +1,24 @@
-"""The storage process: its directory, its ports, its partitions, its shutdown.
+"""The storage process: its directory, its ports, its partitions, and its shutdown.
 
-Only here the service meets sockets, threads and ZooKeeper; `service.py` decides on all answers.
+Only this file connects the service with sockets, threads and ZooKeeper; `service.py` decides on all
+answers.
 
 Rules:
-    1. The directory is open, and this storage registered for its address, before any partition is
-       served.
+    1. Before any partition is served, the directory is open, and this storage is registered for its
+       address.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
-    3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-       Uploads to the archive and collections have one thread of their own, and reads from it have
-       others. They are not waited for at the end: a call of the object store may hang.
+    3. Calls of the engine run in a small pool of threads, one at a time for a partition. Uploads to
+       the archive and collections have one thread of their own, and reads from the archive have
+       others. The process does not wait for them at its end, because a call of the object store may
+       hang.
     4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
        error that the partition is not here, and would retry only after a long pause.
-    5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
-       failure of the disk the directory is left as it is. The same holds if running work does not
-       end in time, or a file is changed by a call whose caller was cancelled: then files and locks
-       are released with the process, so that the next one cannot start while it still runs. A disk
-       that hangs does not keep the process from ending.
+    5. At the end the process stops reading requests, finishes running work, syncs, and marks the
+       directory as clean. In three cases it leaves the directory as it is: after a failure of the
+       disk, if running work does not end in time, and if a cancelled caller's call still changes a
+       file. Then files and locks are released when the process ends, so that the next process
+       cannot start while this one still runs. A disk that hangs does not keep the process from
+       ending.
 """
 
 import asyncio
@@ -91,7 +94,7 @@ LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
     "storage.disk_full": logging.WARNING,
     "storage.files_replaced": logging.WARNING,
-    "storage.partition_rejected": logging.WARNING,
+    "storage.partition_open_failed": logging.WARNING,
     "storage.read_failed": logging.WARNING,
     "storage.reserve_released": logging.WARNING,
     "storage.damage_found": logging.WARNING,
@@ -99,7 +102,7 @@ LEVELS: Final = {
     "storage.archive_failed": logging.WARNING,
     "storage.archive_read_failed": logging.WARNING,
     "storage.archive_stalled": logging.WARNING,
-    "storage.collection_failed": logging.WARNING,
+    "storage.garbage_collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
     "storage.disk_has_space": logging.INFO,
@@ -124,7 +127,10 @@ class StaticCluster:
 def run(config: StorageConfig) -> None:
     """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
     if not __debug__:
-        raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
+        raise errors.BadConfig(
+            "the storage does not run under `python -O`, because it relies on its assertions. "
+            "Hint: run it without -O"
+        )
     net.run(serve(config, on_ready=_print_ready))
 
 
@@ -318,7 +324,7 @@ class StorageDaemon:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
-                _log.info("storage.ended address=%s", self.address)
+                _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
         self, engine: Engine, machine: StorageService, serving: Serving
@@ -422,10 +428,11 @@ class StorageDaemon:
         )
         if registered != own_id:
             raise errors.StorageIdMismatch(
-                f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount the "
-                f"right disk, or run `waltz-core cluster replace-storage {self.address} "
-                f"{self.address}` to let an empty directory take its place."
+                f"ZooKeeper has storage ID {registered} for {self.address}, but the "
+                f"directory {self._config.directory} belongs to storage {own_id}. Hint: mount "
+                f"the right disk, or run `waltz-core cluster replace-storage {self.address} "
+                f"{self.address}` to let a storage with an empty directory replace the "
+                "registered one."
             )
 
     async def _follow_assignment(
@@ -767,7 +774,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.close_timed_out what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

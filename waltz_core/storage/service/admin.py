@@ -1,27 +1,28 @@
-"""The administration of a storage as a machine: requests of A in, answers and tasks out.
+"""The administration of a storage as a state machine: requests in, answers and tasks out.
 
-It decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper, so
-that tests can cover every case. `admin_port.py` carries the decisions out, on disk through
+This code decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper,
+so that tests can cover every case. `admin_port.py` carries the decisions out on the disk, through
 `engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
 generator that yields tasks and returns its answer.
 
 Rules:
-    1. Changes are made one at a time, in the order of arrival, over all connections. Queries do not
+    1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
        wait for them.
-    2. A replica that the last session counts on (ZooKeeper records it as engaged) is removed or
-       emptied only with `is_forced`. One that ZooKeeper assigns to this storage is never removed:
-       it would be created again at once, empty. ZooKeeper is queried each time.
-    3. Nothing is copied to a partition that is online, and nothing above the confirmed low-water
-       mark is returned for copying: only settled records may make a log longer.
-    4. A request for several partitions ends at the first that is rejected; the error states which
-       are done.
-    5. Nothing is answered as done before it is durable. A change that was begun is carried out even
-       if the client has disconnected (but see rule 6).
+    2. If the last session counts on a replica (ZooKeeper records it as engaged), the replica is
+       removed or emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, it
+       is never removed: the storage would create it again at once, empty. ZooKeeper is queried each
+       time.
+    3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
+       of the source: only settled records may make a log longer.
+    4. A request for several partitions ends at the first one that is rejected. The error lists
+       those that are done.
+    5. A change is durable before it is answered. Once begun, a change is carried out even if the
+       client has disconnected (but see rule 6).
     6. With access control, the end of a connection ends its requests, because a revocation may have
-       closed it: those that wait are dropped, and one that has begun ends after its current task.
-    7. A peer of version 0 gets errors in the form of Waltz 0.13: as a text.
+       closed it. Waiting requests are dropped, and a running one ends after its current task.
+    7. A peer with version A 0 gets errors in the form of Waltz 0.13: as a text.
 """
 
 import json
@@ -207,7 +208,12 @@ class AdminService:
 
     def _receive(self, request: AdminRequest) -> None:
         if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
-            self._reject(request, Overloaded(f"{WAITING_MAX} requests are waiting already"))
+            self._reject(
+                request,
+                Overloaded(
+                    f"{WAITING_MAX} administration requests are waiting already, which is the limit"
+                ),
+            )
         elif not isinstance(request.message, _CHANGES):
             self._begin(request)
         elif self._changing is None:
@@ -244,7 +250,7 @@ class AdminService:
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
-                self._report("storage.administered", request)
+                self._report("storage.admin_request_completed", request)
         except WaltzError as error:
             self._reject(request, error)
         else:
@@ -264,7 +270,7 @@ class AdminService:
         if request.version == 0:  # rule 7
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(SendAdminResponse(request.connection, answer, request.message))
-        self._report("storage.administration_rejected", request, error=text)
+        self._report("storage.admin_request_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
         message = request.message
@@ -282,15 +288,16 @@ class AdminService:
 
     def _reject_kind(self, message: AdminMessage) -> Script:
         yield from ()
-        raise BadRequest(f"a storage does not accept {type(message).__name__}")
+        raise BadRequest(f"a storage does not accept {type(message).__name__} at this port")
 
     def _check_cluster(self, message: wire.CheckCluster) -> Script:
         yield from ()
         expected = (self._identity.cluster_key, self._identity.partition_count)
         if (message.cluster_key, message.partition_count) != expected:
             raise ClusterKeyMismatch(
-                f"expected cluster {expected[0].hex()} with {expected[1]} partitions, "
-                f"found {message.cluster_key.hex()} with {message.partition_count} in the request"
+                "the request is for another cluster: expected cluster key "
+                f"{expected[0].hex()} with {expected[1]} partitions, found "
+                f"{message.cluster_key.hex()} with {message.partition_count}"
             )
         return wire.Done(message.sequence)
 
@@ -326,9 +333,9 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged and quorum_size(state.replica_count) == 1:
                 raise BadRequest(
-                    f"partition {partition_id}: expected another trusted replica, found only this "
-                    f"one engaged in session {state.session_id}. Hint: once it is suspect, no "
-                    "replica proves which appends were acknowledged; use --force to accept that."
+                    f"partition {partition_id}: this is the only replica in sync in store session "
+                    f"{state.session_id}. If it becomes suspect, no replica proves which appends "
+                    "were acknowledged. Hint: use --force to accept that."
                 )
         yield MarkReplicaSuspect(partition_id)
         return wire.Done(message.sequence)
@@ -339,9 +346,9 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged:
                 raise BadRequest(
-                    f"partition {partition_id}: expected a replica that the last session does not "
-                    f"need, found it engaged {_is_engaged_error(state)}. Hint: take it offline "
-                    "first (`storage availability`), so that the others continue without it, or "
+                    f"partition {partition_id}: the last store session needs this replica: "
+                    f"it is in sync {_is_engaged_error(state)}. Hint: take it offline first "
+                    "(`storage availability`), so that the session continues without it, or "
                     "use --force."
                 )
         yield Reseed(partition_id)
@@ -401,8 +408,8 @@ class AdminService:
         state = yield ScrubStatus(partition_id, message.begins)
         if state is None:
             raise BadRequest(
-                f"partition {partition_id}: expected a served partition, found it offline or not "
-                "open. Hint: only served partitions are scrubbed; see `storage list`."
+                f"partition {partition_id} cannot be scrubbed, because it is offline or not "
+                "open. Hint: `storage list` shows the state of each partition."
             )
         assert isinstance(state, ScrubState)
         return wire.ScrubResponse(
@@ -436,7 +443,9 @@ class AdminService:
         partition_id = PartitionId(message.partition_id)
         log = yield from _log_of(partition_id)
         if message.first < 0:
-            raise BadRequest(f"partition {partition_id}: expected an ID, found {message.first}")
+            raise BadRequest(
+                f"partition {partition_id}: expected a transaction ID, found {message.first}"
+            )
         if message.first > log.low_water_mark:
             nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
             return wire.Copy(message.sequence, partition_id, *nothing)
@@ -460,8 +469,8 @@ class AdminService:
         facts = yield from _inspect(partition_id)
         if facts.is_available:
             raise BadRequest(
-                f"partition {partition_id}: expected it to be offline while it receives a copy, "
-                "found it online. Hint: take it offline first (`storage availability`)."
+                f"partition {partition_id} must be offline while it receives a copy, and it "
+                "is online. Hint: take it offline first (`storage availability`)."
             )
         last = yield PutCopy(message)
         assert isinstance(last, int)
@@ -487,7 +496,7 @@ def _for_each(
         except WaltzError as error:
             if not done:
                 raise
-            raise type(error)(f"{error}; done before that: partitions {done}") from error
+            raise type(error)(f"{error}. Partitions already done: {done}") from error
         done.append(partition_id)
 
 
@@ -499,15 +508,15 @@ def _removal(
     state = yield from _zookeeper_state(partition_id)
     if state.is_assigned:
         raise BadRequest(
-            f"partition {partition_id}: expected no assignment to this storage in "
-            "ZooKeeper, found one. Hint: unassign it first, otherwise it is created again at "
-            "once; or use `storage re-seed` to begin this replica again with an empty log."
+            f"partition {partition_id} is assigned to this storage in ZooKeeper, so the "
+            "storage would create it again at once. Hint: remove that assignment first. To "
+            "begin this replica again with an empty log, use `storage re-seed`."
         )
     if state.is_engaged and not is_forced:
         raise BadRequest(
-            f"partition {partition_id}: expected a replica that is not engaged, found it "
-            f"engaged {_is_engaged_error(state)}. Hint: its owner drops it as soon as it can; try "
-            "again, or use --force."
+            f"partition {partition_id} cannot be removed, because the replica is in sync "
+            f"{_is_engaged_error(state)}. Hint: the server that owns the partition drops the "
+            "replica as soon as it can; try again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 
@@ -517,7 +526,10 @@ def _is_engaged_error(state: ZooKeeperState) -> str:
     left, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
-    return f"in session {state.session_id} with {names} (without it {left} are left, {safe})"
+    return (
+        f"in store session {state.session_id} with {names} (without it {left} replicas are left, "
+        f"{safe})"
+    )
 
 
 def _inspect(
@@ -526,16 +538,14 @@ def _inspect(
     facts = yield InspectReplica(partition_id)
     assert isinstance(facts, ReplicaStatus)
     if must_be_held and not facts.is_held:
-        raise BadRequest(
-            f"partition {partition_id}: expected a partition that this storage holds, found none"
-        )
+        raise BadRequest(f"this storage does not have partition {partition_id}")
     return facts
 
 
 def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogFacts]:
     facts = yield from _inspect(partition_id)
     if facts.log is None:
-        raise BadRequest(f"partition {partition_id} cannot be read: {facts.reason}")
+        raise BadRequest(f"the log of partition {partition_id} cannot be read: {facts.reason}")
     return facts.log
 
 

@@ -1,19 +1,20 @@
 """Work on the archive that owners have requested: uploads, expiry and collection of garbage.
 
-A range is read in pieces, then uploaded; so is an object that replaces another one, which must have
-the whole range of that one. `service.py` runs the pieces in the partition's lane, and
-starts the changes of the archive, which block on a thread of their own.
+To archive a range, the storage reads it in pieces, then uploads it. The replacement of an object
+does the same with the whole range of the old object. `service.py` runs the pieces in the
+partition's lane. Changes of the archive block, so they run on a thread of their own.
 
 Rules (docs/decisions/047):
-    1. One job is carried out at a time, and at most one waits for each partition. A new request for
-       a partition replaces an earlier one, which its owner has abandoned.
-    2. A job belongs to a session and its connection. After `forget` its result is not reported; a
-       change that has begun may end, and the files that it writes are garbage.
-    3. While one runs, no other job starts, though its own was forgotten: this bounds memory. Its
-       thread cannot be ended if the store hangs; so `woken` reports it.
-    4. While the work continues, the owners of all jobs are notified of it, at most every
-       `PROGRESS_INTERVAL_MS`. An owner abandons an attempt of which it receives nothing for long.
-    5. With a limit of the rate, reading pauses after each piece. A pause is no lack of progress.
+    1. One job runs at a time, and at most one waits for each partition. A new request for a
+       partition replaces an earlier one, which its owner has abandoned.
+    2. A job belongs to a session and its connection. After `forget`, its result is not reported. A
+       change that has begun may still end; the files that it writes are garbage.
+    3. While a job runs, no other one starts, even if the running one was forgotten: this limits
+       memory. If the store hangs, the thread of the job cannot be ended; so `woken` reports this.
+    4. While the work continues, the owners of all jobs are notified of progress, at most every
+       `PROGRESS_INTERVAL_MS`. If an owner receives no progress for a long time, it abandons its
+       attempt.
+    5. If the rate is limited, reading pauses after each piece. A pause counts as progress.
 """
 
 from collections.abc import Iterator
@@ -173,8 +174,8 @@ class ArchiveJobs:
             raise BadRequest("this storage has no archive configured")
         if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
-                f"partition {message.partition_id}: expected a range to archive, found "
-                f"{message.first}..{message.last}"
+                f"partition {message.partition_id}: expected a range of transactions to "
+                f"archive, found {message.first}..{message.last}"
             )
         job = _Job(connection, nonce, message)
         self.forget(job.partition_id)
@@ -306,7 +307,9 @@ class ArchiveJobs:
         error = ""
         if isinstance(outcome, WaltzError):
             error = str(outcome)[:ERROR_CHARACTERS_MAX]
-            effects.append(Report("storage.collection_failed", (partition, ("error", error))))
+            effects.append(
+                Report("storage.garbage_collection_failed", (partition, ("error", error)))
+            )
         has_more = isinstance(outcome, Collected) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
@@ -379,8 +382,8 @@ def _incomplete(job: _Job, message: ReplaceObject) -> str:
     if last == message.last:
         return ""
     return (
-        f"partition {message.partition_id}: expected whole batches with the IDs "
-        f"{message.first}..{message.last}, found them up to {last}"
+        f"partition {message.partition_id}: expected whole batches with transactions "
+        f"{message.first}..{message.last}, found batches up to {last}"
     )
 
 
@@ -438,7 +441,7 @@ def _range_ended(
     partition = ("partition", message.partition_id)
     failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
     if error and isinstance(message, ReplaceObject):
-        effects.append(Report("storage.replacement_failed", failure))
+        effects.append(Report("storage.object_replacement_failed", failure))
     elif error:
         effects.append(Report("storage.archive_failed", failure))
     if made is None:

@@ -1,21 +1,23 @@
-"""Answers of a storage about records that only the archive has: removed or damaged ones.
+"""Answers a storage's requests for records that only the archive has: removed or damaged ones.
 
 Rules (docs/decisions/047, "Reading"):
-    1. The log is read first. If it has removed the records, or they are damaged, the request goes
-       to the archive, if the session's archived mark covers its beginning.
-    2. The archive is read by the mark and manifest that the session's owner has sent (AR 9), once
-       the log was found to have the mark's chain. Otherwise the archive may be that of another
-       log, as after a rollback of ZooKeeper, and its records must not be returned as this log's.
-    3. The owner's request for whole batches is for a copy, which begins above the archived mark
-       instead (AR 13): it does not go to the archive.
-    4. A request does not wait in its partition's lane meanwhile, and it has its answer even if the
-       session has ended: what is archived does not change.
-    5. An answer ends at the archived mark. Damage that the archive cannot answer stays damage; its
-       error has both reasons.
-    6. At most QUERIES_MAX requests wait for the archive; others are rejected, and may be repeated.
-       They do not count as queued: a store that hangs would stop the owner's connection, too.
-    7. A failure is reported once in `REPORT_INTERVAL_MS`: of a file that is missing or corrupt by
-       its text, which has the file's name, others by their kind, since they concern all files.
+    1. The log is read first. If it has removed the records, or they are damaged, the archive is
+       read, provided that the beginning of the request is at or below the session's archived mark.
+    2. The archive is read with the mark and manifest that the session's owner has sent (AR 9), and
+       only if the log has the mark's chain. Otherwise the archive may belong to another log, as
+       after a rollback of ZooKeeper, and its records must not be returned as those of this log.
+    3. If the owner requests whole batches, it wants to copy them to another replica. Such a copy
+       begins above the archived mark (AR 13), so the archive is not read.
+    4. A request that waits for the archive does not wait in its partition's lane. It is answered
+       even if the session has ended: archived records do not change.
+    5. An answer ends at the archived mark. If local records are damaged and the archive cannot
+       return them, the error is that of the damage, with both reasons.
+    6. At most QUERIES_MAX requests wait for the archive. Others are rejected, and may be repeated.
+       Waiting requests do not count as queued: otherwise a store that hangs would also stop the
+       owner's connection.
+    7. A failure is reported once in `REPORT_INTERVAL_MS`. If a file is missing or corrupt, each
+       different text counts as a failure of its own, because it has the file's name. Other errors
+       are counted by their kind, since they concern all files.
 """
 
 from typing import Final, Protocol
@@ -111,12 +113,15 @@ class ArchiveReads:
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BelowStart):
-            why = "and the owner has not sent the archived mark yet"
+            why = "but the server that owns the partition has not sent the archived mark yet"
             if not self._has_archive:
-                why = "and this storage has no `archive_url`"
-            return ArchiveUnavailable(f"{error}; earlier IDs are in the archive, {why}")
+                why = "but this storage has no setting `archive_url`"
+            return ArchiveUnavailable(f"{error}; earlier transactions are in the archive, {why}")
         if mark is None and self._has_archive and isinstance(message, RangeRaw):
-            why = "the owner has not sent yet whether the archive has these records"
+            why = (
+                "the server that owns the partition has not reported yet whether the archive "
+                "has these records"
+            )
             return ArchiveUnavailable(f"{error}; {why}")
         return error
 
@@ -125,7 +130,8 @@ class ArchiveReads:
             self._count += 1
             return query
         return ArchiveUnavailable(
-            f"{query.error}; {self._count} requests wait for the archive already"
+            f"{query.error}; {self._count} requests already wait for the archive, which is "
+            "the limit"
         )
 
     def answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:

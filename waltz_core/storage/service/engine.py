@@ -1,26 +1,28 @@
 """One storage directory: its identity, its locks, its reserve, and its partitions.
 
-A directory belongs to one process, one cluster and one storage; that is checked before any
-partition is opened.
+A directory belongs to one process, one cluster and one storage. The engine checks this before it
+opens any partition.
 
 Rules:
     1. Locks are taken first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
        file.
-    2. The storage ID is made with the directory and never changes.
-    3. A partition that cannot be opened does not prevent the others from being served; it is in
-       `failed` with its error.
-    4. There is room for truncation, repair and slots when the disk is full (`space.py`).
+    2. The storage ID is created with the directory and never changes.
+    3. If a partition cannot be opened, the others are still served; `failed` has the partition with
+       its error.
+    4. When the disk is full, there is still space for truncation, repair and slots (`space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
        it again. A removal that was begun is finished before anything is opened.
-    6. A greater sequence in the control file than the slot has means that Waltz 0.13 has written to
-       the directory (`format.Slot`). So each write here puts its sequence into the slot first.
-    7. Names are durable before anything in the files is trusted: the process that made them may
-       have been killed before it synced them. One sync covers the directories of all partitions.
-    8. A partition whose files were deleted or replaced while it was open is not opened again by
-       this process, until administration has emptied or removed it: the new files may lack a
+    6. If the control file has a greater sequence than the slot, Waltz 0.13 has written to the
+       directory (`format.Slot`). So each write of this version first puts its sequence into the
+       slot.
+    7. File names are made durable before anything in the files is trusted: the process that created
+       the files may have been killed before it synced them. One sync covers the directories of all
+       partitions.
+    8. If the files of a partition were deleted or replaced while it was open, this process does not
+       open it again until administration has emptied or removed it. The new files may lack a
        promise, which the log that was open still has.
-    9. If the control file itself was deleted or replaced, nothing that is written to it survives
-       a restart: no partition is emptied, and the process ends.
+    9. If the control file itself was deleted or replaced, nothing that is written to it survives a
+       restart. So no partition is emptied, and the process ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -267,10 +269,10 @@ class Engine:
         path = self.directory / CONTROL_NAME
         if self._disk.identity(path) != self._control_identity:
             raise MissingSegment(
-                f"{path}: expected the file that this process has opened, found it deleted or "
-                "replaced; what the storage writes to it would be lost at the next start. Hint: "
-                "unless you can restore the directory, replace the storage by an empty one "
-                "(`waltz-core cluster replace-storage`)."
+                f"{path}: the file was deleted or replaced while this process used it, so "
+                "that writes to it would be lost at the next start. Hint: restore the "
+                "directory, or replace the storage with an empty one (`waltz-core cluster "
+                "replace-storage`)."
             )
 
     @property
@@ -380,14 +382,16 @@ class Engine:
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
             raise BadRequest(  # An append would confirm a mark that may be wrong.
-                f"partition {copy.partition_id}: expected a replica without a provisional mark, "
-                f"found {provisional.low_water_mark} of session {provisional.session_id}"
+                f"partition {copy.partition_id}: cannot receive a copy, because the replica "
+                f"has the provisional low-water mark {provisional.low_water_mark} of session "
+                f"{provisional.session_id}"
             )
         lengths = raw_records.lengths_from_wire(copy.lengths, len(copy.records))
         found = crc32(copy.records)
         if found != copy.records_crc:
             raise ChecksumMismatch(
-                f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
+                f"copied records from {copy.first}: expected CRC {copy.records_crc:08x}, "
+                f"found {found:08x}"
             )
         size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
         self.space.check(size)
@@ -444,9 +448,9 @@ class Engine:
         try:
             if slots.fell_back:
                 raise ReplicaSuspect(
-                    f"partition {partition_id}: expected 2 valid control slots, found 1. Hint: "
-                    "take the partition online first (`storage availability`): it then rejects all "
-                    "sessions that the lost slot may have promised."
+                    f"partition {partition_id}: expected 2 valid control slots, found 1. "
+                    "Hint: take the partition online first (`storage availability`); it then "
+                    "rejects all store sessions that the lost slot may have promised."
                 )
             sequence = self._control.info(partition_id).sequence + 1
             slots.write(replace(slots.slot, old_sequence=sequence))

@@ -1,14 +1,14 @@
 """The queue of one partition's work, and which piece of it is next.
 
-It only orders the work of a storage. `service.py` decides which requests are allowed, and answers
-them.
+A lane only orders work. `service.py` decides which requests are allowed, and answers them.
 
 Rules:
-    1. One piece of work at a time. Reads and writes take turns; each kind is done in its order.
+    1. One piece of work runs at a time. Reads and writes take turns; each kind is done in its
+       order.
     2. Appends that directly follow each other are done together, so that one sync covers them.
-    3. The scrub's piece goes first: it is rare, and in the pauses between its pieces all other
-       work has the partition. Pieces of the archive and of the retention take turns with the
-       requests that wait.
+    3. A piece of the scrub has priority. Such pieces are rare, and between them all other work of
+       the partition continues. Pieces for the archive and the retention take turns with waiting
+       requests.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
-"""The memory of the requests that wait in a storage, and the connections that are not read.
+"""Limits the memory of requests that wait in a storage; above it, connections are not read.
 
 Rules:
-    1. Over the limit, a connection that brings more is not read until half of it is free.
+    1. Above the limit, a connection that sends more is not read until half of the memory is free.
     2. Reads of readers have a limit of their own. Otherwise readers, which may be many tenants,
        could stop the appends and heartbeats of sessions.
 """

@@ -1,14 +1,15 @@
 """Limits the local size and age of the logs: removes old segments that the archive has.
 
-It only chooses. `service.py` runs the pieces in the partitions' lanes, and `PartitionLog` decides
-whether a segment may be removed (rule AR 10 of decision 047).
+This file only chooses segments. `service.py` runs the pieces in the partitions' lanes, and
+`PartitionLog` decides whether a segment may be removed (rule AR 10 of decision 047).
 
 Rules:
     1. A round measures all logs, one after the other. Then segments are removed, one at a time:
-       those over the age first, then those of the largest log while all are over the size.
-    2. The archived mark of a partition is that of the present session, in memory only (AR 9).
-    3. A round begins when a mark was set, and after `INTERVAL_MS`. Without a limit there is none.
-       A mark that is set during a round has its log measured again, and no other.
+       first those over the age limit, then those of the largest log, until all logs together are
+       within the size limit.
+    2. The archived mark of a partition is that of the present session. It is in memory only (AR 9).
+    3. A round begins when a mark was set, and after `INTERVAL_MS`. If no limit is set, there is no
+       round. If a mark is set during a round, only the log of this mark is measured again.
 """
 
 from dataclasses import dataclass

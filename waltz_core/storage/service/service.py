@@ -1,38 +1,41 @@
-"""A storage as a machine: requests of S 1 in, answers out. No sockets, no threads.
+"""A storage as a state machine: requests of servers in, answers out. No sockets, no threads.
 
-The session rules of a storage, and the moment when an answer may leave, decide over acknowledged
-data. As a machine they run in the daemon with threads, and in the simulator without.
+Acknowledged data depends on the session rules of a storage, and on the moment when an answer is
+sent. As a state machine, the same code runs with threads in the daemon, and without them in the
+simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
-piece; its receiver calls `work.run()`, on any thread, and returns the result as `WorkDone`.
-Requests that arrive meanwhile wait; then all waiting appends are written together and synced once
-(group commit). Reads wait in a queue of their own and take turns with them.
+piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Requests
+that arrive meanwhile wait. Then all waiting appends are written together and synced once (group
+commit). Reads wait in a queue of their own, and take turns with appends.
 
 Rules:
-    1. Only PREPARE raises a partition's session. A request that names another session is rejected
-       with the promised one.
-    2. Requests that change a partition, or read it for the owner, must come on the connection that
-       has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as well.
-    3. A later session ends earlier ones at once: their queued requests are rejected, their
-       connections are closed. It counts from its arrival, not from its answer.
+    1. Only PREPARE raises a partition's session. If a request names another session, the storage
+       rejects it, and the error has the promised session.
+    2. A request that changes a partition, or reads it for the owner, must arrive on the connection
+       that has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as
+       well.
+    3. A later session ends earlier ones at once: their queued requests are rejected, and their
+       connections are closed. It counts from the arrival of PREPARE, not from the answer.
     4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while the partition is engaged in the session that
        it names, and only up to the last synced ID.
-    6. After a write or a sync has failed the partition leaves its session. A second failure in the
-       life of the process ends it.
-    7. The queues are bounded: connections that bring more are not read until there is room
+    6. After a failed write or sync the partition leaves its session. After a second failure the
+       process ends.
+    7. The queues are bounded: a connection that sends more is not read until there is space
        (`queue_limits.py`).
-    8. The owner is notified of damage at once, however it was found, so that it can be repaired
-       while other replicas still have the records. The scrub looks for damage between other work.
-    9. While appends are rejected because there is no room, the disk is queried repeatedly.
+    8. The owner is notified of each damage at once, so that it can repair the records while other
+       replicas still have them. The scrub looks for damage between other work.
+    9. While appends are rejected because there is no space, the disk is queried repeatedly.
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
-       has abandoned change nothing; and it is never reported as its own rival.
-   11. A partition whose files were deleted or replaced under this process is not served any more,
-       and not opened again: the new files may lack a promise. The other partitions continue, and it
-       is not a failure of the disk (rule 6).
-   12. The archive is changed for the owner of the session only, by uploads, expiry and collection,
-       and the end is reported to that connection (`archive_jobs.py`). The archived mark of a
-       session ends with it (`retention.py`, `archive_reads.py`).
+       has abandoned change nothing, and an owner's earlier connection is never taken for another
+       owner.
+   11. If the files of a partition were deleted or replaced while it was open, it is not served any
+       more, and not opened again: the new files may lack a promise. The other partitions continue.
+       This is not a failure of the disk (rule 6).
+   12. The storage changes the archive only for the owner of the session (by uploads, expiry and
+       collection), and reports the result on the same connection (`archive_jobs.py`). The archived
+       mark of a session ends with the session (`retention.py`, `archive_reads.py`).
 """
 
 from collections import deque
@@ -374,7 +377,7 @@ class StorageService:
                     _check_owner(lane, request)
                 self._queue(lane, lane.reads, request)
             case _:
-                raise BadRequest(f"a storage does not accept {type(message).__name__}")
+                raise BadRequest(f"a storage does not accept {type(message).__name__} at this port")
 
     def _admit_change(self, request: LaneRequest) -> None:
         message = request.message
@@ -390,33 +393,37 @@ class StorageService:
         self._check_cluster(message.cluster_key, message.partition_count)
         if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
             raise StorageIdMismatch(
-                f"expected storage {message.storage_id.hex()} at this address, "
-                f"found {self._identity.storage_id.hex()}"
+                "the request is for another storage: expected storage ID "
+                f"{message.storage_id.hex()} at this address, found "
+                f"{self._identity.storage_id.hex()}"
             )
         lane = self._lane(message)
         session = SessionId(message.session_id)
         promise = lane.promise
         if not 0 <= session <= promise.session_id + SESSION_JUMP_MAX:
             raise BadRequest(
-                f"session {session}: expected 0 to {promise.session_id + SESSION_JUMP_MAX}"
+                f"partition {message.partition_id}: expected a store session in "
+                f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
         if promise.has_no_owner and session in (promise.seen, promise.session_id):
             # It may be the owner of the session that this replica has seen, and no rival.
             raise ReplicaSuspect(
-                f"partition {message.partition_id}: a control slot was lost, and with it the owner "
-                f"of session {session}; the replica accepts sessions from "
-                f"{promise.session_id + 1} on"
+                f"partition {message.partition_id}: the owner of store session {session} is "
+                "unknown, because a control slot was lost. Hint: the replica accepts "
+                f"sessions from {promise.session_id + 1} on"
             )
         requested = Promise(session, message.nonce)
         if session <= promise.session_id and requested != promise:
             raise SessionFenced(
-                f"partition {message.partition_id}: session {session} rejected: the replica has "
-                f"promised session {promise.session_id} to another owner"
+                f"partition {message.partition_id}: store session {session} is rejected, "
+                f"because the replica has promised session {promise.session_id} to another "
+                "server"
             )
-        why: WaltzError = SessionFenced(f"session {session} was prepared")
+        why: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
         if requested == promise:  # rule 10
             why = ConnectionSuperseded(
-                f"replaced by a later connection of the owner of session {session}"
+                f"a later connection of the same server, for store session {session}, has "
+                "replaced this one"
             )
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
@@ -469,7 +476,7 @@ class StorageService:
         lane = self._lanes.pop(partition_id)
         self._scrub.dropped(partition_id)
         gone = UnknownPartition(
-            f"partition {partition_id} is not assigned to this storage any more, or offline"
+            f"partition {partition_id} was taken offline, or is no longer assigned to this storage"
         )
         self._fence(lane, gone)
         self._retention.dropped(partition_id)
@@ -482,15 +489,16 @@ class StorageService:
         expected = (self._identity.cluster_key, self._identity.partition_count)
         if (cluster_key, partition_count) != expected:
             raise ClusterKeyMismatch(
-                f"expected cluster {expected[0].hex()} with {expected[1]} partitions, "
-                f"found {cluster_key.hex()} with {partition_count} in the request"
+                "the request is for another cluster: expected cluster key "
+                f"{expected[0].hex()} with {expected[1]} partitions, found "
+                f"{cluster_key.hex()} with {partition_count}"
             )
 
     def _lane(self, message: StorageMessage) -> Lane:
         lane = self._lanes.get(PartitionId(message.partition_id))
         if lane is None or lane.has_lost_files:
             raise UnknownPartition(
-                f"partition {message.partition_id} is not assigned to this storage, or offline"
+                f"partition {message.partition_id} is offline, or not assigned to this storage"
             )
         return lane
 
@@ -498,18 +506,19 @@ class StorageService:
         if message.session_id != lane.promise.session_id:
             raise SessionFenced(
                 f"partition {message.partition_id}: {type(message).__name__}: expected the "
-                f"promised session {lane.promise.session_id}, found {message.session_id}"
+                f"promised store session {lane.promise.session_id}, found {message.session_id}"
             )
 
     def _check_reader(self, lane: Lane, request: LaneRequest) -> None:
         """Raise unless the reader may get an answer (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
-            raise BadRequest("expected an OpenRequest before a reader's other requests")
+            raise BadRequest("expected that a reader sends an OpenRequest before other requests")
         self._check_session(lane, message)
         if lane.engaged_session != message.session_id:
             raise NotMounted(
-                f"partition {message.partition_id} is not engaged in session {message.session_id}"
+                f"partition {message.partition_id}: the replica is not in sync in store "
+                f"session {message.session_id}"
             )
 
     # ------------------------------------------------------------------ lanes
@@ -765,7 +774,9 @@ class StorageService:
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater one would look as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
-        self._report("storage.rejected", request=type(message).__name__, error=type(error).__name__)
+        self._report(
+            "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
+        )
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
         self._answer(request, Nack(*_prefix(message), error.code, promised, text, first))
@@ -777,8 +788,8 @@ class StorageService:
 def _check_owner(lane: Lane, request: LaneRequest) -> None:
     if lane.owner != request.connection:
         raise SessionFenced(
-            f"partition {request.message.partition_id}: this connection has not prepared session "
-            f"{request.message.session_id}"
+            f"partition {request.message.partition_id}: this connection has not prepared "
+            f"store session {request.message.session_id}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The effects of a storage's machine (`service.py`).
+"""The effects of a storage's state machine (`service.py`).
 
 The daemon and the simulator carry them out, each in its own way; this file defines what each
 means.

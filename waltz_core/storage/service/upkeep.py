@@ -100,7 +100,7 @@ def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> R
     """Return the state of a replica; raises UnknownPartition if the cluster has none such."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
-    reason = "its log is not open" if error is None else str(error)
+    reason = "the storage has not opened its log" if error is None else str(error)
     return ReplicaStatus(
         is_held=bool(info.flags & FLAG_ASSIGNED),
         is_available=bool(info.flags & FLAG_AVAILABLE),

@@ -1,18 +1,21 @@
 """Pieces of work on one partition: calls of its log, made in sequence, possibly on another thread.
 
 Everything here blocks on the disk, and nothing here decides. `service.py` decides which requests
-are allowed; these functions turn a message into calls of the log, and the results into answers.
+are allowed. These functions carry out a message as calls of the log, and return the results as
+answers.
 
 Rules:
-    1. One outcome for each request, in their order: an answer, or the error.
+    1. Each request has one outcome, in the order of the requests: an answer, or an error.
     2. An append counts as done after the sync that covers it, and never before.
-    3. The bytes of an append are checked against the CRC that they were sent with, in one pass that
-       also serves for the records' own CRCs; records are never processed one by one.
-    4. After a failed append of a group the later ones are rejected with it, as they follow it.
-    5. Appends for which there is no room are rejected before the first is written. Other work that
-       finds no room is repeated with the reserve (`space.py`). A log that could not write the files
-       of a new start would fail until it is opened again, so there must be room before it begins.
-    6. New damage is in the result, whatever the work was.
+    3. One pass over the bytes of an append checks the CRC with which they were sent, and the CRCs
+       of the records. Records are never processed one by one.
+    4. If an append of a group fails, the later ones are rejected with it, because they follow it in
+       the log.
+    5. Appends for which there is no space are rejected before the first byte is written. Other work
+       that finds no space is repeated with the reserve (`space.py`). If a log could not write the
+       files of a new start, it would fail until it is opened again; so the space is checked before
+       it begins.
+    6. If any work finds damage, its result contains it.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
 
@@ -345,8 +348,8 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
     found = crc32(message.records)
     if found != message.records_crc:
         raise ChecksumMismatch(
-            f"{what} from {message.first}: expected CRC {message.records_crc:08x} over "
-            f"{len(message.records)} bytes, found {found:08x}"
+            f"{what} from transaction {message.first} on: expected CRC "
+            f"{message.records_crc:08x} over {len(message.records)} bytes, found {found:08x}"
         )
 
 
@@ -377,7 +380,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
             lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
             log.repair(TransactionId(message.first), lengths, message.records)
         case _:
-            raise BadRequest(f"a storage does not accept {type(message).__name__}")
+            raise BadRequest(f"a storage does not accept {type(message).__name__} here")
     state = log.state()
     return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
 
@@ -406,10 +409,10 @@ def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessRespons
     """Reject a mark at which the log has another chain (rule AR 10 of decision 047)."""
     found = log.chain_at(TransactionId(message.last))
     if found != message.chain:
-        shown = "no batch end" if found is None else found.hex()
+        shown = "no batch that ends there" if found is None else found.hex()
         raise BadRequest(
-            f"partition {message.partition_id}: expected the chain {message.chain.hex()} at "
-            f"{message.last}, which is archived, found {shown}"
+            f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
+            f"transaction {message.last}, up to which the log is archived; found {shown}"
         )
     return SuccessResponse(*_prefix(message))
 

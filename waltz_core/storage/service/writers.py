@@ -1,15 +1,15 @@
 """The threads for work that blocks on the disk.
 
-A lone append crosses from the loop to a thread and back. An executor creates a future for that,
-with a condition and a lock of its own, and checks its state twice. This costs a tenth of a
-storage's total work for such an append. This class has only a queue and a call.
+An append crosses from the event loop to a thread and back. For this, a `ThreadPoolExecutor` creates
+a future with a condition and a lock, and checks its state twice. For an append that is alone in
+flight, this is a tenth of a storage's total work. This class has only a queue and a call.
 
 Rules:
-    1. Each piece of work has one outcome, delivered on the loop's thread: its result, or the
+    1. Each piece of work has one outcome, delivered on the event loop's thread: its result, or the
        exception.
-    2. Pieces start in their order, each on the first thread that is free.
-    3. Nothing waits for these threads to end: a thread that hangs on a disk may never return. The
-       interpreter would wait for those of a `ThreadPoolExecutor`.
+    2. Pieces start in their order, each on the first free thread.
+    3. The process does not wait for these threads at its end: a thread that hangs on a disk may
+       never return. For the threads of a `ThreadPoolExecutor`, the interpreter would wait.
 """
 
 import asyncio

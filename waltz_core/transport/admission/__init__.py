@@ -1,4 +1,4 @@
-"""What a listening port permits to its peers: permissions, limits, and the log of what they did.
+"""Admission at a listening port: the permissions and limits of peers, and the audit log.
 
 `port_access.py` has the newest permissions, and `connection_access.py` applies them to the requests
 of one connection. `throttle.py` applies the quotas of its principal. `port_limits.py` has the

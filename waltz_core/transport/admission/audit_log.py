@@ -1,22 +1,24 @@
 """The audit log of a daemon: a file of JSON lines about requests that matter (decision 048, AC 11).
 
-It has administrative requests, denied requests, and the revisions of the permissions.
+The file has administrative requests, denied requests, and the revisions of the permissions.
 
 Rules:
-    1. An administrative request may begin when its line is in the file. If the file cannot be
-       written, or `QUEUE_LINES_MAX` lines wait, it must be rejected.
-    2. It has a second line, with its outcome, and with the same number as the first one.
-    3. Denials of one minute that have the same principal, host, message, verbs and partitions are
-       one line, and a second one at the end of the minute with the number of the others. Each
-       minute, the log takes `DENIALS_PER_PEER_MAX` different denials of one principal, as many of
-       one host, and `DENIALS_MAX` in total. It takes none while the file has
-       `DENIALS_FILE_BYTES_MAX`: a flood must not use the space of administrative requests. The next
-       denial that it takes has the number of those that it did not.
+    1. An administrative request begins only when its line is in the file. If the file cannot be
+       written, or `QUEUE_LINES_MAX` lines wait, the request is rejected.
+    2. An administrative request has a second line with its outcome, and with the same number as the
+       first line.
+    3. A flood of denials must not use the space of administrative requests. Denials of one minute
+       with the same principal, host, message, verbs and partitions have one line, and a second line
+       at the end of the minute with their number. Each minute, the log takes `DENIALS_PER_PEER_MAX`
+       different denials of one principal, as many of one host, and `DENIALS_MAX` in total. It takes
+       none once the file has `DENIALS_FILE_BYTES_MAX`. The next denial that it takes has the number
+       of those that it has left out.
     4. A thread writes the lines in their order. While the file cannot be written, outcomes and
        revisions wait for the next line, and denials are dropped.
     5. All characters of a line are printable ASCII, so no value can begin a line or hide one. If
        the disk is full in the middle of a line, the next one begins on a new line.
-    6. Lines are not synced: they survive the end of the process, but not that of the machine.
+    6. Lines are not synced: they survive the end of the process, but may not survive a crash of the
+       machine.
 """
 
 import asyncio
@@ -94,7 +96,9 @@ class AuditFile:
         try:
             self._file = _File(path)
         except OSError as error:
-            raise BadConfig(f"audit_log: {path!r} cannot be opened: {error.strerror}") from error
+            raise BadConfig(
+                f"setting audit_log: {path!r} cannot be opened: {error.strerror}"
+            ) from error
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
@@ -189,7 +193,7 @@ class AuditFile:
     def _begin(self, fields: dict[str, object], begun: BegunCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                begun, Overloaded(f"{QUEUE_LINES_MAX} lines wait for the audit log")
+                begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
             )
             return
         self._put(_Line(self._encoded({**fields, "outcome": "begun"}), begun=begun))
@@ -241,8 +245,8 @@ class AuditFile:
         error = None
         if failure is not None:
             error = Unavailable(
-                f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's log has "
-                "the file (`audit.write_failed`)."
+                f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's "
+                "log names the file (`audit.write_failed`)."
             )
         outcomes: list[tuple[BegunCallback, WaltzError | None]] = [
             (each.begun, error if number >= written_count else None)

@@ -1,4 +1,4 @@
-"""What one connection is permitted to do; `port_access.py` has the rules, and the permissions."""
+"""Permissions of one connection; `port_access.py` has the rules, and the permissions of all."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -114,7 +114,7 @@ class ConnectionAccess:
             count(self._tenant())
         except Overloaded as error:
             if self._port.must_log(self.principal, "connection"):
-                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+                _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
             raise
 
     def _tenant(self) -> str:
@@ -131,11 +131,14 @@ class ConnectionAccess:
 
     def end_excess(self) -> None:
         """End the connection: a revision has lowered a limit (rule 8)."""
-        self._end(f"the limits of {self.principal} have changed")
+        self._end(f"the limits of {self.principal} were changed")
 
     def fail(self, error: Exception) -> None:
         """End the connection: its requests or feeds could not continue after a wait."""
-        self._end(f"the daemon could not continue after a wait: {error!r:.200}")
+        self._end(
+            "the daemon could not process requests that had waited because of a limit: "
+            f"{error!r:.200}"
+        )
 
     @property
     def now_ns(self) -> int:
@@ -146,7 +149,7 @@ class ConnectionAccess:
         """Let `denial` return this error for a request."""
         self._over_limit[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
-            _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+            _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
 
     def is_over_limit(self, message: Message) -> bool:
         """Whether `denial` will return the error of a limit."""
@@ -155,7 +158,7 @@ class ConnectionAccess:
     def check_expiry(self, now_ms: int) -> None:
         """End the connection if its credential has expired."""
         if self.expires_ms is not None and now_ms >= self.expires_ms:
-            token_hash, reason = self._token_hash, "the certificate has expired"
+            token_hash, reason = self._token_hash, "the certificate of the peer has expired"
             self._end(reason if token_hash is None else self._port.reason_invalid(token_hash))
 
     def check_again(self, *, is_first: bool = False) -> None:
@@ -172,11 +175,11 @@ class ConnectionAccess:
         # The client IDs that are mounted belong to the principal (rule 7).
         is_changed = self.principal != principal or not self._granted.covers(earlier)
         if self._port.is_enforced and is_changed:
-            self._end(f"the permissions of {self.principal} have changed")
+            self._end(f"the permissions of {self.principal} were changed")
         elif is_first and not self.has_permission:
             self._end(f"{self.principal} has no permission")
         elif self._has_id_without_proof and not self._port.accepts_0_13:
-            self._end("client IDs without a proof are not accepted any more")
+            self._end("client IDs without a proof of their principal are no longer accepted")
         elif self._has_entered:
             self._change_quota()
 
@@ -241,7 +244,7 @@ class ConnectionAccess:
             self._port.issued_ids.take(self.principal, self.now_ns)
         except Overloaded as error:
             if self._port.must_log(self.principal, "client ID"):
-                _log.warning("access.over_limit peer=%s error=%s", self.peer, error)
+                _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
             raise
 
     def binds(self, message: MountRequest | MountWriter) -> str:
@@ -266,12 +269,13 @@ class ConnectionAccess:
             ""
             if client_id >= FIRST_ISSUED
             else (
-                " Hint: `waltz-core access accept-0-13 on` accepts IDs that ZooKeeper has issued."
+                " Hint: `waltz-core access accept-0-13 on` also accepts IDs without a proof "
+                "that ZooKeeper has issued."
             )
         )
         return (
-            f"partition {message.req_id.partition_id}: expected a client ID with the proof that "
-            f"it belongs to {self.principal}, found ID {client_id} without one.{hint}"
+            f"partition {message.req_id.partition_id}: expected a client ID with a proof "
+            f"that it belongs to {self.principal}, found ID {client_id} without a proof.{hint}"
         )
 
     def token_rejected(self, message: Credential, error: str) -> None:
@@ -317,7 +321,11 @@ class ConnectionAccess:
     ) -> WaltzError | None:
         if self._port.grants is None:
             is_enforced = self._port.is_enforced
-            return PermissionsUnread("the permissions were not read yet") if is_enforced else None
+            return (
+                PermissionsUnread("this process has not read the permissions from ZooKeeper yet")
+                if is_enforced
+                else None
+            )
         return self._reported(
             requirement,
             message,
@@ -328,18 +336,21 @@ class ConnectionAccess:
         self, requirement: Requirement, missing: AccessVerb, partition: int | None, message: Message
     ) -> str:
         where = "all partitions" if requirement.scope is Scope.ALL else "any partition"
-        hint = "Hint: `waltz-core access grant` grants it"
+        hint = "Hint: `waltz-core access grant` grants the verb"
         if partition is not None:
             where = f"partition {partition}"
             if any(self._granted.partitions.get(each) for each in requirement.verbs):
-                hint += "; clients with permissions for some partitions name them (docs/access.md)"
+                hint += (
+                    "; a client that has permissions for some partitions only must name them "
+                    "(docs/access.md)"
+                )
         joined = (" and " if requirement.is_all else " or ").join(
             each.value for each in requirement.verbs
         )
         lacking = missing.value if requirement.is_all else joined
         return (
-            f"{type(message).__name__} requires {joined} for {where}, and {self.principal} is not "
-            f"granted {lacking} there. {hint}."
+            f"{type(message).__name__} requires the verb {joined} for {where}, but "
+            f"{self.principal} has no grant of {lacking} there. {hint}."
         )
 
     def _reported(

@@ -1,27 +1,28 @@
-"""What a listening port permits to the principal of a connection (decision 048, AC 2 to AC 8, 10).
+"""Permissions of a connection's principal at a listening port (decision 048, AC 2 to AC 8, 10).
 
 Rules:
-    1. A valid token decides alone; without one, the verified certificate decides. Without either
-       the principal is `anonymous`.
-    2. A missing node, or one with an older revision, changes nothing: the known permissions stay.
-    3. A revision that takes something from a principal, or its token, or that gives the token to
-       another principal, ends its connections: their unsent bytes are dropped. So does the end of
-       the token's or the certificate's validity.
-    4. Before the port has read the permissions, it rejects every request with an error that can be
-       retried. The first revision ends connections whose principal has no permission: they were not
-       limited (`port_limits.py`, rule 2).
-    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`; a
-       connection that sends an answer instead of a request is ended.
-    6. With `access = "report"` only an invalid token is rejected, or ends a connection. A denied
-       request is logged, and permitted. An administrative request that cannot be written to the
+    1. If there is a valid token, it alone determines the principal. Otherwise the verified
+       certificate does. Without either, the principal is `anonymous`.
+    2. If the node in ZooKeeper is missing or has an older revision, the known permissions stay.
+    3. A revision ends the connections of a principal, and drops their unsent bytes, if it takes a
+       permission or the token from the principal, or gives the token to another principal.
+       Connections also end when their token or certificate expires.
+    4. Before the port has read the permissions, it rejects every request with a retriable error.
+       The first revision ends connections whose principal has no permission, because they were not
+       limited until then (`port_limits.py`, rule 2).
+    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`. If a peer
+       sends an answer instead of a request, its connection ends.
+    6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
+       request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
-    7. A mount needs a client ID with a proof for the connection's principal (AC 9). While the
-       permissions accept 0.13, an ID below `FIRST_ISSUED` needs none: it belongs to the principal
-       that mounts it first in a generation (`server/append/mounts.py`). A revision that does not
-       accept 0.13 any more ends the connections with such IDs.
-    8. A connection counts for its principal from its first message on (`enter`), or when it was
-       silent for a while. A revision with lower limits ends the connections that are then over
-       them; so does one that begins to count feeds, because the present ones were not counted.
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). Exception:
+       while the permissions accept 0.13, an ID below `FIRST_ISSUED` needs no proof. It belongs to
+       the principal that mounts it first in a generation (`server/append/mounts.py`). When a
+       revision no longer accepts 0.13, connections with such IDs end.
+    8. A connection counts for its principal from its first message on (`enter`), or after it was
+       silent for a while. If a revision lowers limits, the connections above them end. If it
+       introduces a limit of feeds, all connections end, because their present feeds were not
+       counted.
 """
 
 import asyncio
@@ -91,11 +92,11 @@ class PortAccess:
         """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
         known = self.permissions
         if permissions is None:
-            _log.warning("access.missing revision=%d", known.revision if known else 0)
+            _log.warning("access.permissions_missing revision=%d", known.revision if known else 0)
             return
         if known is not None and permissions.revision < known.revision:
             _log.error(
-                "access.revision_ignored revision=%d known=%d",
+                "access.older_revision_ignored revision=%d known=%d",
                 permissions.revision,
                 known.revision,
             )
@@ -109,7 +110,7 @@ class PortAccess:
         for excess in self.quotas.excess():
             assert isinstance(excess, ConnectionAccess)
             excess.end_excess()
-        _log.info("access.revision revision=%d", permissions.revision)
+        _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.revise(permissions)
 
@@ -141,7 +142,9 @@ class PortAccess:
     def known_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
-            raise AuthenticationFailed("the token cannot be checked: there are no permissions yet")
+            raise AuthenticationFailed(
+                "the token cannot be checked, because this process has no permissions yet"
+            )
         known = self.permissions.valid_token(token_hash, self._clock_ms())
         if known is None:
             raise AuthenticationFailed(self.reason_invalid(token_hash))
@@ -163,7 +166,7 @@ class PortAccess:
         """Return why a token is not valid; only a peer that has the token gets its name."""
         named = self.named_token(token_hash)
         if named is None:
-            return "the token is unknown or revoked"
+            return "the token is unknown, or was revoked"
         is_listed = self.permissions is not None and token_hash in self.permissions.tokens
         state = "has expired" if is_listed else "is revoked"
         return f"token {named.token_id} of {named.principal} {state}"

@@ -1,17 +1,20 @@
-"""What hostile peers of a port may use (decision 048, "Hostile input").
+"""Limits a port's connections, handshakes and memory per peer (decision 048, "Hostile input").
 
 Rules:
-    1. A host has at most half of the handshakes in progress, and after a burst at most a rate of
-       them. The 2^64 addresses of an IPv6 network are one host.
-    2. Links whose principal has no permission ("strangers") are at most a quarter of all, and those
-       of one host at most half of that: a client with a token is a stranger, too, until the port
-       has accepted it. A port without access control, or with "report", has no strangers.
-    3. A tenant, which is a principal without `replicate` and without a limit of connections, has at
-       most a quarter of all links: otherwise it could keep servers away.
-    4. The bytes of incomplete frames are limited over all links. Over the limit, the principal
-       that has most of them loses its link that has most: otherwise one with many links could have
-       the large frames of others closed. To read a link more slowly would let it keep the memory.
-    5. One handshake begins in each iteration of the event loop, and hosts take turns.
+    1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
+       is limited. The 2^64 addresses of an IPv6 network count as one host.
+    2. A stranger is a link whose principal has no permission. Strangers have at most a quarter of
+       all links, and those of one host at most half of that. Otherwise clients with tokens could
+       not connect, which are strangers, too, until the port has accepted their token. A port
+       without access control, or with "report", has no strangers.
+    3. A principal without `replicate` and without a limit of connections (a tenant) has at most a
+       quarter of all links. Otherwise it could keep servers from connecting.
+    4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
+       the principal with the most such bytes, and closes its link with the most. So a peer with
+       many links cannot cause the links of others with large frames to be closed. Reading a link
+       more slowly would not help, because the peer would keep the memory.
+    5. One handshake begins at a time, and after it none for `HANDSHAKE_PAUSE_S`, so that open
+       connections have most of the event loop. Hosts take turns.
 """
 
 import ipaddress
@@ -30,6 +33,8 @@ LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
 STRANGERS_SHARE: Final = 4
 TENANT_SHARE: Final = 4
+# About 330 per second: a thousand clients are connected again within the 5 s of a dial.
+HANDSHAKE_PAUSE_S: Final = 0.003
 _HOSTS_MAX: Final = 10_000
 
 
@@ -80,9 +85,12 @@ class HandshakeLimits:
         """Count a handshake, and return ""; or return why it must be rejected."""
         host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
-            return f"{self._in_progress[host]} of {self._count} handshakes are in progress"
+            return (
+                f"{self._in_progress[host]} handshakes of this host are in progress; the limit "
+                f"is {self._count}"
+            )
         if not self._take(host):
-            return f"more than {self._per_s} handshakes per second"
+            return f"this host begins more than {self._per_s} handshakes per second"
         self._count += 1
         self._in_progress[host] += 1
         return ""
@@ -121,32 +129,41 @@ class HandshakeLimits:
 
 
 class HandshakeTurns:
-    """Rule 5; a port calls `add` for each handshake, `call_soon` is the loop's."""
+    """Rule 5; a port calls `add` for each handshake, `call_later` is the loop's."""
 
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        self._call_soon = call_soon
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:
+        self._call_later = call_later
+        self._is_scheduled = False
         # By host; the first one has the next turn.
-        self._waiting: dict[str, deque[Future[None]]] = {}
+        self._waiting: dict[str, deque[tuple[Future[None], Callable[[], bool]]]] = {}
 
-    def add(self, address: str, turn: "Future[None]") -> None:
-        """Set the result of `turn` when it is the turn of a handshake of this host."""
-        if not self._waiting:
-            self._call_soon(self._begin_one)
-        self._waiting.setdefault(network_of(address), deque()).append(turn)
+    def add(self, address: str, turn: "Future[None]", has_closed: Callable[[], bool]) -> None:
+        """Set the result of `turn` when it is the turn of a handshake of this host.
+
+        No pause follows if the peer `has_closed` then: a port that cannot keep up with a mass of
+        dialing clients would otherwise spend its turns on those that have closed.
+        """
+        self._waiting.setdefault(network_of(address), deque()).append((turn, has_closed))
+        if not self._is_scheduled:
+            self._schedule(0)
+
+    def _schedule(self, pause_s: float) -> None:
+        self._is_scheduled = True
+        self._call_later(pause_s, self._begin_one)
 
     def _begin_one(self) -> None:
-        is_begun = False
-        while self._waiting and not is_begun:
+        self._is_scheduled = False
+        while self._waiting:
             host = next(iter(self._waiting))
             turns = self._waiting.pop(host)
-            turn = turns.popleft()
+            turn, has_closed = turns.popleft()
             if turns:
                 self._waiting[host] = turns
             if not turn.done():  # it was not cancelled meanwhile
                 turn.set_result(None)
-                is_begun = True
-        if self._waiting:
-            self._call_soon(self._begin_one)
+                # Also if none waits: the next one to come has to wait for the rest of the pause.
+                self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)
+                return
 
 
 class LinkLimits:
@@ -167,13 +184,13 @@ class LinkLimits:
     def add(self, link: LimitedLink) -> str:
         """Take a new link, and return ""; or return why it must be rejected."""
         if len(self._links) >= self._links_max:
-            return "too many connections"
+            return "the limit of connections is reached"
         if link.is_stranger:
             host = network_of(link.host)
             if self._is_full(host):
                 self._recount()
                 if self._is_full(host):
-                    return "too many connections of principals without permissions"
+                    return "the limit of connections of principals without permissions is reached"
             self._strangers.setdefault(host, {})[link] = None
         self._links[link] = 0
         return ""
@@ -186,7 +203,7 @@ class LinkLimits:
         count_max = self._links_max // TENANT_SHARE
         if self._of_tenants[tenant] >= count_max:
             raise Overloaded(
-                f"{tenant} is over the limit of {count_max} connections at this port, which "
+                f"{tenant} exceeds the limit of {count_max} connections at this port, which "
                 "applies to principals without a limit of their own. Hint: set one with "
                 "`waltz-core access limit --connections`.",
                 COUNT_RETRY_MS,
@@ -234,8 +251,9 @@ class LinkLimits:
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
-                f"the incomplete frames of all connections exceed {self._incomplete_bytes_max} "
-                "bytes; this connection has the most of its principal"
+                "the incomplete messages of all connections exceed "
+                f"{self._incomplete_bytes_max} bytes, and this connection has the largest "
+                "part among those of its principal"
             )
 
     def _largest(self) -> LimitedLink:

@@ -1,28 +1,29 @@
-"""Requests of a connection whose principal has limits: they wait, or are marked as over a limit.
+"""Applies the limits of a principal to the requests of a connection: they wait, or are rejected.
 
-It stands between a link and its user, only for connections with a quota.
+A throttle is between a link and its user, only for connections of principals with limits.
 
 Rules (decision 048, AC 10):
-    1. Requests are passed on in the order of arrival, those over a limit as well: `denial` then
-       returns their error. The user rejects an append over a limit in its partition, so that later
-       ones do not overtake it.
-    2. While a request waits, the connection is not read; nor after a rejection, until there is room
-       in the bucket of rejections.
-    3. A request that waits was charged. Waits below `SLACK_NS` are not observed, because timers are
-       coarse: the next wait makes up for them.
-    4. After an append over a limit, further ones of the client in this partition are rejected, and
-       not charged, until its next mount: their partition would reject them as well.
-    5. Ranges are charged when they are sent. One has the bytes of a quarter of a second at most, so
-       that concurrent ones do not use the rate of many seconds in advance.
+    1. All requests are passed on in the order of arrival, including those over a limit. For these,
+       `denial` returns the error. The user rejects an append over a limit in its partition, so that
+       later appends do not overtake it.
+    2. While a request waits, the connection is not read. After a rejection it is not read until the
+       bucket of rejections has space.
+    3. A request is charged before it waits. Waits below `SLACK_NS` are skipped, because timers are
+       coarse; the next wait is longer by this time.
+    4. After an append over a limit, the partition rejects the client's further appends until its
+       next mount. So the throttle rejects them, too, and does not charge them.
+    5. A range is charged when it is sent. So that concurrent ranges do not use the rate of many
+       seconds in advance, a range has at most the bytes of a quarter of a second.
     6. A feed counts from its request on, until its mount fails, or a mount without a feed succeeds.
-       Other errors say nothing about a feed, and a peer chooses the IDs of its requests: so a mount
-       that succeeds without being known as pending counts as a feed.
+       Other errors say nothing about a feed. A peer chooses the IDs of its requests, so a mount
+       that succeeds and is not known as pending counts as a feed.
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction, also
-       for those that a filter leaves out. Until it is paid for, the connection's feeds pause. It is
-       paid in shares, and each waits in turn with requests: feeds of all connections of a principal
-       delay a request by a quarter of a second at most, and a flood of requests does not stop them.
-       A share of an earlier limit is paid within a second after the limit has changed.
-    8. An error of a timer ends the connection, which would otherwise wait without an end.
+       for those that a filter leaves out. Until the part is paid for, the connection's feeds pause.
+       It is paid in shares, and each share waits in turn with requests. So the feeds of all
+       connections of a principal delay a request by a quarter of a second at most, and a flood of
+       requests does not stop the feeds. If the limit changes, a share at the earlier limit is paid
+       within a second.
+    8. If a timer fails, the connection ends, because it would otherwise wait forever.
 """
 
 import asyncio
