@@ -147,7 +147,9 @@ def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
     if data_format in DATA_FORMATS:
         return data_format, None
     near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
-    hint = f"Hint: did you mean {near[0]!r}?" if near else "Hint: scan supports no other formats."
+    hint = "Hint: scan supports no other formats."
+    if near:
+        hint = f"Hint: did you mean {near[0]!r}?"
     if data_format in TYPED_FORMATS:
         hint = f"Hint: pass {data_format.capitalize()}(registry), with the URL of the registry."
     raise BadRequest(
