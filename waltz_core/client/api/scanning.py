@@ -153,8 +153,8 @@ def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
     if data_format in TYPED_FORMATS:
         hint = f"Hint: pass {data_format.capitalize()}(registry), with the URL of the registry."
     raise BadRequest(
-        f"argument data_format: expected {', '.join(DATA_FORMATS)}, Avro(...) or Protobuf(...), found "
-        f"{data_format!r}. {hint}"
+        f"argument data_format: expected {', '.join(DATA_FORMATS)}, Avro(...) or Protobuf(...), "
+        f"found {data_format!r}. {hint}"
     )
 
 
