@@ -241,14 +241,22 @@ class SchemaFormat:
 
 
 class Avro(SchemaFormat):
-    """A serializer for Avro with a schema registry; see `SchemaFormat` for its arguments.
+    """A serializer for Avro with a schema registry.
 
-    Values are those of `avro_values.py`: dicts by field name, with dates, timestamps and decimals.
+    A record is a dict by field name; docs/payload-schemas.md has the values of all types.
 
     Args:
+        registry: the URL of a schema registry with Confluent's HTTP API; several with commas.
+        auth_file: a file with `user:password` for the schema registry.
+        subject: the subject of the schema that is written; readers need none.
         schema: the schema that is written, as JSON text or as the parsed JSON. It is registered
             under the subject, unless the subject has it; the registry rejects an incompatible one.
             Without it, `version` is written.
+        version: the version of the subject that is written [default: the latest].
+
+    Raises:
+        BadConfig: an argument is not valid, or the package fastavro is missing.
+        BadRequest: the schema is not valid, or not supported.
     """
 
     kind = SchemaType.AVRO
@@ -268,7 +276,11 @@ class Avro(SchemaFormat):
             raise BadConfig("Avro: expected one of the arguments schema and version, found both")
         self._text = schema if schema is None or isinstance(schema, str) else _compact(schema)
         if self._text is not None:
-            codec_of(RegisteredSchema(0, self.kind, self._text))  # an error here, not at a write
+            try:
+                codec_of(RegisteredSchema(0, self.kind, self._text))
+            except BadFormat as error:
+                reason = str(error).removeprefix("schema 0: ")
+                raise BadRequest(f"argument schema: {reason}") from None
 
     def written_schema(self) -> RegisteredSchema:
         """Return the schema that is written, registered if it is new."""
@@ -278,13 +290,20 @@ class Avro(SchemaFormat):
 
 
 class Protobuf(SchemaFormat):
-    """A serializer for Protobuf with a schema registry; see `SchemaFormat` for its arguments.
+    """A serializer for Protobuf with a schema registry.
 
-    Values are those of `protobuf_values.py`: dicts by field name. A message of a generated class is
-    also accepted for writing, if it is of the registered type.
+    A message is a dict by field name; docs/payload-schemas.md has the values of all types. A message
+    of a generated class is also accepted for writing, if it is of the registered type.
 
     Args:
+        registry: the URL of a schema registry with Confluent's HTTP API; several with commas.
+        auth_file: a file with `user:password` for the schema registry.
+        subject: the subject of the schema that is written; readers need none.
+        version: the version of the subject that is written [default: the latest].
         message: the full name of the message type that is written [default: the first one].
+
+    Raises:
+        BadConfig: an argument is not valid, or the package protobuf is missing.
     """
 
     kind = SchemaType.PROTOBUF
@@ -310,4 +329,4 @@ def _compact(schema: object) -> str:
     try:
         return json.dumps(schema, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(f"Avro: schema: expected JSON: {error}") from None
+        raise BadRequest(f"argument schema: expected JSON: {error}") from None

@@ -91,9 +91,9 @@ def test_protobuf_writes_a_type_of_the_registered_schema(registry):
 def test_arguments_are_checked(registry):
     with pytest.raises(BadConfig, match="one of the arguments schema and version, found both"):
         Avro(registry.url, schema=ORDER, version=1)
-    with pytest.raises(BadFormat, match="Avro schema: expected a type"):
+    with pytest.raises(BadRequest, match="argument schema: Avro schema: expected a type"):
         Avro(registry.url, schema={"type": 7})
-    with pytest.raises(BadRequest, match="Avro: schema: expected JSON"):
+    with pytest.raises(BadRequest, match="argument schema: expected JSON"):
         Avro(registry.url, schema={"type": {1, 2}})
     with pytest.raises(BadConfig, match="without a user and a password"):
         Protobuf("http://u:p@r")
