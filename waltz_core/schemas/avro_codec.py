@@ -109,7 +109,10 @@ class AvroCodec:
             BadRequest: the value does not fit the schema.
         """
         if self._convert is None:
-            self._convert = AvroConverter(self._named).of(self._schema)
+            try:
+                self._convert = AvroConverter(self._named).of(self._schema)
+            except (TypeError, ValueError, AttributeError, KeyError):
+                raise BadRequest("the Avro schema has a default that is not of its type") from None
         sink = io.BytesIO()
         try:
             fastavro.schemaless_writer(sink, self._schema, self._convert(value))

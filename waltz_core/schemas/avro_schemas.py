@@ -30,6 +30,8 @@ VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # Before the name of a logical type (rule 3).
 RENAMED: Final = "waltz-"
+# The default of a field: readers need none, and `avro_values.py` writes it.
+DEFAULT: Final = f"{RENAMED}default"
 ROOT_NAME: Final = "topLevelRecord"  # that of Spark's to_avro
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FULL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
@@ -192,7 +194,7 @@ class SchemaCheck:
                 size.values + part.values,
                 max(size.depth, 1 + part.depth),
             )
-            default = {"default": field["default"]} if "default" in field else {}
+            default = {DEFAULT: field["default"]} if "default" in field else {}
             kept.append({"name": field["name"], "type": found} | default)
         self._named[name] = size
         return {"type": "record", "name": name, "fields": kept}, size

@@ -27,7 +27,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from waltz_core.schemas.avro_schemas import RENAMED, branch_name
+from waltz_core.schemas.avro_schemas import DEFAULT, RENAMED, branch_name
 from waltz_core.schemas.strict_values import (
     Convert,
     binary,
@@ -155,8 +155,8 @@ class AvroConverter:
             _Part(
                 each["name"],
                 self.of(each["type"]),
-                self._default(each["type"], each["default"]) if "default" in each else None,
-                "default" in each,
+                self._default(each["type"], each[DEFAULT]) if DEFAULT in each else None,
+                DEFAULT in each,
             )
             for each in schema["fields"]
         ]
@@ -217,7 +217,7 @@ class AvroConverter:
         if kind == "record":
             return {
                 each["name"]: self._default(
-                    each["type"], default.get(each["name"], each.get("default"))
+                    each["type"], default.get(each["name"], each.get(DEFAULT))
                 )
                 for each in schema["fields"]
             }

@@ -292,8 +292,8 @@ class Avro(SchemaFormat):
 class Protobuf(SchemaFormat):
     """A serializer for Protobuf with a schema registry.
 
-    A message is a dict by field name; docs/payload-schemas.md has the values of all types. A message
-    of a generated class is also accepted for writing, if it is of the registered type.
+    A message is a dict by field name; docs/payload-schemas.md has the values of all types. Writing
+    also accepts a message of a generated class, if it is of the registered type.
 
     Args:
         registry: the URL of a schema registry with Confluent's HTTP API; several with commas.

@@ -164,6 +164,15 @@ def test_absent_fields_have_their_defaults():
     }
 
 
+def test_a_default_of_another_type_is_an_error_of_a_write_only():
+    for kind, default in (("bytes", 5), ({"type": "array", "items": "int"}, 7)):
+        field = {"name": "a", "type": kind, "default": default}
+        tested = codec({"type": "record", "name": "R", "fields": [field]})
+        assert tested.decode(b"\0") in ({"a": b""}, {"a": []})
+        with pytest.raises(BadRequest, match="a default that is not of its type"):
+            tested.encode({})
+
+
 def test_schemas_use_the_types_of_those_to_which_they_refer():
     address = json.dumps(record("string", name="shop.Address"))
     fields = [{"name": "a", "type": "Address"}, {"name": "b", "type": ["null", "shop.Address"]}]
