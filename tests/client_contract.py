@@ -221,7 +221,9 @@ def invalid_appends_are_rejected_and_others_continue(world: World) -> None:
             appended(client, world.partition, write_locks=[1 << 31])
         text = rf"partition {world.partition}: the client's high-water mark {before + 99} is above "
         ahead = {"write_locks": [lock("a")], "client_high_water_mark": before + 99}
-        with pytest.raises(errors.ClientAhead, match=rf"{text}the log's {before}\. Hint: the clie"):
+        with pytest.raises(
+            errors.ClientAheadOfLog, match=rf"{text}the log's {before}\. Hint: the clie"
+        ):
             appended(client, world.partition, **ahead)
         assert appended(client, world.partition, write_locks=[lock("a")]) == before + 1
 

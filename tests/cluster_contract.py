@@ -116,7 +116,7 @@ async def a_cluster_is_created_once(world: World, root: str) -> None:
     assert (await coordinator.read_replica_assignment()).partitions == dict.fromkeys(
         ADDRESSES, (0, 1, 2, 3)
     )
-    with pytest.raises(errors.CoordinatorConflict, match="there is a cluster"):
+    with pytest.raises(errors.CoordinatorConflict, match="a cluster exists already"):
         await coordinator.create_cluster(NewCluster("other", 2, UUID(int=7)))
     assert await coordinator.read_cluster() == view
 

@@ -50,26 +50,33 @@ WITHOUT_CLUSTER = ("archive", "storage-append", "storage-open", "many-partitions
 
 # option -> its type, its default, its help
 LOAD: dict[str, tuple[type, int | float | None, str]] = {
-    "--payload": (int, 512, "bytes of data"),
-    "--locks": (int, 1, "write locks of a transaction"),
+    "--payload": (int, 512, "bytes of data in a transaction"),
+    "--locks": (int, 1, "number of write locks of a transaction"),
     "--batch": (
         int,
         None,
-        "rows of a batch [default: 1000; Spark writes: the default of option batchSize]",
+        (
+            "number of rows in an append batch [default: 1000; Spark writes: the default of option "
+            "batchSize]"
+        ),
     ),
-    "--seconds": (float, 10.0, "duration of the load"),
-    "--in-flight": (int, 2, "batches in flight for each partition"),
+    "--seconds": (float, 10.0, "duration of the load in seconds"),
+    "--in-flight": (int, 2, "number of batches in flight for each partition"),
     "--mib": (
         int,
         None,
         "MiB of data [default: 1024; for storage-open 10240]",
     ),
-    "--segments": (int, 1, "storage-open: minimum number of segments"),
+    "--segments": (int, 1, "storage-open: minimum number of segments of the log"),
     "--writers": (int, 1, "test-producers: number of writers"),
-    "--interval-ms": (float, 0.0, "test-producers: pause of a writer after each transaction"),
-    "--lock-pool": (int, 0, "test-producers: number of locks to draw write locks from"),
+    "--interval-ms": (
+        float,
+        0.0,
+        "test-producers: pause in milliseconds of a writer after each transaction",
+    ),
+    "--lock-pool": (int, 0, "test-producers: number of different locks from which writers choose"),
     "--partitions": (int, None, "many-partitions: number of partitions [default: 1000]"),
-    "--rows": (int, 500_000, "number of rows for fixed-size workloads"),
+    "--rows": (int, 500_000, "number of rows for workloads with a fixed size"),
 }
 POSITIVE = (
     "seconds", "batch", "in_flight", "rows", "mib", "segments", "writers", "partitions"
@@ -90,43 +97,47 @@ def _load(function: VerbFunction) -> VerbFunction:
     "WORKLOAD",
     f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md describes them",
 )
-@click.option("--connect", help="the cluster [default: a temporary local one]")
+@click.option(
+    "--connect",
+    help="the connect string of the cluster to measure [default: a temporary local cluster]",
+)
 @click.option(
     "--directory",
     type=options.PATH,
-    help="most workloads: the directory of a local cluster to use, whose CPU is measured as well; "
-    "archive, storage-append, storage-open, many-partitions, sql-view: a directory on the disk to "
-    "measure",
+    help="most workloads: the directory of the local cluster to use; its CPU is measured as "
+    "well. archive, storage-append, storage-open, many-partitions, sql-view: a directory on "
+    "the disk to measure",
 )
 @click.option(
     "--tls",
     "tls_file",
     type=options.PATH,
     metavar="FILE.toml",
-    help="TLS settings of the temporary cluster (docs/operations.md); flood: with access control",
+    help="a file with TLS settings for the temporary cluster (docs/operations.md); with flood, "
+    "the cluster also has access control",
 )
 @click.option(
     "--access-rounds",
     type=click.IntRange(min=1),
     metavar="N",
-    help="run the workload N times with TLS alone and N times with access control, in turn, and "
-    "compare their CPU; needs --tls",
+    help="run the workload N times with TLS alone and N times with TLS and access control, "
+    "alternately, and compare the CPU; needs --tls",
 )
 @_load
 @click.option(
     "--peer",
     type=options.NamedChoice(("nats",)),
-    help="append-one: alternate with this peer, in the same run",
+    help="append-one: measure this system as well, alternately in the same run",
 )
 @click.option(
-    "--database", help="sql-view: SQLAlchemy's URL of a database [default: a new SQLite file]"
+    "--database", help="sql-view: the SQLAlchemy URL of a database [default: a new SQLite file]"
 )
 @click.option(
     "--flood-connect",
-    help="flood: the connect string of the greedy tenants [default: that of the measured client; "
-    "with --tls, that of a principal with limits]",
+    help="flood: the connect string of the clients that cause the load [default: that of the "
+    "measured client; with --tls, that of a principal with limits]",
 )
-@click.option("--json", "as_json", is_flag=True, help="print only the JSON line")
+@click.option("--json", "as_json", is_flag=True, help="print only the line of JSON")
 def bench(
     *,
     workload: str,
@@ -140,7 +151,7 @@ def bench(
     run = _workload(workload)
     _check(load)
     if tls_file is not None and (connect or directory or workload in WITHOUT_CLUSTER):
-        raise BadConfig("--tls: expected a workload with a temporary cluster")
+        raise BadConfig("--tls needs a workload with a temporary cluster")
     requested = BenchLoad(
         connect or "",
         load.pop("payload"),
@@ -150,7 +161,7 @@ def bench(
     )
     if access_rounds is not None:
         if tls_file is None:
-            raise BadConfig("--access-rounds: expected --tls as well, found none")
+            raise BadConfig("--access-rounds also needs --tls")
         from waltz_bench.compared import access_cost  # noqa: PLC0415 - costs start-up time
 
         measured = access_cost.compare(run, requested, tls_file, access_rounds)

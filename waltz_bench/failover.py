@@ -141,7 +141,7 @@ class _Run:
         until = time.perf_counter() + WAIT_S_MAX
         while not condition():
             if time.perf_counter() > until:
-                raise Unavailable(f"{what}: not within {WAIT_S_MAX:.0f} s")
+                raise Unavailable(f"{what} took more than {WAIT_S_MAX:.0f} s")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     # ------------------------------------------------------------------------- the cluster
@@ -175,7 +175,9 @@ class _Run:
         until = time.perf_counter() + WAIT_S_MAX
         while not await self._is_whole():
             if time.perf_counter() > until:
-                raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
+                raise Unavailable(
+                    f"the cluster was not completely available again within {WAIT_S_MAX:.0f} s"
+                )
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _is_whole(self) -> bool:
@@ -307,7 +309,10 @@ async def _measured(
     """Run the steps; `only` is the kind of step whose gaps are reported, None for all."""
 
     if meter.cluster is None:
-        raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
+        raise BadConfig(
+            "this workload kills daemons, so it needs a local cluster: name its --directory, or "
+            "omit --connect and --directory"
+        )
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
         connected(load.connect) as coordinator,

@@ -177,5 +177,7 @@ async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _Tena
     while tenant.got == before:
         await _probe(client, load, PAUSE_S, Meter(None))
         if time.perf_counter() > until:
-            raise Unavailable(f"the {tenant.kind} got nothing within {START_S_MAX:.0f} s")
+            raise Unavailable(
+                f"the {tenant.kind} client received nothing within {START_S_MAX:.0f} s"
+            )
     await _probe(client, load, START_S, Meter(None))

@@ -185,7 +185,7 @@ class _Run:
                 if view.is_settled and {each.port for each in view.servers.values()} == ports:
                     return
                 await asyncio.sleep(POLL_INTERVAL_S)
-        raise Unavailable(f"not all servers had partitions within {START_S_MAX:.0f} s")
+        raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")
 
     async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
         """Append a row to each partition; return the seconds since `began` of each answer."""

@@ -113,7 +113,9 @@ class _Run:
             if all(Reason(each) in _DECIDED for each in set(outcome.reasons.tolist())):
                 self.rows += count
                 return outcome
-        raise Unavailable(f"partition {PARTITION}: no decision within {WAIT_S_MAX:.0f} s")
+        raise Unavailable(
+            f"partition {PARTITION}: the append had no outcome within {WAIT_S_MAX:.0f} s"
+        )
 
     async def _owner(self) -> str:
         view = await self._coordinator.read_servers()
@@ -129,7 +131,9 @@ class _Run:
             if {each.port for each in view.servers.values()} == ports and view.is_settled:
                 return
             await asyncio.sleep(POLL_INTERVAL_S)
-        raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
+        raise Unavailable(
+            f"the cluster was not completely available again within {WAIT_S_MAX:.0f} s"
+        )
 
     def _empty_lock_files(self) -> None:
         storages = [each.name for each in self._cluster.members if each.kind == "storage"]
@@ -138,7 +142,7 @@ class _Run:
             found += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")
         if not found:
             raise Unavailable(
-                f"no lock files of partition {PARTITION} in {self._cluster.directory}"
+                f"there are no lock files of partition {PARTITION} in {self._cluster.directory}"
             )
         for path in found:
             os.truncate(path, 0)
@@ -152,7 +156,10 @@ def move_rejections(load: BenchLoad, meter: Meter) -> Measured:
 async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
 
     if meter.cluster is None:
-        raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
+        raise BadConfig(
+            "this workload kills daemons, so it needs a local cluster: name its --directory, or "
+            "omit --connect and --directory"
+        )
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
         connected(load.connect) as coordinator,

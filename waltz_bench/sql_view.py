@@ -59,7 +59,7 @@ class _AppliedCount:
 
     def wait(self) -> None:
         if not self._is_over.wait(WAIT_S_MAX):
-            raise BadConfig(f"after {WAIT_S_MAX:.0f} s there are {self._left} rows to apply")
+            raise BadConfig(f"the view has not applied {self._left} rows within {WAIT_S_MAX:.0f} s")
 
 
 class _InMemory(Callbacks):
@@ -88,7 +88,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
 
     with WaltzClient(load.connect) as client:
         if any(mark >= 0 for mark in client.high_water_marks().values()):
-            raise BadConfig("sql-view: expected an empty log, found transactions")
+            raise BadConfig("sql-view needs an empty log, but the log has transactions")
         expected = _fill(client, load)
     rows = sum(expected.values())
     seconds: dict[str, float] = {}

@@ -5,12 +5,12 @@ module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
-        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition,
-        NotOpen, BelowStart, PermissionDenied (ClientIdDenied)
+        BadConfig (ClusterNotFound), BadRequest, ClientAheadOfLog, TooLarge, UnknownPartition,
+        ClientNotOpen, BeforeLogStart, PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
-        ArchiveUnavailable, PermissionsUnread
+        ArchiveUnavailable, PermissionsNotLoaded
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Final
 
 
 class WaltzError(Exception):
-    """The base of every error raised on purpose.
+    """The base class of all errors that Waltz raises on purpose.
 
     Action: Catch it only where all errors are handled alike.
     """
@@ -58,8 +58,8 @@ class BadConfig(UsageError):
     code = 11
 
 
-class NoCluster(BadConfig):
-    """ZooKeeper answers, and has no cluster at the given root.
+class ClusterNotFound(BadConfig):
+    """ZooKeeper answers, but has no cluster at the given root.
 
     Action: Check the root in the connect string; `waltz-core cluster list` shows the clusters.
     """
@@ -68,7 +68,7 @@ class NoCluster(BadConfig):
 
 
 class BadRequest(UsageError):
-    """The server, the storage or the client rejects the request: its content is not valid.
+    """A server, a storage or the client rejects a request, because its content is not valid.
 
     Action: Correct the request as the message states.
     """
@@ -76,8 +76,10 @@ class BadRequest(UsageError):
     code = 12
 
 
-class ClientAhead(UsageError):
-    """A client's high-water mark is above the log's: another cluster, or a log that lost data.
+class ClientAheadOfLog(UsageError):
+    """A client's high-water mark is above the last transaction of the log.
+
+    The client is connected to another cluster, or the log has lost data.
 
     Action: Check the connect string. If the log was created again, also create the view again.
     """
@@ -103,8 +105,8 @@ class UnknownPartition(UsageError):
     code = 15
 
 
-class NotOpen(UsageError, AttributeError):
-    """A client was used before it was opened; `hasattr` is false for its attributes until then.
+class ClientNotOpen(UsageError, AttributeError):
+    """A client was used before it was opened. Until then, `hasattr` is false for its attributes.
 
     Action: Use the client inside its `with` or `async with` block.
     """
@@ -112,8 +114,10 @@ class NotOpen(UsageError, AttributeError):
     code = 17
 
 
-class BelowStart(UsageError):
-    """The log begins after the requested ID: `first_available`, if known, is its first one.
+class BeforeLogStart(UsageError):
+    """The log begins after the requested transaction.
+
+    `first_available`, if known, is the ID of the first transaction in the log.
 
     Action: Read from the first available ID on.
     """
@@ -126,7 +130,7 @@ class BelowStart(UsageError):
 
 
 class PermissionDenied(UsageError):
-    """The principal of the connection is not granted a verb that the request requires.
+    """The principal of the connection does not have a permission that the request requires.
 
     Action: Use other credentials, or let an administrator run `waltz-core access grant`.
     """
@@ -154,7 +158,7 @@ class Unavailable(WaltzError):
 
 
 class NotMounted(Unavailable):
-    """The connection has not mounted the partition, or a later mount has replaced it.
+    """The connection has not mounted the partition, or a later mount has replaced its mount.
 
     Action: Repeat the call; the client mounts the partition again.
     """
@@ -174,7 +178,7 @@ class NotOwned(Unavailable):
 class Overloaded(Unavailable):
     """A queue or a memory budget is full, or the principal is over one of its limits.
 
-    If known, `retry_after_ms` is the time after which the request has room; otherwise it is 0.
+    `retry_after_ms` is the time after which the server expects to accept the request; 0: unknown.
 
     Action: Repeat the call after a pause, and append less at once. If the message names a limit of
     the principal, an administrator can raise it with `waltz-core access limit`.
@@ -188,7 +192,7 @@ class Overloaded(Unavailable):
 
 
 class SessionLost(Unavailable):
-    """The store session broke before the append was committed; it is not in the log.
+    """The store session ended before the append was committed; the append is not in the log.
 
     Action: Repeat the append.
     """
@@ -206,7 +210,7 @@ class NoSpace(Unavailable):
 
 
 class Unreachable(Unavailable):
-    """A connection to a peer failed or broke, or the peer did not answer in time.
+    """A connection to a peer could not be opened or has ended, or the peer did not answer in time.
 
     Action: Repeat the call; if it fails again, check the peer and the network.
     """
@@ -224,7 +228,7 @@ class TlsFailed(Unreachable):
 
 
 class AuthenticationFailed(Unreachable):
-    """The peer does not accept the token of this side, or the token cannot be read.
+    """The peer rejects the token of this process, or the process cannot read its token.
 
     Action: Check that the token file has a token of this cluster that is neither revoked nor
     expired.
@@ -276,7 +280,7 @@ class ViewBehind(Unavailable):
 
 
 class ArchiveUnavailable(Unavailable):
-    """The object store of the archive did not carry out a request.
+    """The object store of the archive did not answer a request, or rejected it.
 
     Action: Repeat the call; if it fails again, check the store, its credentials and the network.
     """
@@ -284,7 +288,7 @@ class ArchiveUnavailable(Unavailable):
     code = 32
 
 
-class PermissionsUnread(Unavailable):
+class PermissionsNotLoaded(Unavailable):
     """The process has not read the permissions of the cluster yet.
 
     Action: Wait. If it lasts, check the process's connection to ZooKeeper, and `access list`.
@@ -303,7 +307,9 @@ class Superseded(WaltzError):
 
 
 class SessionFenced(Superseded):
-    """A storage has promised a later store session: `promised`, if known.
+    """A storage rejects a store session, because it has promised a later one to another server.
+
+    `promised`, if known, is the number of the later session.
 
     Action: None: the server claims a later session.
     """
@@ -316,7 +322,9 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The request names another generation of the partition, which changes with its owner.
+    """The request names an earlier or later generation of the partition than the server owns.
+
+    The generation rises whenever the partition moves to another server.
 
     Action: Find the owner again; the client does this itself.
     """
@@ -325,7 +333,7 @@ class GenerationMismatch(Superseded):
 
 
 class LockFailed(Superseded):
-    """A lock of the transaction was written above the client's high-water mark.
+    """Another transaction has written a lock of this one after the client's high-water mark.
 
     If known, `conflicting` is the transaction that it conflicts with (or a later one), and
     `high_water_mark` a mark of the log from which to compute the transaction again. For appends
@@ -341,7 +349,7 @@ class LockFailed(Superseded):
 
 
 class ConnectionSuperseded(Superseded):
-    """A later connection of the same client, or of the same partition owner, has replaced it.
+    """A later connection of the same client, or of the same owner, has replaced this connection.
 
     Action: Stop this client, writer or task; a later one has taken over.
     """
@@ -350,7 +358,7 @@ class ConnectionSuperseded(Superseded):
 
 
 class CoordinatorConflict(Superseded):
-    """A znode was changed, created or deleted since it was read.
+    """Another process has changed, created or deleted a znode since it was read.
 
     Action: Read the state again before you decide on the change; a repeated command does this.
     """
@@ -359,7 +367,7 @@ class CoordinatorConflict(Superseded):
 
 
 class Damaged(WaltzError):
-    """Stored bytes differ from the written ones.
+    """Stored bytes are not those that were written.
 
     Action: Stop, and notify an operator.
     """
@@ -413,7 +421,7 @@ class StorageIdMismatch(Damaged):
 
 
 class DataLoss(Damaged):
-    """The log is shorter than a reported mark, or has changed below it.
+    """The log ends before a high-water mark that was reported earlier, or has changed before it.
 
     Action: Check the connect string. Restore the lost storages before anything else is changed.
     """
@@ -431,7 +439,7 @@ class ReplicaSuspect(Damaged):
 
 
 class DiskFailed(Damaged):
-    """A write or an fsync failed; its file is not used any more.
+    """A write or an fsync of a file failed; the storage does not use the file any more.
 
     Action: Check the disk, then restart the storage (docs/disks.md).
     """
@@ -449,7 +457,7 @@ class ReadFailed(DiskFailed):
 
 
 class ObjectMissing(Damaged):
-    """A file of the archive that is listed does not exist.
+    """A file that a manifest of the archive lists does not exist.
 
     Action: Restore the file from a copy or an earlier version in the object store.
     """
@@ -510,10 +518,10 @@ def from_code(
 ) -> WaltzError:
     """Rebuild an error from the wire; an unknown code gives the base class.
 
-    `first_available` is the attribute of `BelowStart`, `retry_after_ms` that of `Overloaded`.
+    `first_available` is the attribute of `BeforeLogStart`, `retry_after_ms` that of `Overloaded`.
     """
-    if code == BelowStart.code:
-        return BelowStart(message, first_available)
+    if code == BeforeLogStart.code:
+        return BeforeLogStart(message, first_available)
     if code == Overloaded.code:
         return Overloaded(message, retry_after_ms)
     return BY_CODE.get(code, WaltzError)(message)

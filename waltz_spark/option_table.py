@@ -176,6 +176,35 @@ OPTIONS: tuple[Option, ...] = (
         "missing columns are null.",
     ),
     Option(
+        "changeFeed",
+        Purpose.READ,
+        "false",
+        "With `dataFormat` and `key`: `true` returns the changes of rows that the transactions "
+        "make, with their previous content, as Delta's change data feed does. Column "
+        "`_change_type` of your schema is `insert`, `update_preimage`, `update_postimage` or "
+        "`delete`.",
+    ),
+    Option(
+        "key",
+        Purpose.READ,
+        "none",
+        "With `changeFeed`: the columns of your schema that identify a row, `country,id`. All "
+        "transactions of a key must be in one partition of the log.",
+    ),
+    Option(
+        "deleteHeaders",
+        Purpose.READ,
+        "none",
+        "With `changeFeed`: transactions with these application headers delete their row: `9`.",
+    ),
+    Option(
+        "deleteWhere",
+        Purpose.READ,
+        "none",
+        "With `changeFeed`: transactions for which this holds delete their row. A comparison of a "
+        "column with a literal, `op = 'D'`, or a boolean column.",
+    ),
+    Option(
         "columnNameOfCorruptRecord",
         Purpose.READ,
         "_corrupt_record",

@@ -25,6 +25,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.records.typed_values import TYPED_FORMATS
 from waltz_core.schemas.registered_schemas import RegisteredSchema
 from waltz_core.schemas.registry_urls import addresses_of
+from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_spark.option_table import (
     BY_KEY,
     CONNECT_ENVIRONMENT,
@@ -39,6 +40,8 @@ ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", 
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
 # An additional column of a read with option `encryptionKeys`.
 ERROR_COLUMN = "data_error"
+# An additional column of a read with option `changeFeed`.
+CHANGE_COLUMN = "_change_type"
 DATA_FORMATS = ("msgpack", "json", *TYPED_FORMATS)
 _REGISTRY_OPTIONS = (
     "schemaRegistry",
@@ -110,16 +113,20 @@ class ReadOptions:
     registry: RegistryOptions | None = None
     encryption_keys: str | None = None
     encryption_required: bool = False
+    feed: ChangeRules | None = None
 
     @property
     def log_columns(self) -> tuple[str, ...]:
         """The columns that the log has for this read."""
-        return log_columns(has_keys=self.encryption_keys is not None)
+        return log_columns(
+            has_keys=self.encryption_keys is not None, has_changes=self.feed is not None
+        )
 
 
-def log_columns(*, has_keys: bool) -> tuple[str, ...]:
-    """Return the columns that the log has for a read with or without keys."""
-    return (*LOG_COLUMNS, ERROR_COLUMN) if has_keys else LOG_COLUMNS
+def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
+    """Return the columns that the log has for a read with or without keys, or of a change feed."""
+    more = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
+    return (*LOG_COLUMNS, *(name for is_there, name in more if is_there))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +244,13 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
         trigger_transactions_max=parser.integer("maxTransactionsPerTrigger", 1, 1 << 40),
         poll_ms=parser.integer("pollInterval", 0, 3_600_000),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
-        on_corrupt=OnCorrupt(parser.choice("mode", ("failfast", "permissive", "dropmalformed"))),
+        on_corrupt=OnCorrupt(parser.choice("mode", _MODES)),
         corrupt_column=parser.text("columnNameOfCorruptRecord") or "_corrupt_record",
         required_columns=tuple(_split(parser.text("requiredColumns") or "")),
         registry=parser.registry(),
         encryption_keys=parser.text("encryptionKeys"),
         encryption_required=encryption_required,
+        feed=parser.feed(),
     )
 
 
@@ -291,6 +299,19 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     )
 
 
+_MODES = tuple(each.value for each in OnCorrupt)
+_NEEDED_IN_A_FEED = {
+    "dataFormat": "it unpacks the key from payloads",
+    "key": "its columns identify the row of a transaction",
+}
+_SPLIT = "a task reads a whole partition of the log, because a row depends on the one before it"
+_NOT_IN_A_FEED = {
+    "maxTransactionsPerTask": _SPLIT,
+    "minPartitions": _SPLIT,
+    "transactionIds": "the rows depend on all transactions before them. Hint: use the marks of the "
+    "start and the end.",
+    "columnNameOfCorruptRecord": "it has no row for a payload that cannot be unpacked",
+}
 _ALLOWED = {
     Purpose.READ: {Purpose.READ, Purpose.BATCH, Purpose.STREAM, Purpose.BOTH},
     Purpose.BATCH: {Purpose.READ, Purpose.BATCH, Purpose.BOTH},
@@ -424,8 +445,52 @@ class _OptionParser:
             message=message,
         )
 
+    def feed(self) -> ChangeRules | None:
+        """Return the rules of option `changeFeed`; their columns are checked with the schema."""
+        if not self._has_feed():
+            for name in ("key", "deleteHeaders", "deleteWhere"):
+                if self.text(name) is not None:
+                    raise BadConfig(f"option {name!r} needs changeFeed=true")
+            return None
+        self._check_feed()
+        key, where = tuple(_split(self.text("key") or "")), self.text("deleteWhere")
+        if not key or len(set(key)) != len(key):
+            raise BadConfig(
+                f"option 'key': expected columns, each once, found {self.text('key')!r}"
+            )
+        return ChangeRules(
+            key=key,
+            delete_headers=self.ints("deleteHeaders") or (),
+            delete_where=None if where is None else parse_condition(where),
+        )
+
+    def _check_feed(self) -> None:
+        """Reject options that a change feed cannot have, or lacks."""
+        for name, reason in _NEEDED_IN_A_FEED.items():
+            if self.text(name) is None:
+                raise BadConfig(f"option 'changeFeed' needs option {name}: {reason}")
+        for name, reason in _NOT_IN_A_FEED.items():
+            if self.text(name) is not None:
+                raise BadConfig(f"option {name!r} is not for a change feed: {reason}")
+        if self.choice("mode", _MODES) == OnCorrupt.NULLS.value:
+            raise BadConfig(
+                "option 'mode': a change feed has no row for a payload that cannot be unpacked. "
+                "Hint: use FAILFAST, or DROPMALFORMED to ignore such transactions."
+            )
+        chosen, deletes = self.ints("headers") or (), self.ints("deleteHeaders") or ()
+        if chosen and (absent := sorted(set(deletes) - set(chosen))):
+            raise BadConfig(
+                f"option 'deleteHeaders': expected some of option headers, found {absent[0]}, "
+                "which the read does not fetch"
+            )
+
+    def _has_feed(self) -> bool:
+        return self.choice("changeFeed", ("true", "false")) == "true"
+
     def log_columns(self) -> tuple[str, ...]:
-        return log_columns(has_keys=self.text("encryptionKeys") is not None)
+        return log_columns(
+            has_keys=self.text("encryptionKeys") is not None, has_changes=self._has_feed()
+        )
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         value = (self.text(name) or BY_KEY[name.lower()].default).lower()

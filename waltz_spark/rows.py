@@ -34,7 +34,7 @@ from waltz_core.errors import BadRequest
 from waltz_core.records.payload_types import is_binary, nested_type, plain_type, without_nulls
 from waltz_core.records.strict_json import to_json
 from waltz_core.records.typed_values import TYPED_FORMATS
-from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS, ReadOptions
+from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, ReadOptions, log_columns
 
 _LOG_TYPES = {
     "partition": "int",
@@ -44,8 +44,9 @@ _LOG_TYPES = {
     "commit_time": "timestamp",
     "data": "binary",
     ERROR_COLUMN: "string",
+    CHANGE_COLUMN: "string",
 }
-assert tuple(_LOG_TYPES) == (*LOG_COLUMNS, ERROR_COLUMN)
+assert tuple(_LOG_TYPES) == log_columns(has_keys=True, has_changes=True)
 
 
 def read_schema(columns: Sequence[str]) -> str:

@@ -101,7 +101,7 @@ def test_a_manifest_that_was_replaced_within_the_grace_period_is_no_orphan(tmp_p
     assert saved(tmp_path, log).orphans(archived.now_ms()) == names[1:]
 
 
-def test_objects_with_other_records_or_with_a_gap_are_noticed(tmp_path, log):
+def test_objects_with_other_records_or_with_a_gap_are_detected(tmp_path, log):
     found, expected = saved(tmp_path, log), read_by_clients(log)
     expected.records[PARTITION][-1] ^= 1
     last = found.objects[PARTITION][-1].name

@@ -61,7 +61,7 @@ def readable(world):
 
 
 @pytest.mark.parametrize("seed", range(6 * len(SEEDS)))
-def test_rot_is_reported_and_never_served(seed):
+def test_corruption_is_reported_and_never_served(seed):
     world = random_world(seed)
     run_until_power_loss(world, 20, None)
     clean = world.rng.random() < 0.5

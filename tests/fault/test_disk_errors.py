@@ -106,7 +106,7 @@ def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
 # rot
 
 
-def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
+def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
     scenario: Scenario,
 ):
     path = cold_segment(scenario, "storage-2")

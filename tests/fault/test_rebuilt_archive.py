@@ -93,7 +93,7 @@ def test_removed_transactions_are_found_in_the_archive_again(
     before = recorded_in(cluster)
     assert before is not None
     lose_zookeeper(cluster)
-    assert rebuild(cluster, "--only-nodes")[0] == 0
+    assert rebuild(cluster, "--only-znodes")[0] == 0
     for name in STORAGES:
         cluster.start(name)
 

@@ -144,7 +144,7 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
     assert "waltz  key " in done.stdout
 
 
-def test_the_loss_of_the_leading_node_is_not_noticed(scenario: Scenario):
+def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
     """All sessions lose their connections; with a follower only its own do."""
     cluster = scenario.cluster
     before = await_spread(cluster)

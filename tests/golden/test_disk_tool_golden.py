@@ -103,7 +103,7 @@ def test_a_0_13_index_is_rebuilt_as_it_was(storage, capsys):
     assert index.read_bytes()[128:] == good[128:]
 
 
-def test_rot_anywhere_in_a_0_13_directory_is_found(storage):
+def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
     path = storage / "0" / f"{NAME}.seg"
     size = path.stat().st_size
     for at in [*range(4), *range(12, size)]:

@@ -23,7 +23,7 @@ from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.errors import BelowStart
+from waltz_core.errors import BeforeLogStart
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import PartitionId, SessionId
 
@@ -53,7 +53,7 @@ def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None
         assert replicas.archived.first == first
         for source in (None, replicas):  # by the server, and by this process
             begun_s = time.monotonic()
-            with pytest.raises(BelowStart, match=rf"from {first} on") as caught:
+            with pytest.raises(BeforeLogStart, match=rf"from {first} on") as caught:
                 read(client, first - 1, last, source)
             assert caught.value.first_available == first
             assert time.monotonic() - begun_s < HANG_S / 2, "the error is not retried"

@@ -114,7 +114,7 @@ def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
     async def main() -> None:
-        async with cluster(4, feed_grant_count_min=100) as (_, server), dialing(server) as dial:
+        async with cluster(4, feed_request_count_min=100) as (_, server), dialing(server) as dial:
             wire = await dial()
             assert wire.version == 4
 
@@ -335,7 +335,7 @@ def test_requests_without_a_mount_are_answered_or_left_open(
     run(main())
 
 
-def test_a_0_13_program_that_does_not_read_costs_bounded_memory() -> None:
+def test_a_0_13_program_that_does_not_read_uses_bounded_memory() -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server, BOB)

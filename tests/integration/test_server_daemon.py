@@ -395,7 +395,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
 
 def test_appends_and_marks_continue_without_zookeeper() -> None:
     async def main() -> None:
-        async with cluster(mark_staleness_ms_max=1) as (world, server):
+        async with cluster(high_water_mark_staleness_ms_max=1) as (world, server):
             client = await connect(server)
             await client.mount()
             for session in world.zookeeper._sessions:
@@ -405,7 +405,7 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
             assert (await server.health()).is_healthy is True
             assert (await server.health()).details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
-            # Not without a query of a quorum: `mark_staleness_ms_max` has passed.
+            # Not without a query of a quorum: `high_water_mark_staleness_ms_max` has passed.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
             await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
             async with asyncio.timeout(HANG_S):
@@ -445,7 +445,7 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
     run(main())
 
 
-def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_other() -> None:
+def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, deaf = await connect(server), await connect(server, BOB)

@@ -735,7 +735,7 @@ def test_a_partition_that_cannot_be_opened_harms_no_other_and_is_served_once_it_
     on_loop(main())
 
 
-def test_a_scrub_that_is_requested_finds_rot_and_continues_after_a_restart(tmp_path):
+def test_a_scrub_that_is_requested_finds_corruption_and_continues_after_a_restart(tmp_path):
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -829,7 +829,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         owner = Owner(5, 0)
         read = owner.make(RangeRaw, 7, 8, 1 << 20, RangeForm.WHOLE, False, True)
         mark = owner.make(SetArchived, 9, bytes(16), 0, 1, "manifest")
-        query = ArchiveQuery(LaneRequest(1, read), mark, errors.BelowStart("", 9))
+        query = ArchiveQuery(LaneRequest(1, read), mark, errors.BeforeLogStart("", 9))
 
         def was_read(found):
             storage._was_read(query, found)

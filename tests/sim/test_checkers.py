@@ -10,7 +10,7 @@ from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream import stream_events as client_events
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
-from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
+from waltz_core.errors import ClientAheadOfLog, DataLoss, DiskFailed, LockFailed, Unreachable
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
@@ -365,7 +365,7 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
         m.HighWaterMarkResponse(QUESTION, 1),
         m.ReplicasResponse(QUESTION, 0, 1, (), bytes(16), 1),
         m.LockFailure(QUESTION, 1),
-        error_answer(1, QUESTION, 0, ClientAhead("ahead")).message,
+        error_answer(1, QUESTION, 0, ClientAheadOfLog("ahead")).message,
         error_answer(1, QUESTION, 0, LockFailed("locked")).message,
     ],
     ids=lambda message: type(message).__name__,
@@ -480,14 +480,14 @@ def rot(world):
     world.storage.disk.flip(path, 128 + 30)
 
 
-def test_fixed_detects_rot_at_the_end():
+def test_fixed_detects_corruption_at_the_end():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
         world.checks.at_end()
 
 
-def test_fixed_detects_rot_at_intervals(world):
+def test_fixed_detects_corruption_at_intervals(world):
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.check_log_state(world.storage, log)
@@ -622,7 +622,7 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
     world.checks.answers._marks.clear()
     world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
     world.checks.answers.acknowledged(last)
-    timer_ms = world.cluster.limits.mark_staleness_ms_max
+    timer_ms = world.cluster.limits.high_water_mark_staleness_ms_max
     world.cluster.world.now_us += (timer_ms + 2) * MS
     with fails("StaleMark"):
         world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
@@ -954,7 +954,7 @@ def test_converged_detects_a_feed_that_is_not_at_its_end():
 
 def test_converged_detects_a_stream_that_has_ended(world):
     with fails("ClientStopped"):
-        world.checks.client_stopped(world.client, ClientAhead("the log is gone"))
+        world.checks.client_stopped(world.client, ClientAheadOfLog("the log is gone"))
 
 
 def test_bounded_detects_too_many_tries(world):

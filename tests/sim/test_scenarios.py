@@ -74,7 +74,7 @@ def test_an_invalid_scenario_is_reported(steps, sentence):
         outcome(steps)
 
 
-def test_a_scenario_that_reports_something_else_is_noticed():
+def test_a_scenario_with_other_milestones_fails():
     (scenario,) = scenarios_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
     assert replayed(scenario).text != scenario.text
     assert replayed(scenario).steps[0].lines == ["reported: 0 in the log"]

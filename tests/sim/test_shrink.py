@@ -68,7 +68,7 @@ def test_two_of_97_faults_are_found_in_a_hundred_runs():
     assert shrunk.run_count <= 100
 
 
-def test_a_failure_of_another_rule_does_not_count():
+def test_a_failure_of_another_rule_is_ignored():
     model = Model(replicas=5)
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.schedule.setup.replicas == 5

@@ -1,10 +1,12 @@
 """Spark reads archived transactions directly from the object store, without server and storages."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgpack
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import BinaryType, DataType, IntegerType, LongType, StructField, StructType
@@ -15,12 +17,14 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
+from waltz_spark.datasource.change_feed import with_checked_rules
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import close_clients
 
 pytestmark = pytest.mark.spark
 ROWS = 2_000
+KEYS = 50
 PARTITIONS = 2
 TYPES: dict[str, DataType] = {
     "partition": IntegerType(),
@@ -60,7 +64,10 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         rows: set[tuple[int, int, int, bytes]] = set()
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
-                datas = [b"%d:%d " % (partition, row) + bytes(150) for row in range(ROWS)]
+                datas = [
+                    msgpack.packb({"id": row % KEYS, "place": (partition, row), "more": bytes(150)})
+                    for row in range(ROWS)
+                ]
                 futures = [
                     client.append(data, partition=partition, header=row % 3)
                     for row, data in enumerate(datas)
@@ -111,6 +118,28 @@ def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     assert len(found) == len(archived.rows)
     (warning,) = [each for each in caplog.messages if "spark.archive_not_read" in each]
     assert name in warning
+
+
+def test_a_change_feed_reads_the_archive_and_then_the_storages(
+    archived: Archived, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {"changeFeed": "true", "key": "id", "dataFormat": "msgpack"}
+    schema = (
+        StructType().add("id", "long").add("_change_type", "string").add("partition", "integer")
+    )
+    options = with_checked_rules(parse_read({**archived.options, **rules}), schema)
+    reader = WaltzBatchReader(options, schema)
+    with caplog.at_level(logging.INFO, "waltz"):
+        tasks = reader.partitions()
+        found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
+    assert all(isinstance(each, Task) and each.archived is not None for each in tasks)
+    kinds = Counter((kind, partition) for _, kind, partition in found)
+    updates = ROWS - KEYS
+    for partition in range(PARTITIONS):
+        assert kinds["insert", partition] == KEYS
+        assert kinds["update_preimage", partition] == updates
+        assert kinds["update_postimage", partition] == updates
+    assert not any("spark.archive_not_read" in each for each in caplog.messages)
 
 
 def test_a_missing_archive_fails_no_read(

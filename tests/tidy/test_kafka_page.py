@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from waltz_spark.option_table import OPTIONS
-from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
+from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, LOG_COLUMNS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 CELL = re.compile(r"(?<!\\)\|")
@@ -13,6 +13,7 @@ NAME = re.compile(r"`([A-Za-z_]+)`")
 NOT_OPTIONS = {
     *LOG_COLUMNS,
     ERROR_COLUMN,
+    CHANGE_COLUMN,
     *("write_locks", "read_locks", "append_locks", "client_high_water_mark"),
     *("LagListener", "endOffset"),
 }

@@ -209,7 +209,7 @@ def test_a_context_that_is_always_rejected_expires(waltz_memory):
     assert waltz_memory.transactions(0) == []
 
 
-@pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAhead])
+@pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAheadOfLog])
 def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))

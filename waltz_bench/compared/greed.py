@@ -211,7 +211,7 @@ async def _connect(tenant: _Tenant) -> None:
             kept.append(await tenant.dial(PartitionId(partition)))
             tenant.tally.got += 1
             if len(kept) > _KEPT:
-                kept.popleft().abort("another one is open")
+                kept.popleft().abort("another connection is open")
     finally:
         for each in kept:
             each.abort("done")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BelowStart, WaltzError
+from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class ArchiveAccess:
         reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
         try:
             reader.read_range(first, first, 1)
-        except BelowStart:  # It has expired.
+        except BeforeLogStart:  # It has expired.
             return ""
         except ARCHIVE_DAMAGE as error:
             return str(error)

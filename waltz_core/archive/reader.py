@@ -31,7 +31,7 @@ from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, che
 from waltz_core.archive.object_index import ObjectIndex, RowGroup
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.errors import BadRequest, BelowStart, WaltzError
+from waltz_core.errors import BadRequest, BeforeLogStart, WaltzError
 from waltz_core.records import raw_records
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
@@ -108,7 +108,7 @@ class ArchiveReader:
         """Return records of first..last that fit into `bytes_max`, at least one.
 
         Raises:
-            BelowStart: `first` has expired.
+            BeforeLogStart: `first` has expired.
             BadRequest: the archive does not reach to `last`.
             ObjectMissing: a file does not exist (rule 3).
             ArchiveUnavailable: the store does not answer; try again.
@@ -204,7 +204,7 @@ class ArchiveReader:
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
         manifest = self.manifest
         if 0 <= first < manifest.first:
-            raise BelowStart(
+            raise BeforeLogStart(
                 f"archive of partition {manifest.partition_id}: the requested transactions "
                 f"{first}..{last} are not available: the first available one is "
                 f"{manifest.first}",

@@ -464,7 +464,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "makes all tables smaller.",
         minimum=MIB,
     )
-    lock_refill_count_max: int = setting(
+    lock_load_count_max: int = setting(
         1_000_000,
         "Number of recent transactions whose locks a new owner loads from the storages; it "
         "stops after 8 MiB of locks. If it is too small, the server rejects appends of "
@@ -571,7 +571,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     feed_frame_count_max: int = setting(
         4_096, "Maximum number of transactions in one feed message.", minimum=1, maximum=65_536
     )
-    feed_grant_count_min: int = setting(
+    feed_request_count_min: int = setting(
         10_000,
         "Minimum number of transactions that the server sends for one feed request of a "
         "client. If it is too small, there are frequent round trips.",
@@ -594,7 +594,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=1_024,
     )
-    fence_count_max: int = setting(
+    remembered_clients_max: int = setting(
         262_144,
         "Number of disconnected clients of one partition for which the server remembers the "
         "latest connection, so that it can reject older connections of the same client ID.",
@@ -641,7 +641,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "that they still need. 0: archived transactions never expire.",
         minimum=0,
     )
-    mark_staleness_ms_max: int = _ms(
+    high_water_mark_staleness_ms_max: int = _ms(
         2_000,
         "Maximum staleness of a high-water mark that the server returns: an answer of a "
         "quorum of replicas confirms the mark for this time. If it is too long, a server "
@@ -672,7 +672,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "its load. If it is too short, partitions with varying loads move to and fro.",
         minimum=50,
     )
-    open_wait_ms: int = _ms(
+    session_wait_ms_max: int = _ms(
         5_000,
         "Time for which a read or a mount waits for an open store session before the server "
         "rejects it.",
@@ -777,7 +777,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         "The number of the group of storages in which this client runs. The client prefers "
         "replicas of this group for reads of ranges. -1: any group."
     )
-    feed_ahead_count_max: int = setting(
+    feed_prefetch_count_max: int = setting(
         100_000,
         "Maximum number of transactions that the client has requested from the feed and not "
         "applied yet. If it is too small, there are frequent round trips. If it is too "

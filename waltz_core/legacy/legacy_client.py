@@ -63,7 +63,7 @@ _ENDS_MOUNT: Final = frozenset(
 )
 # Errors of a mount or a feed after which 0.13 closes the connection, or that it cannot use.
 _ENDS_CONNECTION: Final = frozenset(
-    each.code for each in (errors.BadRequest, errors.ClientAhead, errors.ConnectionSuperseded)
+    each.code for each in (errors.BadRequest, errors.ClientAheadOfLog, errors.ConnectionSuperseded)
 )
 # Errors that do not show whether there is such a partition.
 _OF_ANY_PARTITION: Final = frozenset(
@@ -72,7 +72,7 @@ _OF_ANY_PARTITION: Final = frozenset(
         errors.UnknownPartition,
         errors.PermissionDenied,
         errors.ClientIdDenied,
-        errors.PermissionsUnread,
+        errors.PermissionsNotLoaded,
         errors.Overloaded,  # a limit of the principal
     )
 )

@@ -305,7 +305,7 @@ class LegacyServerPartition:
                 f"the client's high-water mark {self._mark} is above {self._known}, the last "
                 "transaction of the log"
             )
-            self._fail_mount(text, errors.ClientAhead)
+            self._fail_mount(text, errors.ClientAheadOfLog)
         else:
             self._fail_mount("the server is not ready for the partition")
 

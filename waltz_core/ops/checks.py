@@ -174,5 +174,5 @@ def _of_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
         )
     elif now.not_engaged:
         are = "is" if len(now.not_engaged) == 1 else "are"
-        text = f"{name}: the replicas {', '.join(now.not_engaged)} {are} not in sync"
+        text = f"{name}: {', '.join(now.not_engaged)} {are} not in sync"
         yield FailedCheck("recovery", text, affected)

@@ -165,7 +165,7 @@ class _Case:
         directory = f"--directory {shlex.quote(local.directory)}"
         steps = [f"waltz-core local down --keep-zookeeper {directory}", *before]
         together = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
-        return " && ".join([*steps, f"{rebuild} --only-nodes", together])
+        return " && ".join([*steps, f"{rebuild} --only-znodes", together])
 
     def _report_lost(self, local: LocalFacts) -> None:
         """Report that a cluster on this machine is missing in ZooKeeper."""

@@ -27,7 +27,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, assert_never
 
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.errors import BelowStart, Damaged, ProtocolError, RemoteProtocolError, WaltzError
+from waltz_core.errors import (
+    BeforeLogStart,
+    Damaged,
+    ProtocolError,
+    RemoteProtocolError,
+    WaltzError,
+)
 from waltz_core.machine import Report
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
@@ -314,7 +320,11 @@ class Repairs:
         running = self._running.get(ticket)
         if running is None or running.source is not each or running.target is each:
             return False
-        if isinstance(error, BelowStart) and self.archived is not None and each.repair is not None:
+        if (
+            isinstance(error, BeforeLogStart)
+            and self.archived is not None
+            and each.repair is not None
+        ):
             # It has removed archived segments meanwhile: how many is not known.
             each.repair.start = self.archived.last
             self._drop(ticket)

@@ -21,7 +21,7 @@ from typing import Final
 
 from waltz_core.errors import (
     ArchiveUnavailable,
-    BelowStart,
+    BeforeLogStart,
     ObjectMissing,
     RemoteProtocolError,
     WaltzError,
@@ -107,7 +107,7 @@ class Settlement:
         in_doubt = self._claim.in_doubt
         if self._stamp_ms is None or in_doubt is None:
             return False
-        if isinstance(error, BelowStart):
+        if isinstance(error, BeforeLogStart):
             self._replicas.clear()
         elif not isinstance(error, ArchiveUnavailable | ObjectMissing):
             return False

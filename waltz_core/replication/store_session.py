@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.cluster.znodes.model import UNRESOLVED, ArchivedMark, ReplicaState
 from waltz_core.errors import (
-    BelowStart,
+    BeforeLogStart,
     Damaged,
-    PermissionsUnread,
+    PermissionsNotLoaded,
     RemoteProtocolError,
     ReplicaSuspect,
     SessionFenced,
@@ -446,7 +446,7 @@ class StoreSession:
         """Leave a replica out for `rejected_retry_ms`."""
         self._report("replica.rejected", replica=each.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
-        if error_code in (UnknownPartition.code, PermissionsUnread.code):
+        if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
             wait_ms = self._limits.redial_ms_max  # It has just started, and reads ZooKeeper.
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
@@ -545,7 +545,7 @@ class StoreSession:
             return False
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
             self._archiving.rejected(each, request.message, reason, now_ms)
-        elif isinstance(error, BelowStart):
+        elif isinstance(error, BeforeLogStart):
             self._archiving.begins_later(now_ms)
             self._note_checked()
         else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.errors import BelowStart, Overloaded, Unreachable, WaltzError
+from waltz_core.errors import BeforeLogStart, Overloaded, Unreachable, WaltzError
 from waltz_core.machine import Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.records.record import (
@@ -54,15 +54,15 @@ MIB = 1024 * KIB
 class PartitionLimits:
     """The limits of a partition. All must be positive, except those that may be 0 as stated.
 
-    `mark_staleness_ms_max`: how long marks are reported without another proof after a quorum last
-    answered in the session. `open_wait_ms`: how long a request other than an append waits for a
-    store session before it is rejected. `fences_max`: number of disconnected clients whose highest
-    connection sequence is kept. `checkpoint_interval_count`: number of transactions after which a
-    new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up; it
-    starts earlier when the store reports that a checkpoint is due, and later while it archives.
-    `lock_refill_count_max`: number of transactions whose locks a new owner requests, 0 for none;
-    `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
-    that of the store, which a doctor requests; 0 if nothing is archived.
+    `high_water_mark_staleness_ms_max`: how long marks are reported without another proof after a
+    quorum last answered in the session. `session_wait_ms_max`: how long a request other than an
+    append waits for a store session before it is rejected. `fences_max`: number of disconnected
+    clients whose highest connection sequence is kept. `checkpoint_interval_count`: number of
+    transactions after which a new session starts, at most every `checkpoint_interval_ms`, so that
+    low-water marks move up; it starts earlier when the store reports that a checkpoint is due, and
+    later while it archives. `lock_load_count_max`: number of transactions whose locks a new owner
+    requests, 0 for none; `lock_tail_bytes_max`: size limit of a storage's answer to that request.
+    `archive_interval_ms`: that of the store, which a doctor requests; 0 if nothing is archived.
     """
 
     lock_slot_count: int
@@ -75,20 +75,20 @@ class PartitionLimits:
     slice_bytes_max: int = 1 * MIB
     slice_rows_max: int = 8_192
     feed_frame_count_max: int = 4_096
-    feed_grant_count_min: int = 10_000
+    feed_request_count_min: int = 10_000
     range_bytes_max: int = 4 * MIB
     fetches_max: int = 8
     fences_max: int = 262_144
-    mark_staleness_ms_max: int = 2_000
-    open_wait_ms: int = 5_000
+    high_water_mark_staleness_ms_max: int = 2_000
+    session_wait_ms_max: int = 5_000
     checkpoint_interval_count: int = 250_000
     checkpoint_interval_ms: int = 10_000
-    lock_refill_count_max: int = 1_000_000
+    lock_load_count_max: int = 1_000_000
     lock_tail_bytes_max: int = 8 * MIB
     archive_interval_ms: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("lock_refill_count_max", "archive_interval_ms")
+        may_be_zero = ("lock_load_count_max", "archive_interval_ms")
         for name in (each.name for each in fields(self)):
             assert getattr(self, name) >= (0 if name in may_be_zero else 1), name
         # A single transaction of the maximum size must fit everywhere.
@@ -276,7 +276,7 @@ class FeedFailed:
     """There are no feed headers from `first` on: the log begins later, or they are damaged."""
 
     first: TransactionId
-    error: BelowStart | Unreachable
+    error: BeforeLogStart | Unreachable
 
 
 Effect: TypeAlias = SendToClient | Fetch | replication.Effect
@@ -290,7 +290,7 @@ def error_answer(
     request: ClientMessage | None = None,
 ) -> SendToClient:
     """Return the answer that reports an error."""
-    first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+    first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     message = ErrorResponse(req_id, error.code, error.retriable, str(error), first, retry_after_ms)
     return SendToClient(connection, message, cost_bytes, request)

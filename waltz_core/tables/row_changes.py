@@ -24,6 +24,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -111,9 +112,9 @@ def parse_condition(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     if found is None:
         raise BadConfig(
-            "delete_where: expected a column, or one comparison of a column with a literal, "
-            f"such as op = 'D', amount < 0 or is_closed = true; found {text!r}. Hint: use a "
-            "changes function for other conditions."
+            "condition for deletes: expected a column, or one comparison of a column with a "
+            f"literal, such as op = 'D', amount < 0 or is_closed = true; found {text!r}. Hint: for "
+            "another condition use a boolean column, or the changes function of a followed table."
         )
     column = found["plain"] or found["quoted"]
     if found["operator"] is None:
@@ -183,8 +184,8 @@ def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
         reason = str(error)
     shown = f"'{literal}'" if isinstance(literal, str) else literal
     raise BadConfig(
-        f"delete_where: expected a literal of type {kind} for column {where.column!r}, found "
-        f"{shown} ({reason})"
+        f"condition for deletes: expected a literal of type {kind} for column {where.column!r}, "
+        f"found {shown} ({reason})"
     )
 
 
@@ -212,14 +213,18 @@ def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
         changes = _checked_result(rules.function(rows), rows, rules.key)
     else:
         changes = rows.append_column(
-            pa.field(DELETED, pa.bool_(), nullable=False), _deletes(rows, rules)
+            pa.field(DELETED, pa.bool_(), nullable=False), pa.array(deletes_in(rows, rules))
         )
     _check_nulls(changes, rules.key)
     return changes
 
 
-def _deletes(rows: ArrowTable, rules: ChangeRules) -> pa.ChunkedArray:
-    found = np.zeros(rows.num_rows, dtype=np.bool_)
+def deletes_in(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
+    """Return a mask of the transactions that are deletes (rule 2).
+
+    The rules have no changes function, and `check_rules` has accepted them.
+    """
+    found: npt.NDArray[np.bool_] = np.zeros(rows.num_rows, dtype=np.bool_)
     if rules.delete_headers:
         found |= np.isin(rows["header"].to_numpy(), list(rules.delete_headers))
     if rules.delete_where is not None:
@@ -227,7 +232,7 @@ def _deletes(rows: ArrowTable, rules: ChangeRules) -> pa.ChunkedArray:
         column = rows[where.column]
         holds = _COMPARISONS[where.operator](column, _scalar(where, column.type))
         found |= holds.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's parameter
-    return pa.chunked_array([pa.array(found)])
+    return found
 
 
 def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:

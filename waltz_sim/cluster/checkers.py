@@ -18,7 +18,7 @@ from waltz_core.cluster.znodes.model import (
     PartitionMarker,
     PartitionMetadata,
 )
-from waltz_core.errors import BelowStart, WaltzError
+from waltz_core.errors import BeforeLogStart, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
@@ -234,7 +234,7 @@ class Checks(Evidence):
 
     def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
         """A stream has ended permanently: only because its feed has expired."""
-        if self.archive is not None and isinstance(error, BelowStart):
+        if self.archive is not None and isinstance(error, BeforeLogStart):
             self.archive.rejected(client.fed + 1, error.first_available)
             return
         self.fail("ClientStopped", f"{client.name}: {error}")

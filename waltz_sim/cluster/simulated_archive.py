@@ -50,7 +50,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     ObjectMissing,
     WaltzError,
@@ -346,13 +346,13 @@ class SimArchive:
         """Return the objects that hold first..last by the manifest of a mark.
 
         Raises:
-            BelowStart: `first` has expired.
+            BeforeLogStart: `first` has expired.
             ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
         """
         head = self._verified(mark.manifest, mark.manifest_crc)
         found = Manifest.from_bytes(head.data, mark.manifest)
         if first < found.first:
-            raise BelowStart(f"archive: {first} has expired", found.first)
+            raise BeforeLogStart(f"archive: {first} has expired", found.first)
         return [
             (each, self._verified(each.name, each.file_crc))
             for each in found.newest

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.monitor import SingleRow, Submission
-from waltz_core.errors import BelowStart, WaltzError
+from waltz_core.errors import BeforeLogStart, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import (
@@ -309,7 +309,7 @@ class _Application:
 
     def _stopped(self, error: WaltzError) -> None:
         """Transactions of the feed have expired: start again after them, as another client."""
-        assert isinstance(error, BelowStart)
+        assert isinstance(error, BeforeLogStart)
         self._workload.first_available = TransactionId(error.first_available)
         client = self._client
         client.after(0, partial(self._restart, client.incarnation))

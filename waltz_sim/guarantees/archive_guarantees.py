@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.archive.file_names import writer_of
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker
-from waltz_core.errors import BelowStart, WaltzError
+from waltz_core.errors import BeforeLogStart, WaltzError
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, ReqId, SessionId, TransactionId
 from waltz_core.replication.session_events import SessionSettled
@@ -163,7 +163,7 @@ class ArchiveGuarantees:
     def client_received(self, message: ClientMessage) -> None:
         """A client receives an answer."""
         wanted = self._reads.pop(message.req_id, None)
-        is_error = isinstance(message, ErrorResponse) and message.error_code == BelowStart.code
+        is_error = isinstance(message, ErrorResponse) and message.error_code == BeforeLogStart.code
         if wanted is not None and is_error:
             assert isinstance(message, ErrorResponse)
             self.rejected(wanted, message.first_available)

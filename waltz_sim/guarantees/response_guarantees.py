@@ -6,7 +6,7 @@ whether or not the client will accept it.
 Rules:
     1. A server sends an outcome or a mark only while a store session is open and settled, or in
        the step that closed it. It may send records of the log from any session that was open.
-    2. A mark without a proof is no older than `mark_staleness_ms_max`.
+    2. A mark without a proof is no older than `high_water_mark_staleness_ms_max`.
     3. After a client's row was lost, none of its later rows on that connection is committed until
        the client mounts again.
     4. A server answers a flush only after it has answered every earlier request on that connection.
@@ -15,7 +15,7 @@ Rules:
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.errors import ClientAhead, LockFailed
+from waltz_core.errors import ClientAheadOfLog, LockFailed
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, RECORD_HEADER, ReqId, SessionId
 from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
@@ -66,7 +66,7 @@ _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
 _READY: Final = 0
 _LOSSES: Final = (Reason.LOST, Reason.NO_SPACE)
-_FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
+_FROM_THE_LOG: Final = (ClientAheadOfLog.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
 
@@ -191,7 +191,7 @@ class ResponseGuarantees:
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
             pace = self._pace.get(server.name, 1)
-            timer_ms = int(evidence.cluster.limits.mark_staleness_ms_max / pace)
+            timer_ms = int(evidence.cluster.limits.high_water_mark_staleness_ms_max / pace)
             known = self.acknowledged_at(evidence.world.now_ms - timer_ms - 1)
             if mark < known:
                 evidence.fail(

@@ -15,8 +15,10 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ArchivedObjects, ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
 from waltz_spark.datasource.archive_read import objects_of, pieces_of
-from waltz_spark.datasource.fetch import BatchColumns, Source, fetch
-from waltz_spark.datasource.starts import ends, starts
+from waltz_spark.datasource.change_feed import ChangeFeed
+from waltz_spark.datasource.feed_read import FeedReader, FeedSpan, feed_state_file
+from waltz_spark.datasource.fetch import BatchColumns, Source, fetch, log_batches
+from waltz_spark.datasource.starts import ends, from_first_available, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
@@ -26,7 +28,8 @@ from waltz_spark.shared_clients import client_at, sources_of
 class Task(InputPartition):
     """One task's input: transactions first..last of one partition, and their replicas.
 
-    Spark pickles each task separately, so a task contains the owner of its own partition only.
+    Spark pickles each task separately, so a task contains the owner of its own partition only. The
+    task of a change feed has the whole log up to `last`, and yields rows of what is after `begin`.
     """
 
     layout: ClusterLayout
@@ -35,6 +38,7 @@ class Task(InputPartition):
     first: int
     last: int
     archived: ArchivedObjects | None = None
+    begin: int | None = None
 
 
 class WaltzBatchReader(DataSourceReader):
@@ -84,14 +88,25 @@ def tasks_of(
     whole: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
-    """Return the tasks that read the spans; `sources` by partition, for each with a span."""
+    """Return the tasks that read the spans; `sources` by partition, for each with a span.
+
+    Raises:
+        DataLoss: transactions that a change feed needs have expired.
+        BadConfig: option `archive` names no object store.
+    """
+    begins: dict[int, int] = {}
+    if options.feed is not None:
+        begins = {span.partition: span.first - 1 for span in whole}
+        whole = from_first_available(options, whole, sources)
     objects = {} if options.archive is None else objects_of(options.archive, whole, sources)
-    pieces = [piece for span in whole for piece in pieces_of(span, objects.get(span.partition))]
-    spans = planning.split(
-        pieces,
-        task_count_min=options.task_count_min,
-        per_task_max=options.task_transactions_max,
-    )
+    spans = whole
+    if options.feed is None:
+        pieces = [piece for span in whole for piece in pieces_of(span, objects.get(span.partition))]
+        spans = planning.split(
+            pieces,
+            task_count_min=options.task_count_min,
+            per_task_max=options.task_transactions_max,
+        )
     layout = client.layout()
     tasks = []
     for span in spans:
@@ -100,20 +115,37 @@ def tasks_of(
             found = found.between(span.first, span.last)
         else:
             found = None
-        tasks.append(Task(layout.of(span.partition), sources[span.partition], *span, found))
+        owners, replicas = layout.of(span.partition), sources[span.partition]
+        tasks.append(Task(owners, replicas, *span, found, begins.get(span.partition)))
     return tasks
 
 
 def read_task(
-    task: InputPartition, options: ReadOptions, schema: StructType
+    task: InputPartition, options: ReadOptions, schema: StructType, query: str | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a task's transactions as Arrow batches.
+    """Yield a task's transactions, or the rows of its change feed, as Arrow batches.
+
+    Args:
+        task: one of `tasks_of`.
+        options: the options of the read.
+        schema: the columns wanted.
+        query: the ID of the streaming query that may cache the state of its change feed.
 
     Raises:
-        Like `fetch`.
+        Like `fetch`, and `FeedReader.rows`.
     """
     if not isinstance(task, Task):
         return iter(())  # for Spark: there is nothing to read
-    span = planning.TransactionRange(task.partition, task.first, task.last)
     source = Source(client_at(task.layout), task.replicas, task.archived)
-    return fetch(source, span, BatchColumns(options, schema))
+    if task.begin is None:
+        span = planning.TransactionRange(task.partition, task.first, task.last)
+        return fetch(source, span, BatchColumns(options, schema))
+    feed = ChangeFeed(options, schema, task.partition)
+    cluster = task.layout.cluster.key
+
+    def read(first: int, last: int) -> Iterator[pa.RecordBatch]:
+        span = planning.TransactionRange(task.partition, first, last)
+        return log_batches(source, span, options, feed.columns)
+
+    file = feed_state_file(query, cluster, task.partition, options, schema)
+    return FeedReader(feed, read, FeedSpan(task.first, task.begin, task.last), file).rows()

@@ -10,7 +10,7 @@ Rules:
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +72,6 @@ class BatchColumns:
             columns += [name for name in _ENCRYPTED if name not in columns]
         # A count needs no column; the narrowest one has the number of rows.
         self.columns = columns or ["partition"]
-        self.headers_only = "data" not in self.columns
 
     def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Convert a batch of the log's columns to one of the schema."""
@@ -157,13 +156,25 @@ def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterat
         ChecksumMismatch: a record is damaged on all sources.
         Unavailable: no replica and no server answered in time.
     """
+    for batch in log_batches(source, span, shape.options, shape.columns):
+        yield shape.project(batch)
+
+
+def log_batches(
+    source: Source, span: TransactionRange, options: ReadOptions, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the transactions of a span, with these columns of the log.
+
+    Raises:
+        Like `fetch`.
+    """
     began = time.monotonic()
     rows = size = 0
-    for chunk in _chunks(source, span, shape):
+    for chunk in _chunks(source, span, options, headers_only="data" not in columns):
         size += len(chunk.records)
-        for batch in _batches(chunk, span.partition, shape):
+        for batch in _batches(chunk, span.partition, columns):
             rows += batch.num_rows
-            yield shape.project(batch)
+            yield batch
     _log.info(
         "spark.range_read partition=%d first=%d last=%d rows=%d bytes=%d took_s=%.2f",
         span.partition,
@@ -175,11 +186,15 @@ def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterat
     )
 
 
-def _chunks(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterator[RangeChunk]:
-    form = RangeForm.HEADERS if shape.headers_only else RangeForm.WHOLE
+def _chunks(
+    source: Source, span: TransactionRange, options: ReadOptions, *, headers_only: bool
+) -> Iterator[RangeChunk]:
+    form = RangeForm.HEADERS if headers_only else RangeForm.WHOLE
     first = span.first
     if source.archived is not None:
-        for chunk in chunks_of(source.archived, span, form, shape.options.headers):
+        # The span of a change feed may end after what is archived, or begin there.
+        part = span._replace(last=min(span.last, source.archived.manifest.last))
+        for chunk in chunks_of(source.archived, part, form, options.headers):
             first = chunk.next
             yield chunk
     if first <= span.last:
@@ -188,20 +203,20 @@ def _chunks(source: Source, span: TransactionRange, shape: BatchColumns) -> Iter
             first,
             span.last,
             form=form,
-            header_values=shape.options.headers,
-            replicas=source.replicas if shape.options.from_replica else None,
+            header_values=options.headers,
+            replicas=source.replicas if options.from_replica else None,
         )
 
 
-def _batches(chunk: RangeChunk, partition: int, shape: BatchColumns) -> list[pa.RecordBatch]:
-    if shape.headers_only:
+def _batches(chunk: RangeChunk, partition: int, columns: Sequence[str]) -> list[pa.RecordBatch]:
+    if "data" not in columns:
         return batches.headers_to_arrow(
-            chunk.records, chunk.stamps, shape.columns, partition_id=PartitionId(partition)
+            chunk.records, chunk.stamps, columns, partition_id=PartitionId(partition)
         )
     return batches.range_to_arrow(
         chunk.records,
         chunk.lengths,
         chunk.stamps,
-        shape.columns,
+        columns,
         partition_id=PartitionId(partition),
     )

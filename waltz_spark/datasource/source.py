@@ -69,7 +69,7 @@ class WaltzDataSource(DataSource):
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's."""
-        options = self._read_options(schema, Purpose.BATCH)
+        options = self._checked_read_options(schema, Purpose.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
         return WaltzBatchReader(options, schema)
@@ -81,10 +81,18 @@ class WaltzDataSource(DataSource):
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
-            options = self._read_options(schema, Purpose.STREAM)
+            options = self._checked_read_options(schema, Purpose.STREAM)
         except WaltzError as error:
             return stream_reader(stream_read.FailingStreamReader(error))
         return stream_reader(stream_read.WaltzStreamReader(options, schema))
+
+    def _checked_read_options(self, schema: StructType, use: Purpose) -> ReadOptions:
+        options = self._read_options(schema, use)
+        if options.feed is None:
+            return options
+        from waltz_spark.datasource.change_feed import with_checked_rules  # noqa: PLC0415 - see the module
+
+        return with_checked_rules(options, schema)
 
     def _read_options(self, schema: StructType, use: Purpose) -> ReadOptions:
         options = parse_read(self.options, use)
@@ -124,7 +132,7 @@ class WaltzDataSource(DataSource):
             check_packed_type(field.name, field.dataType, options.data_format)
             if options.on_corrupt is OnCorrupt.NULLS:
                 check_nullable(field.name, field.dataType, nullable=field.nullable)
-            if options.encryption_keys is not None:
+            if options.encryption_keys is not None and options.feed is None:
                 check_nullable(field.name, field.dataType, WITH_KEYS, nullable=field.nullable)
         return options
 

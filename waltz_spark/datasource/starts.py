@@ -7,7 +7,7 @@ other start.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -131,6 +131,30 @@ def _check_expired(
         )
     if expired:
         _log.warning("spark.transactions_expired first_available=%s", expired)
+
+
+def from_first_available(
+    options: ReadOptions,
+    spans: Sequence[planning.TransactionRange],
+    sources: Mapping[int, ReplicaSet],
+) -> list[planning.TransactionRange]:
+    """Return the spans, each from the first available transaction of its log: for a change feed.
+
+    Raises:
+        DataLoss: transactions have expired, unless that is allowed.
+    """
+    firsts = firsts_of(sources)
+    found = [span._replace(first=firsts[span.partition]) for span in spans]
+    expired = [span for span in found if span.first > 0]
+    if expired and options.fail_on_data_loss:
+        partition, first, _ = expired[0]
+        raise DataLoss(
+            f"the change feed needs all transactions of partition {partition}, and the first "
+            f"available one is {first}: the archive has expired the others, and rows that they "
+            "wrote are unknown. Hint: set failOnDataLoss=false to accept that the next change of "
+            "such a row is an insert."
+        )
+    return found
 
 
 def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:

@@ -36,6 +36,7 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.tables.table_marks import divided_by_lag
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
+from waltz_spark.datasource.feed_read import query_of_task
 from waltz_spark.datasource.starts import check_available, firsts_of, marks_of, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.offsets import Offset, Position, decode, encode
@@ -257,7 +258,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
-        return read_task(partition, self._options, self._schema)
+        return read_task(partition, self._options, self._schema, query_of_task())
 
 
 class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):

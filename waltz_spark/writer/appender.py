@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
 from waltz_core.errors import (
     BadRequest,
-    ClientAhead,
+    ClientAheadOfLog,
     NoSpace,
     Overloaded,
     TooLarge,
@@ -60,7 +60,7 @@ _KINDS: dict[Reason, type[Unavailable]] = {
 }
 _FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
-        ClientAhead,
+        ClientAheadOfLog,
         (
             "the log ends at transaction {end}, but the client_high_water_mark of a row "
             "is {mark}: the mark is from another cluster, or the log was created again"
@@ -191,7 +191,7 @@ class Appender:
         Raises:
             Unavailable: a partition accepted no rows for a minute; the message names it.
             BadRequest: the `recompute` function returned an invalid result.
-            ClientAhead, TooLarge: the log will never accept a row.
+            ClientAheadOfLog, TooLarge: the log will never accept a row.
         """
         for shaped in batches:
             self._enqueue(shaped)

@@ -12,7 +12,7 @@ from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import expire, upload
 from waltz_core.archive.upload_job import ExpiryJob, NewManifest
-from waltz_core.errors import BelowStart, ChecksumMismatch
+from waltz_core.errors import BeforeLogStart, ChecksumMismatch
 
 NOW_MS = 2_000_000_000_000
 OBJECT_IDS = 10  # of each object
@@ -119,7 +119,7 @@ def test_expired_files_are_deleted_after_the_grace_period_only(archived):
     assert sorted(int(each.rpartition("/")[2].partition("-")[0]) for each in deleted) == [0, 10, 20]
     with ArchiveCacheOf(store, expired) as reader:
         assert reader.read_range(30, 59, 1 << 20).lengths.size == 30
-        with pytest.raises(BelowStart, match="the first available one is 30") as caught:
+        with pytest.raises(BeforeLogStart, match="the first available one is 30") as caught:
             reader.read_range(29, 40, 1 << 20)
         assert caught.value.first_available == 30
     run(store, collection(expired, attempt=23), now_ms=NOW_MS + EXPIRY_GRACE_MS)

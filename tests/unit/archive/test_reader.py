@@ -25,7 +25,7 @@ from waltz_core.errors import (
     ArchiveUnavailable,
     BadFormat,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     ObjectMissing,
 )
@@ -151,7 +151,7 @@ def test_ids_outside_of_the_archive_are_rejected(store, cache):
     reader = ArchiveReader(store, name, crc, cache)
     last = len(log.records) - 1
     with pytest.raises(
-        BelowStart,
+        BeforeLogStart,
         match=r"59\.\.70 are not available: the first available "
         r"one is 60",
     ) as caught:
@@ -249,7 +249,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
     assert stale.successor(log.name, log.crc) is None
     expired = log.manifest.expired(51, 0)
     newer = stale.successor("newer", write_manifest(store, expired, "newer"))
-    with pytest.raises(BelowStart, match="first available one is 51"):
+    with pytest.raises(BeforeLogStart, match="first available one is 51"):
         newer.read_range(0, 9, EVERYTHING)
     check(log, newer.read_range(51, 80, EVERYTHING), 51, 80, EVERYTHING)
     store.delete("newer")

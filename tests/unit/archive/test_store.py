@@ -262,7 +262,7 @@ def test_a_missing_bucket_is_no_missing_object(rejecting):
         ArchiveUnavailable, match=f"write .*{NAME}: the bucket or the folder does not exist"
     ):
         store.write(NAME, b"abc")
-    with pytest.raises(ArchiveUnavailable, match="folder folder/7 has"):
+    with pytest.raises(ArchiveUnavailable, match="folder bucket/folder/7 has"):
         store.read(NAME)
 
 

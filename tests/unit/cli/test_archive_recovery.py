@@ -188,7 +188,7 @@ def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive
         find(archive, start=9, chains={})
 
 
-def test_the_manifest_of_another_cluster_or_partition_does_not_count(archive):
+def test_the_manifest_of_another_cluster_or_partition_is_ignored(archive):
     folder = (archive.root / archive.made[0].name).parent
     foreign = upload(archive.store, OTHER, job_after(attempt=7))
     (folder / Path(foreign.name).name).write_bytes(archive.store.read(foreign.name))

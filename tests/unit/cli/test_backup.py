@@ -250,7 +250,7 @@ def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monke
     zookeeper = MemoryZooKeeper(asyncio.Event)
     monkeypatch.setattr(restore_command, "pin", pinned := Pins())
     error = failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store)
-    assert "expected objects of partition 0 of cluster" in error
+    assert "found no objects of partition 0 of cluster" in error
     assert pinned.names
     assert not is_pinned(store, BACKUP.cluster_key.bytes)
     assert "/w" not in zookeeper.dump()

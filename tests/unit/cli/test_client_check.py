@@ -76,8 +76,10 @@ def test_transactions_of_another_client_are_detected(capsys, connected):
         code, found = printed(capsys, "consume", "--first", "0", "--transactions", "1")
     assert code == 1
     assert found["wrong"] == [
-        "partition 0, transaction 0: expected the transaction's own ID as data, "
-        "found b'not a number'"
+        (
+            "partition 0, transaction 0: expected the transaction's own ID as data, "
+            "found b'not a number'"
+        )
     ]
 
 

@@ -170,7 +170,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             partitions=1,
             from_directory=None,
             replicas=1,
-            only_nodes=False,
+            only_znodes=False,
             archive=None,
             access_file=access_file,
         )
@@ -235,7 +235,9 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     )
     assert restored == [f"{expected} 0 grants, 0 groups and 0 tokens, as revision 18"]
     file.write_bytes(b"")
-    with pytest.raises(BadFormat, match=f"{file}: permissions: "):
+    with pytest.raises(
+        BadFormat, match=f"{file} is not a file of exported permissions: permissions: "
+    ):
         rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
 
 

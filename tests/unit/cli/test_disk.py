@@ -177,7 +177,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
     [
         (
             ["dump-segment", "nowhere"],
-            "nowhere: expected a segment or a directory, found an empty file",
+            "nowhere: expected a segment or a directory, found nothing",
         ),
         (["segment-statistic", "."], ".: the directory has no segments"),
         (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
@@ -282,7 +282,7 @@ def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage
         for words, sentence in (
             (["verify"], "a running storage uses this directory"),
             (["repair-index", "--dry-run"], "a running storage uses this directory"),
-            (["repair-index"], f"found {name} locked"),
+            (["repair-index"], f"holds the lock on {name}"),
         ):
             assert main(["disk", *words, str(storage)]) == 1
             captured = capsys.readouterr()

@@ -96,7 +96,7 @@ def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
     )
     assert main(["doctor", "--connect", f"{CONNECT}?tls={settings}"]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("waltz-core: tls_certificate: ")
+    assert sentence.startswith("waltz-core: setting tls_certificate: ")
     assert "key values mismatch" in sentence
 
 

@@ -57,7 +57,7 @@ def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypa
     assert main(up) == 0
     monkeypatch.setenv("WALTZ_LOCAL_SERVER_COUNT", "3")
     assert main(up) == 1
-    assert "environment WALTZ_LOCAL_SERVER_COUNT: server_count: expected" in capsys.readouterr().err
+    assert "environment WALTZ_LOCAL_SERVER_COUNT: server_count: the" in capsys.readouterr().err
 
 
 def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):

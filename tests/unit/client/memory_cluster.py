@@ -241,7 +241,7 @@ class MemoryCluster:
 
     def __init__(self, partition_count: int, limits: PartitionLimits | None = None) -> None:
         self.partition_count = partition_count
-        self.limits = limits or PartitionLimits(lock_slot_count=1_048_573, lock_refill_count_max=0)
+        self.limits = limits or PartitionLimits(lock_slot_count=1_048_573, lock_load_count_max=0)
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
         self.logs = [ReadableLog() for _ in range(partition_count)]
         self.servers: list[MemoryServer] = []

@@ -119,7 +119,7 @@ async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
             await (await client.append(b"x", write_locks=[locks[3]]))
             with pytest.raises(
                 errors.BadRequest,
-                match=r"first lock chooses partition 2, .* partitions "
+                match=r"first lock chooses partition 2, .* opened for, "
                 r"\[1, 3\]",
             ):
                 await client.append(b"x", write_locks=[locks[2]])
@@ -169,7 +169,7 @@ async def test_a_fork_of_a_client_is_reported():
             os._exit(0)
         os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
         os.close(writer)
-        assert b"is used in its fork" in os.read(reader, 1_000)
+        assert b"cannot be used in the forked process" in os.read(reader, 1_000)
         os.close(reader)
 
 
@@ -292,7 +292,7 @@ async def test_a_full_window_waits_and_drops_nothing():
 
 @on_virtual_loop
 async def test_batches_stay_within_the_servers_row_limit():
-    limits = PartitionLimits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
+    limits = PartitionLimits(lock_slot_count=10_007, lock_load_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
         cluster.client().opened() as client,
@@ -333,7 +333,7 @@ async def test_without_a_server_an_append_fails_definitely():
         await cluster.stop_server(cluster.servers[0])
         await until(lambda: not client._partitions[0].is_ready)
         future = await client.append(b"x", partition=0)
-        assert client.waits_for().startswith(f"partition 0: {client._partitions[0].stream.failure}")
+        assert client.waits_for().startswith("partition 0 is not mounted: ")
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
         with pytest.raises(errors.Unavailable, match="within 1000 ms:"):
@@ -571,14 +571,14 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
         await until(lambda: callbacks.errors)
         ((transaction_id, error),) = callbacks.errors
         assert transaction_id == 71
-        assert isinstance(error, errors.ClientAhead)
+        assert isinstance(error, errors.ClientAheadOfLog)
         assert "partition 0" in str(error)
         assert "the client's high-water mark 70 is above 0" in str(error)
 
 
 @on_virtual_loop
-async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
-    config = replace(IN_MEMORY_CONFIG, feed_ahead_count_max=1_000)
+async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
+    config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         go_on = asyncio.Event()
 
@@ -605,7 +605,10 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 
 # The limit is the reader's: on a busy machine appends may take as long, so another client writes.
 SHORT_TIMEOUTS = replace(
-    IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
+    IN_MEMORY_CONFIG,
+    request_timeout_ms=250,
+    feed_prefetch_count_max=1_000,
+    range_bytes_max=64 * 1024,
 )
 
 
@@ -884,7 +887,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
             await context.begun.wait()
             await client.close()
             context.is_running.set()
-        with pytest.raises(errors.Unreachable, match="closed before the append was sent"):
+        with pytest.raises(errors.Unreachable, match="closed before it sent the append"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
 

@@ -54,7 +54,9 @@ def test_partition_by_must_return_a_lock():
     def anywhere(builder: TransactionBuilder) -> bool:
         return True
 
-    with pytest.raises(errors.BadRequest, match=r"anywhere: expected a lock .* found None"):
+    with pytest.raises(
+        errors.BadRequest, match=r"anywhere: expected it to return a lock, .* found None"
+    ):
         anywhere().partition_id(4)
 
 

@@ -132,7 +132,7 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_an_owner_in_an_unsettled_view_does_not_count():
+def test_an_owner_in_an_unsettled_view_is_ignored():
     zookeeper = WithViews(view(is_settled=False), view())
     directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):
@@ -470,7 +470,7 @@ class Rebuilt(WithViews):
 
     def _check(self):
         if self.is_missing:
-            raise errors.NoCluster("no cluster at root /shop")
+            raise errors.ClusterNotFound("no cluster at root /shop")
 
 
 def missing(zookeeper):
@@ -537,5 +537,5 @@ def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
         pass
 
     zookeeper.close = close
-    with pytest.raises(errors.NoCluster):
+    with pytest.raises(errors.ClusterNotFound):
         in_virtual_time(directory.open(lambda _owners: None))

@@ -410,7 +410,7 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
         is_closed = False
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            raise errors.BelowStart("expected IDs from there on", first_available)
+            raise errors.BeforeLogStart("expected IDs from there on", first_available)
 
         def close(self) -> None:
             """Nothing is held."""
@@ -477,7 +477,7 @@ def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest
 
 
 def test_a_log_that_begins_later_does_so_at_all_replicas(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(errors.BelowStart) as caught:
+    with pytest.raises(errors.BeforeLogStart) as caught:
         read_below_start(monkeypatch, 12)
     assert caught.value.first_available == 12
     for unhelpful in (-1, 10):

@@ -195,7 +195,7 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
         (
             {"start": {1: 0}},
             (
-                r"argument start: expected an ID for each partition of \[0\], found IDs for IDs "
+                r"argument start: expected an ID for each partition of \[0\], found IDs "
                 r"for \[1\]"
             ),
         ),
@@ -237,7 +237,7 @@ def test_a_scan_begins_at_the_first_available_transaction():
     sources = {0: archived(0), 1: archived(4)}
     assert spans_of(sources, None, None) == [Span(0, 0, 10), Span(1, 4, 10)]
     for start, stop in ((3, None), (None, 3)):
-        with pytest.raises(errors.BelowStart, match=r"partition 1: .*begins at transaction 4"):
+        with pytest.raises(errors.BeforeLogStart, match=r"partition 1: .*begins at transaction 4"):
             spans_of(sources, start, stop)
 
 

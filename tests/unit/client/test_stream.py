@@ -174,7 +174,7 @@ def test_reading_back_continues_until_the_mark():
 
 
 def below_start(asked, first):
-    code = errors.BelowStart.code
+    code = errors.BeforeLogStart.code
     return m.ErrorResponse(asked.req_id, code, False, f"expected IDs from {first} on", first)
 
 
@@ -287,7 +287,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
         scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
-def test_a_link_with_an_abandoned_append_is_not_mounted_again_either():
+def test_a_link_with_an_abandoned_append_is_not_mounted_again():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1)))
     assert isinstance(refused(scenario.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
@@ -334,7 +334,7 @@ def test_a_closed_link_need_not_be_avoided():
         (errors.Overloaded("x"), m.Reason.OVERLOADED),
         (errors.NoSpace("x"), m.Reason.NO_SPACE),
         (errors.TooLarge("x"), m.Reason.TOO_LARGE),
-        (errors.ClientAhead("x"), m.Reason.AHEAD),
+        (errors.ClientAheadOfLog("x"), m.Reason.AHEAD),
         (errors.NotOwned("x"), m.Reason.NOT_MOUNTED),
         (errors.GenerationMismatch("x"), m.Reason.GENERATION),
     ],
@@ -821,8 +821,8 @@ def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     scenario.step(stream_events.Subscribe(90))
     scenario.mounted(scenario.link(), 50)
     (mount,) = scenario.sent(m.MountWriter)
-    effects = scenario.reject(mount.req_id, errors.ClientAhead("the log now ends at 50"))
-    assert isinstance(effects[-1].error, errors.ClientAhead)
+    effects = scenario.reject(mount.req_id, errors.ClientAheadOfLog("the log now ends at 50"))
+    assert isinstance(effects[-1].error, errors.ClientAheadOfLog)
     assert scenario.stream.phase is Phase.STOPPED
 
 

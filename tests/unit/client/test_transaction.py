@@ -70,7 +70,9 @@ def test_json_is_compatible_with_other_programs():
         match=r"transaction data cannot be written as JSON: found nan at \$\.a\[1\]",
     ):
         JSON.serialize({"a": [1, float("nan")]})
-    with pytest.raises(errors.BadFormat, match=r"transaction data: .*found Infinity at \$\.a"):
+    with pytest.raises(
+        errors.BadFormat, match=r"transaction data is not valid JSON: found Infinity at \$\.a"
+    ):
         JSON.deserialize(b'{"a": Infinity}')
 
 

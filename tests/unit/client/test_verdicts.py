@@ -15,7 +15,7 @@ from waltz_core.wire.messages import Reason
 DEFINITE = {
     errors.LockFailed,
     errors.SessionLost,
-    errors.ClientAhead,
+    errors.ClientAheadOfLog,
     errors.NotMounted,
     errors.NotOwned,
     errors.GenerationMismatch,
@@ -34,7 +34,7 @@ def test_only_errors_before_submission_are_definite_failures(code):
 def test_mounts_are_retried_unless_the_error_is_permanent():
     assert verdicts.is_mount_retriable(errors.NotOwned("x"))
     assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
-    for kind in (errors.ClientAhead, errors.ConnectionSuperseded, errors.UnknownPartition):
+    for kind in (errors.ClientAheadOfLog, errors.ConnectionSuperseded, errors.UnknownPartition):
         assert not verdicts.is_mount_retriable(kind("x"))
 
 

@@ -98,7 +98,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ),
         ({"restored_from": "{}"}, "znode restored_from"),
         ({"access": None}, "expected field access as str, found None"),
-        ({"access": "{}"}, "permissions: expected file format 1, found None"),
+        ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
 def test_wrong_values_are_named(changes, problem):

@@ -70,7 +70,7 @@ def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(tro
         chosen({"A": later, "B": log(5, 9), "C": log(5, 8)})
 
 
-def test_a_copy_of_an_older_session_does_not_count():
+def test_a_copy_of_an_older_session_is_ignored():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})

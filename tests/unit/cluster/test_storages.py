@@ -271,7 +271,7 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
             assert not waiting.done()
             waiting.cancel()
     assert str(progress[-1].waits[0]).startswith(
-        f"partition 0: {C} is not in sync, and without it appends would need 2 of the "
+        f"partition 0: replica {C} is not in sync, and without it appends would need 2 of the "
         f"replicas {B}, {C}."
     )
     assert progress[-1].step == ()

@@ -69,7 +69,7 @@ def test_relations_are_checked():
     assert StorageConfig(connect=CONNECT, directory="d", port=0, admin_port=0).port == 0
     with pytest.raises(
         BadConfig,
-        match=r"setting retry_interval_ms_min: expected at most the value of "
+        match=r"setting retry_interval_ms_min: expected at most "
         r"retry_interval_ms_max \(400\), found 500",
     ):
         ServerConfig(connect=CONNECT, retry_interval_ms_min=500, retry_interval_ms_max=400)

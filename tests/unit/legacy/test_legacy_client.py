@@ -118,7 +118,7 @@ def test_mount_and_feed_errors_become_not_ready(
     "error",
     [
         errors.ConnectionSuperseded("a later connection"),
-        errors.ClientAhead("too far"),
+        errors.ClientAheadOfLog("too far"),
         errors.BadRequest("twice"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     [
         errors.UnknownPartition("the cluster has 3"),
         errors.PermissionDenied("no read"),
-        errors.PermissionsUnread("not read yet"),
+        errors.PermissionsNotLoaded("not read yet"),
         errors.Overloaded("over a limit"),
     ],
 )

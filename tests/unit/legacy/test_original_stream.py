@@ -169,7 +169,7 @@ def test_a_mount_with_a_feed_brings_it_first(table):
             [MARK, m.MountResponse(MOUNT, 2)],
             errors.NotOwned,
         ),
-        (30, [MARK, m.MountResponse(MOUNT, 2)], errors.ClientAhead),
+        (30, [MARK, m.MountResponse(MOUNT, 2)], errors.ClientAheadOfLog),
     ],
 )
 def test_a_mount_that_fails_is_reported_with_its_reason(table, after, answers, error):

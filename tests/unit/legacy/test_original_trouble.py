@@ -150,7 +150,7 @@ async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster)
     async with client_of(cluster) as client:
         await client.mount([0])
         future = await client.append(b"", partition=0, client_high_water_mark=5)
-        with pytest.raises(errors.ClientAhead):
+        with pytest.raises(errors.ClientAheadOfLog):
             await future
     assert 2 not in cluster.servers[0].answered
 
@@ -214,7 +214,7 @@ async def test_a_write_with_a_claim_is_an_error_at_a_legacy_server(cluster):
 
 
 @on_loop
-async def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program(cluster):
+async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program(cluster):
     with MemoryWaltz(1) as ours:
         async with client_of(cluster) as client:
             directory = client.directory

@@ -456,7 +456,7 @@ def test_no_command_deletes_records_that_others_may_lack(case, doubt):
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
-def test_a_replica_that_the_session_does_not_count_is_reported(case):
+def test_a_replica_that_is_not_in_sync_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last=50)
     found = case.the_only("replica-not-engaged")
@@ -609,7 +609,7 @@ def test_lost_metadata_is_reported(case):
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))
     assert case.the_only("metadata-lost").command == (
         f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
-        f"{REBUILD} --only-nodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
+        f"{REBUILD} --only-znodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
         "wait $!; }"
     )
 
@@ -637,7 +637,7 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
         f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name local "
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
-    assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
+    assert f" && {rebuild} --only-znodes && {{ {rebuild} & " in found.command
     # This finding also covers the end of its processes.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
     assert case.the_only("cluster-lost")

@@ -194,7 +194,7 @@ def test_invalid_columns_are_rejected_before_they_are_sent(
 def test_a_duplicate_column_is_rejected() -> None:
     columns = [pa.array([b"one"]), pa.array([b"other"])]
     rows = pa.RecordBatch.from_arrays(columns, names=["data", "data"])
-    with pytest.raises(BadRequest, match="each once, found"):
+    with pytest.raises(BadRequest, match="each once; found"):
         batches.encode_append_arrow(rows)
 
 

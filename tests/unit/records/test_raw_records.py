@@ -191,7 +191,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
     assert raw_records.lengths_from_wire(packed, sum(values)).tolist() == values
 
 
-def test_a_record_of_waltz_0_13_may_be_larger_than_ours() -> None:
+def test_a_record_of_waltz_0_13_may_be_larger_than_one_of_this_version() -> None:
     """Otherwise no client could read it, and no replica copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)

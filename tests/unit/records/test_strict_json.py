@@ -38,7 +38,7 @@ def test_errors_name_the_json_path_of_nan_and_infinities(value: object, sentence
         ("NaN", "found NaN at $;"),
         ('{"a": "NaN", "b": [1, -Infinity, NaN]}', "found -Infinity at $.b[1];"),
         ('{"a": NaN, "a": 1}', "found NaN;"),
-        ('{"a": [1e308, 1e999]}', "found 1e999 at $.a[1],"),
+        ('{"a": [1e308, 1e999]}', "found 1e999 at $.a[1];"),
         ("-1e400", "found -1e400 at $;"),
     ],
 )
@@ -68,7 +68,7 @@ def test_half_a_character_is_rejected_with_its_place(decode: Callable[[bytes], o
     ):
         with pytest.raises(ValueError, match="found an unpaired surrogate") as caught:
             decode(text)
-        assert f" at {where};" in str(caught.value)
+        assert f" at {where}," in str(caught.value)
     with pytest.raises(ValueError, match="can't decode"):
         decode(b'"\xed\xa0\x80"')
     with pytest.raises(ValueError, match=r"found an unpaired surrogate at \$\.a, which"):

@@ -121,7 +121,7 @@ class ModelStorage:
 
     def _check_start(self, first):
         if first <= self.disk.start[0]:
-            raise errors.BelowStart(f"log of this storage begins at {self.disk.start[0] + 1}")
+            raise errors.BeforeLogStart(f"log of this storage begins at {self.disk.start[0] + 1}")
 
     def payloads(self):
         return [payload_of(record) for entry in self.disk.entries for record in entry.records]

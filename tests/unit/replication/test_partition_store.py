@@ -7,7 +7,7 @@ import pytest
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMetadata, ReplicaState
-from waltz_core.errors import BelowStart
+from waltz_core.errors import BeforeLogStart
 from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaStage
@@ -300,7 +300,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
     asked = bench.all_sent(wire.LineageRequest)[-1]
-    begins = (BelowStart.code, 0, "expected IDs from 9 on", 9)
+    begins = (BeforeLogStart.code, 0, "expected IDs from 9 on", 9)
     answer = wire.Nack(asked.session_id, asked.sequence, asked.partition_id, *begins)
     bench.step(session_events.ReplicaResponded(asked.session_id, supplier, answer))
     outcome = bench.all_reported(SessionSettled)[-1]

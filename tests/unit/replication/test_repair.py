@@ -370,7 +370,7 @@ def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
         verify_records(changed(answer, **fields), first=0, last=2)
 
 
-def test_every_flipped_byte_is_noticed():
+def test_every_flipped_byte_is_detected():
     answer = range_of(storage(*OLD), 0, 1)
     records = bytes(answer.records)
     for place in range(len(records)):
@@ -380,7 +380,7 @@ def test_every_flipped_byte_is_noticed():
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_rot_that_the_source_has_not_noticed_is_detected():
+def test_corruption_that_the_source_has_not_noticed_is_detected():
     """The source computes the checksum of the range when it reads; those of records are old."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)

@@ -160,14 +160,14 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run_for(LIMITS.grace_ms)
-    why = "was in sync in store session 9, but in ZooKeeper the last opened session is"
+    why = "the replica was in sync in store session 9, but in ZooKeeper the last opened session is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.rejected")[0]["replica"] == C
         assert why in bench.reports("replica.rejected")[0]["reason"]
     else:
         assert bench.store.open_session is None
-        assert f"replica {C} {why}" in bench.reports("partition.open_failed")[-1]["reason"]
+        assert f"replica {C}: {why}" in bench.reports("partition.open_failed")[-1]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_storage_without_its_assignment_is_queried_again_soon(monkeypatch, err
     assert [dial.replica for dial in bench.dials] == [C]
 
 
-def test_bad_copies_are_noticed_and_another_source_is_queried(bench):
+def test_bad_copies_are_detected_and_another_source_is_queried(bench):
     for _ in range(4):
         bench.submit(2)
         bench.deliver(A)
@@ -337,7 +337,7 @@ def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_costs_bounded_memory_and_no_time(bench):
+def test_a_slow_replica_uses_bounded_memory_and_delays_nothing(bench):
     bench.silent = {C}
     for _ in range(200):
         bench.append(2)

@@ -51,7 +51,9 @@ def headers(first: int, last: int) -> bytes:
 
 def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
     made = Feed(
-        PartitionLimits(lock_slot_count=11, feed_frame_count_max=frame, feed_grant_count_min=grant),
+        PartitionLimits(
+            lock_slot_count=11, feed_frame_count_max=frame, feed_request_count_min=grant
+        ),
         HeaderCache(remembered_from),
     )
     made.advanced(SessionId(1), TransactionId(mark))

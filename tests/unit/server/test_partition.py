@@ -95,7 +95,7 @@ class World:
     def __init__(self, **limits: int) -> None:
         self.store = FakeStore()
         self.limits = PartitionLimits(
-            **{"lock_slot_count": 1009, "lock_refill_count_max": 0, **limits}
+            **{"lock_slot_count": 1009, "lock_load_count_max": 0, **limits}
         )
         self.partition = Partition(
             PartitionIdentity(PartitionId(0), 4, KEY),
@@ -335,8 +335,8 @@ def test_a_partition_that_is_released_reports_the_known_outcomes_to_all_clients(
 def test_requests_time_out_without_a_session() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
-    world.now_ms = world.limits.open_wait_ms - 1
-    assert world.partition.wake_at_ms == world.limits.open_wait_ms
+    world.now_ms = world.limits.session_wait_ms_max - 1
+    assert world.partition.wake_at_ms == world.limits.session_wait_ms_max
     world.run()
     assert not world.is_answered(mark)
     world.now_ms += 1
@@ -582,7 +582,7 @@ def test_a_client_ahead_of_the_log_is_reported() -> None:
     new = world.mount(BOB, B, mark=0)
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
     world.prove()
-    assert world.error(new) == errors.ClientAhead.code
+    assert world.error(new) == errors.ClientAheadOfLog.code
     assert not world.is_answered(old)  # it came when that proof was under way already
     world.prove()
     assert world.answer(old) == messages.MountResponse(old, 2)
@@ -598,7 +598,7 @@ def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
     world.close()
     assert not world.is_answered(old)
-    world.now_ms += world.limits.open_wait_ms
+    world.now_ms += world.limits.session_wait_ms_max
     world.run()
     assert world.error(old) == errors.Unavailable.code
 
@@ -631,7 +631,7 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
     assert (world.partition.mount_count, world.partition.feed.count) == (1, 0)
     late = world.mount(BOB, C, mark=5)
     world.prove()
-    assert world.error(late) == errors.ClientAhead.code
+    assert world.error(late) == errors.ClientAheadOfLog.code
 
 
 # --- feeds
@@ -718,7 +718,7 @@ def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     assert codes == [errors.NotMounted.code, errors.BadRequest.code]
     world.prove()
     (found,) = world.of(messages.ErrorResponse)[-1:]
-    assert (found.req_id, found.error_code) == (ahead, errors.ClientAhead.code)
+    assert (found.req_id, found.error_code) == (ahead, errors.ClientAheadOfLog.code)
     world.send(B, messages.FeedRequest(mount, -1))
     twice = world.send(B, messages.FeedRequest(mount, -1))
     (found,) = world.of(messages.ErrorResponse)[-1:]
@@ -961,7 +961,7 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     for req_id in (asked, data):
         answer = world.answer(req_id)
         assert isinstance(answer, messages.ErrorResponse)
-        assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
+        assert (answer.error_code, answer.first_available) == (errors.BeforeLogStart.code, 2)
         assert not answer.retriable
         assert "log begins at transaction 2" in answer.message
     assert len(world.fetches) == 2, "the log begins there for all replicas"
@@ -982,7 +982,7 @@ def test_a_feed_below_the_start_of_the_log_ends_with_an_error() -> None:
     world.step(below_start(world.fetches[-1], 2))
     answer = world.answer(mount)
     assert isinstance(answer, messages.ErrorResponse)
-    assert (answer.error_code, answer.first_available) == (errors.BelowStart.code, 2)
+    assert (answer.error_code, answer.first_available) == (errors.BeforeLogStart.code, 2)
     assert world.partition.feed.count == 0
 
 
@@ -1200,7 +1200,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
     world = ready()
     fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
-    world.now_ms += world.limits.mark_staleness_ms_max + 1
+    world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(stale)
     (proof,) = world.store.of(replication.ProveMark)
@@ -1226,7 +1226,7 @@ def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> N
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
-    world.now_ms += world.limits.mark_staleness_ms_max + 1
+    world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     world.open()
     asked = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(asked)
@@ -1239,7 +1239,7 @@ def test_a_commit_is_a_proof_as_of_its_submission() -> None:
     world = ready()
     world.append()
     world.run()
-    world.now_ms += world.limits.mark_staleness_ms_max + 1
+    world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     world.commit()
     stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(stale)
@@ -1309,7 +1309,7 @@ def test_an_unexpected_message_is_reported() -> None:
 
 
 def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
-    world = World(lock_refill_count_max=100)
+    world = World(lock_load_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches
     assert fetch.replica == REPLICAS[0]
@@ -1332,7 +1332,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
 
 
 def test_an_owner_that_continues_alone_sends_no_requests() -> None:
-    world = World(lock_refill_count_max=100)
+    world = World(lock_load_count_max=100)
     world.open(-1, unbroken=False)
     world.mount()
     world.fill(3)
@@ -1342,7 +1342,7 @@ def test_an_owner_that_continues_alone_sends_no_requests() -> None:
 
 
 def test_an_abandoned_partition_forgets_the_replicas_with_open_requests() -> None:
-    world = World(lock_refill_count_max=100)
+    world = World(lock_load_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches
     world.step(replication.ReleaseOwnership())

@@ -109,7 +109,7 @@ def test_with_writers_per_row_a_lock_is_as_old_as_its_writer() -> None:
 
 
 def test_the_refill_reads_down_to_the_limit() -> None:
-    world = World(lock_refill_count_max=3)
+    world = World(lock_load_count_max=3)
     world.query_locks()
     world.answer(blocks(0, MARK))
     world.run()
@@ -307,7 +307,7 @@ def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
     world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
     world.query_locks()
     assert world.fetches == []
-    world = World(lock_refill_count_max=0)
+    world = World(lock_load_count_max=0)
     world.query_locks()
     assert world.fetches == []
     assert not world.refill.holds(world.now_ms)

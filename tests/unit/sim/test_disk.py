@@ -155,7 +155,7 @@ def test_one_opener_has_the_lock(disk):
     assert disk.open(PATH).lock_whole()
 
 
-def test_rot_is_on_the_disk_and_does_not_count_as_a_step(disk):
+def test_corruption_on_the_disk_is_not_counted_as_a_step(disk):
     steps = disk.step_count
     disk.flip(PATH, 3, 0x80)
     assert disk.content(PATH)[3] == ord("a") ^ 0x80

@@ -46,7 +46,8 @@ def test_anything_else_is_reported_with_what_was_expected(marks: object, found: 
 @pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
 def test_an_argument_other_than_a_data_frame_is_reported(what: object) -> None:
     with pytest.raises(
-        BadRequest, match=f"append: expected a DataFrame .* found {type(what).__name__}"
+        BadRequest,
+        match=f"argument df of append: expected a Spark DataFrame, found {type(what).__name__}",
     ):
         append(what, "localhost:2181/waltz")  # type: ignore[arg-type]
 
@@ -59,7 +60,7 @@ def test_marks_cannot_be_given_twice() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
     with pytest.raises(
         BadConfig,
-        match="'clientHighWaterMarks' is not allowed: the argument high_water_marks sets it",
+        match="'clientHighWaterMarks' is not allowed, because the argument high_water_marks",
     ):
         append(frame("data"), "localhost:2181/waltz", **marks)  # type: ignore[arg-type]
     snapshot = Snapshot(None, "localhost:2181/waltz", {0: 1})  # type: ignore[arg-type]
@@ -121,7 +122,7 @@ def test_a_session_without_java_is_an_error_that_names_what_was_found(tmp_path: 
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "waltz_core.errors.BadConfig: Spark's Java process ended before it was ready: "
+        "waltz_core.errors.BadConfig: Spark's Java process ended before it was ready. "
         f"JAVA_HOME is {tmp_path}, `java` on the PATH is "
     )
     assert 'docs/spark.md, "Java"' in last

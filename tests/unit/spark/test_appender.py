@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.client import BatchOutcome, Reason, ReportOrder
-from waltz_core.errors import ClientAhead, Overloaded
+from waltz_core.errors import ClientAheadOfLog, Overloaded
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
@@ -164,9 +164,10 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
     rows = shaped([(2, b"a")])
     mark = rows.append.column("client_high_water_mark")[0]
     sentence = (
-        f"partition 2: the log ends at 0, but the client_high_water_mark of a row is {mark}: "
+        "partition 2: the log ends at transaction 0, but the client_high_water_mark of a row is "
+        f"{mark}: "
     )
-    with pytest.raises(ClientAhead, match=sentence):
+    with pytest.raises(ClientAheadOfLog, match=sentence):
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
 
 

@@ -110,7 +110,7 @@ def test_an_unsupported_payload_type_is_rejected_at_any_depth() -> None:
 
     interval = t.StructType().add("when", t.ArrayType(t.DayTimeIntervalType()))
     found = t.StructType().add("id", t.LongType()).add("nested", interval)
-    with pytest.raises(BadRequest, match=r"'nested.when' is interval day to second"):
+    with pytest.raises(BadRequest, match=r"'nested.when' has type interval day to second"):
         check_schema(found, PACKED)
 
 
@@ -198,7 +198,7 @@ LOCKS = pa.list_(pa.int32())
 @pytest.mark.parametrize(
     ("columns", "error", "sentence"),
     [
-        ({"data": [None]}, BadRequest, r"'data' is null in row 2 of its task; .* Hint: "),
+        ({"data": [None]}, BadRequest, r"'data' is null in row 2 of its task, .* Hint: "),
         (
             {"data": [None], "header": pa.array([7], pa.int32())},
             BadRequest,
@@ -217,7 +217,7 @@ LOCKS = pa.list_(pa.int32())
         (
             {"data": [b"x"] * 4, "client_high_water_mark": [-1, None, -7, -8]},
             BadRequest,
-            r"column 'client_high_water_mark': expected -1 .* found -7 in row 4 of its task",
+            r"column 'client_high_water_mark': .* found -7 in row 4 of its task",
         ),
         *(
             (
@@ -299,8 +299,8 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     )
     with pytest.raises(
         BadRequest,
-        match=r"setting the first lock chooses the partition: expected one of option "
-        "'partitions', 1, 3, found partition 2 of row 1 .* Hint: name a partition in column "
+        match=r"the first lock chooses the partition: expected one of option "
+        "'partitions', 1, 3, found partition 2 of row 1 .* Hint: set a partition in column "
         "'partition'",
     ):
         shaper(SOME).shape(batch)
@@ -309,7 +309,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
-        match=r"setting column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
+        match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
     ):
         shaper(SOME).shape(outside)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.spark.streams import CONNECT, Cluster, reader_of
 from waltz_core.client.read.ranges import ArchivedRange, ReplicaSet
-from waltz_core.errors import BelowStart, DataLoss
+from waltz_core.errors import BeforeLogStart, DataLoss
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import batch_read
 from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
@@ -28,7 +28,7 @@ class Log:
     def read_range(self, partition: int, first: int, last: int, **_: Any) -> list[Any]:
         assert (partition, first) == (0, last)
         if first < FIRST:
-            raise BelowStart(f"expected IDs from {FIRST} on", FIRST)
+            raise BeforeLogStart(f"expected IDs from {FIRST} on", FIRST)
         return [SimpleNamespace(stamps=[(first, first, 10_000 * first)])]
 
 

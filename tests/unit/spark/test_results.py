@@ -51,7 +51,7 @@ def test_a_column_unsupported_by_parquet_is_reported_before_any_write() -> None:
     empty, nothing = StructType(), ArrayType(NullType(), containsNull=False)
     schema = StructType().add("id", LongType()).add("note", empty).add("list", nothing)
     for name in ("note", "list"):
-        with pytest.raises(BadRequest, match=f"column '{name}' is .* option resultColumns"):
+        with pytest.raises(BadRequest, match=f"column '{name}' has type .* option resultColumns"):
             check_column_types(schema, ["id", name])
     with pytest.raises(BadRequest, match="option resultColumns"):
         check_column_types(schema, None)

@@ -26,7 +26,7 @@ def old_reader_of(**options: str):
     return stream_reader(reader_of(pollInterval="0", **options))
 
 
-def test_a_micro_batch_reads_all_that_is_there_and_a_warning_is_reported(
+def test_a_micro_batch_reads_all_that_exists_and_a_warning_is_reported(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = old_reader_of(maxTransactionsPerTrigger="3")

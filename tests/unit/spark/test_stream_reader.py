@@ -85,7 +85,7 @@ def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
     end = reader.latestOffset(reader.initialOffset(), LIMIT)
     cluster.become(2, 50, 50)
     with pytest.raises(
-        DataLoss, match=r"expected cluster key 0101.*, found 0202.*start with another"
+        DataLoss, match=r"expected cluster key 0101.*, found 0202.*use another checkpoint"
     ):
         reader_of().latestOffset(end, LIMIT)
     allowed = reader_of(failOnDataLoss="false")
@@ -117,7 +117,9 @@ def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> No
         reader_of().partitions(start, end)
 
 
-def test_a_micro_batch_that_was_planned_before_a_restart_is_of_one_log(cluster: Cluster) -> None:
+def test_a_micro_batch_that_was_planned_before_a_restart_reads_only_one_log(
+    cluster: Cluster,
+) -> None:
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
     cluster.become(2, 50, 50)

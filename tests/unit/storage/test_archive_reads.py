@@ -14,7 +14,7 @@ from waltz_core.archive.upload import upload
 from waltz_core.errors import (
     ArchiveUnavailable,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     ObjectMissing,
     from_code,
@@ -139,12 +139,12 @@ def test_the_owner_gets_the_lineage_of_removed_batches(archived):
 
 def test_a_copy_does_not_read_the_archive(archived):
     message = range_of(archived.owner, 0, 9, whole_batches=True, reader=False)
-    assert isinstance(archived.error(message), BelowStart)
+    assert isinstance(archived.error(message), BeforeLogStart)
 
 
 def test_positions_in_files_are_rejected(archived):
     fields = {"form": LOCATIONS, "whole_batches": False, "reader": True}
-    assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BelowStart)
+    assert isinstance(archived.error(range_of(archived.owner, 0, 9, **fields), 7), BeforeLogStart)
 
 
 def expire(archived, first):
@@ -163,7 +163,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     expire(archived, 6)
     fields = {"form": form, "whole_batches": False, "reader": True}
     found = archived.error(range_of(archived.owner, 5, 9, **fields), 7)
-    assert isinstance(found, BelowStart)
+    assert isinstance(found, BeforeLogStart)
     assert (found.first_available, found.retriable) == (6, False)
     assert "the first available one is 6" in str(found)
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
@@ -172,7 +172,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
 def test_the_owner_learns_that_a_lineage_has_expired(archived):
     expire(archived, 6)
     found = archived.error(archived.owner.make(LineageRequest, 3, 9))
-    assert (type(found), found.first_available) == (BelowStart, 6)
+    assert (type(found), found.first_available) == (BeforeLogStart, 6)
 
 
 def test_a_missing_object_is_named(archived):
@@ -205,7 +205,7 @@ def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
 
 
 def test_a_store_that_fails_is_reported_once_whatever_is_read(archived):
-    bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BelowStart)
+    bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BeforeLogStart)
     for number, kind in enumerate(kinds):
         bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
         bench.finish()

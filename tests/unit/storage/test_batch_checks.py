@@ -48,7 +48,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
         check_batches(4, lengths, bytes(bad), KEY, entries)
     other = records[:RECORD_BYTES] + make_run(9, [20])[0] + records[2 * RECORD_BYTES :]
     with pytest.raises(
-        BadRequest, match="append from transaction 4: expected transaction ID 5, found 9 on"
+        BadRequest, match="append from transaction 4 on: expected transaction ID 5, found 9"
     ):
         check_batches(4, lengths, other, KEY, entries)
     refused = [

@@ -270,7 +270,7 @@ def test_slots_of_another_partition_are_rejected():
         SlotFile.open(disk, ROOT, 1)
 
 
-def test_a_slot_that_could_not_be_written_does_not_count():
+def test_a_slot_that_could_not_be_written_is_ignored():
     disk = new_disk()
     slots = new_slots(disk, promised=3)
     for step in (1, 2):

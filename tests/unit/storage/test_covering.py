@@ -368,7 +368,7 @@ def test_a_disk_failure_between_two_appends_loses_no_record(world):
 def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
     with pytest.raises(
         BadRequest,
-        match=r"expected chain hash 0\+ at transaction 3, found "
+        match=r"expected chain hash 0+ at transaction 3, found "
         r"no batch end there",
     ):
         world.log.truncate(2, 8, 3, GENESIS_CHAIN)

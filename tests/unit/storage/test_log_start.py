@@ -6,7 +6,7 @@ from tests.unit.storage.test_partition_log import NONCE, PowerLost, World
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     DataLoss,
     DiskFailed,
@@ -110,7 +110,7 @@ def test_reads_below_the_start_name_the_first_id(world, first):
         lambda: log.reader.locations(first, log.max_id, 1000),
         lambda: log.lineage(first, start),
     ):
-        with pytest.raises(BelowStart, match=f"this storage begins at {start + 1}") as caught:
+        with pytest.raises(BeforeLogStart, match=f"this storage begins at {start + 1}") as caught:
             read()
         assert caught.value.first_available == start + 1
     assert log.chain_at(first) is None
@@ -241,7 +241,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     log = world.log
     with pytest.raises(SessionFenced):
         log.reset(0, NO_LOG)
-    with pytest.raises(BadRequest, match="expected a log that ends before 47, found 47"):
+    with pytest.raises(BadRequest, match="again after transaction 47, because it continues to 47"):
         log.reset(1, end_of(log, 47))
     marked(world)
     log.prepare(2, NONCE)

@@ -275,7 +275,7 @@ def flip(world, transaction_id, at=38):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world):
+def test_corruption_is_found_by_the_read_noted_read_around_and_repaired(world):
     written = world.append([3, 4] * 20)
     flip(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
@@ -367,7 +367,7 @@ def exchange(world, transaction_id):
 @pytest.mark.parametrize(
     ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
 )
-def test_rot_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
+def test_corruption_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
     world, change, damaged, suspect
 ):
     """Another record in its place has a right checksum: the batch shows it."""
@@ -412,7 +412,7 @@ def test_a_log_that_ends_below_its_marker_is_suspect_until_a_mark_is_set(world):
     assert not world.log.suspect
 
 
-def test_rot_below_the_marker_is_damage_and_never_truncated(world):
+def test_corruption_below_the_marker_is_damage_and_never_truncated(world):
     written = world.append([20]) + world.append([20])
     world.clock.now += 1000
     world.append([1])
@@ -718,7 +718,7 @@ def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_el
     spoil_offset(world, 6)
     world.log.prepare(2, NONCE)
     base = world.log.chain_at(5)
-    with pytest.raises(DiskFailed, match=r"cannot truncate: .* wrong from record 6 on"):
+    with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
     # The intent is durable: a session that kept all ten would lose them at the next opening.
     with pytest.raises(DiskFailed, match="until it is opened again"):
@@ -790,7 +790,7 @@ def test_a_truncation_that_ran_out_of_space_twice_waits_for_the_next_opening(wor
     assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
-def test_the_rest_of_a_failed_sync_does_not_count_even_if_it_cannot_be_truncated(world):
+def test_the_rest_of_a_failed_sync_is_ignored_even_if_it_cannot_be_truncated(world):
     world.append([1] * 5)
     records, lengths = make_records(5, [20] * 3)
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])

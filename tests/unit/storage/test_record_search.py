@@ -218,7 +218,7 @@ class Counted:
         return found
 
 
-def test_data_that_looks_like_many_long_records_costs_no_time():
+def test_data_that_looks_like_many_long_records_takes_no_time():
     forged = RECORD_PREFIX.pack(8, bytes(16), 7, 6 * MIB, 0)
     records, _ = make_run(8, [100])
     content = forged * 50 + records + bytes(7 * MIB)

@@ -294,7 +294,7 @@ def test_files_without_their_segment_are_removed():
 
 
 @pytest.mark.parametrize("last", [3, 4, 6])
-def test_a_batch_of_an_abandoned_file_does_not_count_when_it_returns(last):
+def test_a_batch_of_an_abandoned_file_is_ignored_when_it_returns(last):
     """Its cut was not synced, and the next segment begins where it does."""
     disk = new_disk()
     _, records, entries = written(disk, [3], [2])
@@ -352,7 +352,7 @@ def adopted(spoil=lambda _disk: None):
     ],
     ids=["record", "index"],
 )
-def test_rot_before_a_log_was_adopted_changes_no_chain(spoil, damaged):
+def test_corruption_before_a_log_was_adopted_changes_no_chain(spoil, damaged):
     """Otherwise no replica could be made equal to this one, nor it to them."""
     entries, slot = adopted(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], damaged, False)
@@ -708,7 +708,7 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
     disk.make_unreadable(path, start, start)
     end = len(disk.content(path_of(0, ".idx"))) - 1
     disk.make_unreadable(path_of(0, ".idx"), end, end)
-    with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read:"):
+    with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read"):
         opened(disk)
     assert disk.content(path) == before
 
@@ -721,7 +721,7 @@ def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
     before = disk.content(path)
     start = SEGMENT_HEADER_BYTES + 25 * RECORD_BYTES
     disk.make_unreadable(path, start, start)
-    with pytest.raises(ReadFailed, match="a sector cannot be read:"):
+    with pytest.raises(ReadFailed, match="a sector cannot be read"):
         opened(disk)
     assert disk.content(path) == before
 

@@ -89,7 +89,7 @@ def test_a_segment_of_something_else_is_rejected():
     disk = new_disk()
     new_segment(disk).close()
     for partition_id, key in ((1, KEY), (2, bytes(16))):
-        with pytest.raises(BadFormat, match="expected partition"):
+        with pytest.raises(BadFormat, match="expected a segment of partition"):
             Segment.open(disk, ROOT, 0, partition_id=partition_id, cluster_key=key)
     disk.rename(SEG, ROOT / segment_name(7, ".seg"))
     with pytest.raises(BadFormat, match="from transaction 7"):

@@ -116,7 +116,7 @@ def test_an_append_that_was_changed_on_its_way_is_rejected(log):
     assert isinstance(outcome, ChecksumMismatch)
     expected, found = append.records_crc, zlib.crc32(changed)
     assert str(outcome) == (
-        f"append from transaction transaction 0 on on: expected CRC {expected:08x} over "
+        f"append from transaction 0 on: expected CRC {expected:08x} over "
         f"132 bytes, found {found:08x}"
     )
     assert log.max_id == BEFORE_FIRST

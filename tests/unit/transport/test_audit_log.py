@@ -315,7 +315,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
     assert revision["message"].startswith("revision 7 ")
     assert denial["outcome"] == ("denied" if is_enforced else "would_be_denied")
     assert (denial["principal"], denial["verb"]) == ("anonymous", "append")
-    assert denial["error"].startswith("AppendRequest requires append for partition 3")
+    assert denial["error"].startswith("AppendRequest requires the verb append for partition 3")
     assert [(each["outcome"], each["verb"]) for each in (revoked, unknown)] == [("denied", "")] * 2
     assert (revoked["principal"], revoked["object"]) == ("etl", "token t1")
     assert (unknown["principal"], unknown["object"]) == ("anonymous", "unknown token")
@@ -323,7 +323,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
 
 
 def test_the_audit_log_needs_access_control():
-    with pytest.raises(BadConfig, match=r'audit_log requires access = "report" or "on"'):
+    with pytest.raises(BadConfig, match=r'audit_log requires access = "report" or access = "on"'):
         StorageConfig(connect="zk:1/w", directory="d", audit_log="a")
     config = StorageConfig(connect="zk:1/w", directory="d", audit_log="a", access="report")
     with pytest.raises(BadConfig, match='tls: audit_log requires tls = "on"'):

@@ -69,11 +69,13 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         dial = Dialer(port, files, token_file, protocol)
         first, second = await dial(), await dial()
         for _ in range(2):
-            with pytest.raises(Overloaded, match="over its limit of 2 connections at this daemon"):
+            with pytest.raises(
+                Overloaded, match="exceeds its limit of 2 connections at this daemon"
+            ):
                 await dial()
         assert caplog.text.count("access.limit_exceeded peer=127.0.0.1") == 1
         rejected = (
-            f"access.rejected_by_peer peer={port.address} error=spark-etl is over its limit of 2 "
+            f"access.rejected_by_peer peer={port.address} error=spark-etl exceeds its limit of 2 "
         )
         assert caplog.text.count(rejected) == 1
         first.abort("done")
@@ -128,7 +130,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
         (answer,) = await links[1].receive()
         assert answer.error_code == Overloaded.code
         assert answer.retry_after_ms > 0
-        assert answer.message.startswith("anonymous is over its limit of 1 connections")
+        assert answer.message.startswith("anonymous exceeds its limit of 1 connections")
         await links[1].wait_closed()
         assert port.peer.messages == [request]
         links[0].abort("done")

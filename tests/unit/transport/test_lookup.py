@@ -108,12 +108,12 @@ def test_valid_host_names_are_accepted(host: str):
 @pytest.mark.parametrize(
     ("host", "why"),
     [
-        ("", "expected a name"),
-        ("a b", "expected a name"),
-        ("a\nb", "expected a name"),
-        ("db1:80", "expected a name"),
-        ("[::1]", "expected a name"),
-        ("a/b", "expected a name"),
+        ("", "expected a host name"),
+        ("a b", "expected a host name"),
+        ("a\nb", "expected a host name"),
+        ("db1:80", "expected a host name"),
+        ("[::1]", "expected a host name"),
+        ("a/b", "expected a host name"),
         (".a", "label empty"),
         ("a..b", "label empty"),
         ("a" * 64, "label"),

@@ -25,7 +25,7 @@ from waltz_core.errors import (
     ClientIdDenied,
     Overloaded,
     PermissionDenied,
-    PermissionsUnread,
+    PermissionsNotLoaded,
     RemoteProtocolError,
     TlsFailed,
     Unreachable,
@@ -196,7 +196,7 @@ async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tm
         await until(lambda: "unable to get local issuer certificate" in logged())
         shown = issued(made, tmp_path, "expired", common_name="ann", not_after=past)
         await rejected_at(port.address, trusting(files), **shown)
-        await until(lambda: "certificate of the peer has expired" in logged())
+        await until(lambda: "certificate has expired" in logged())
         assert port.principals == []
 
 
@@ -271,7 +271,7 @@ async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp
     ("secret", "reason"),
     [
         (EXPIRED, "token t2 of spark-etl has expired"),
-        (REVOKED, "token t3 of ann was revoked"),
+        (REVOKED, "token t3 of ann is revoked"),
         (bytes(32), "the token is unknown, or was revoked"),
     ],
     ids=["expired", "revoked", "unknown"],
@@ -442,7 +442,7 @@ def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_f
 
 
 def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
-    with pytest.raises(BadConfig, match="the file absent' cannot be read: No such file"):
+    with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
         tls.dialing(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
     monkeypatch.delenv("OUR_TOKEN", raising=False)
     with pytest.raises(BadConfig, match="token_env OUR_TOKEN: expected a token"):
@@ -515,7 +515,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert type(denied) is PermissionDenied
     assert str(denied) == (
         "AppendRequest requires the verb append for partition 9, but spark-etl has no "
-        "grant of append there. Hint: `waltz-core access grant` grants it; a client that has "
+        "grant of append there. Hint: `waltz-core access grant` grants the verb; a client that has "
         "permissions for some partitions only must name them (docs/access.md)."
     )
     assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
@@ -693,7 +693,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
     made = AccessOfConnection(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
-    assert type(error) is PermissionsUnread
+    assert type(error) is PermissionsNotLoaded
     assert error.retriable
     assert (
         AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
@@ -730,11 +730,11 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
         assert made.denial(message) is None
     (line,) = [each for each in logged().splitlines() if "deny" in each]
     assert line.startswith(
-        "access.would_deny peer=a:1 error=AppendRequest requires append for partition "
+        "access.would_deny peer=a:1 error=AppendRequest requires the verb append for "
     )
     enforced = AccessOfConnection()
     enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
-    assert "access.denied peer=a:1 error=AppendRequest requires append for partition " in logged()
+    assert "access.denied peer=a:1 error=AppendRequest requires the verb append for " in logged()
 
 
 def revision(**changes):
@@ -748,7 +748,7 @@ def revision(**changes):
         (revision(groups={}, grants=(Grant("spark-etl", False, APPEND, None),)), None),
         (revision(grants=(Grant("etl", True, APPEND, ((0, 2),)),)), "permissions of spark-etl"),
         (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
-        (revision(tokens={}), "token t1 of spark-etl was revoked"),
+        (revision(tokens={}), "token t1 of spark-etl is revoked"),
         (
             revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
@@ -781,7 +781,7 @@ async def test_a_report_ends_connections_only_because_of_tokens():
     made.port.learn(revision(grants=()))
     assert made.ended == []
     made.port.learn(revision(tokens={}))
-    assert made.ended == ["token t1 of spark-etl was revoked"]
+    assert made.ended == ["token t1 of spark-etl is revoked"]
 
 
 @on_loop

@@ -175,7 +175,9 @@ def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
     strangers[3].is_stranger = False  # its token was accepted
     assert limits.add(strangers[5]) == ""
     others = [OneLink() for _ in range(30)]
-    assert [limits.add(each) for each in others] == [""] * 29 + ["too many connections"]
+    assert [limits.add(each) for each in others] == [""] * 29 + [
+        "the limit of connections is reached"
+    ]
     for each in (*strangers, *elsewhere, *others):
         limits.remove(each)
     assert limits._strangers == {}
@@ -296,7 +298,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         sides = port.peer.links
         for side in (*sides, sides[0]):
             side._tick()
-        assert "anonymous is over its limit of 1 connections" in sides[1].closed_reason
+        assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
         # A token that comes later makes it one of another principal.
         links[0].send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
@@ -330,7 +332,7 @@ async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_c
 
 
 @on_loop
-async def test_a_token_that_is_not_valid_does_not_count_as_a_permission(files):
+async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.learn(ONLY_READ)
         link = await dialed_to(port, files)

@@ -33,12 +33,12 @@ def info(*, retransmits=0, probes=0, unacked=0, last_ack_ms=0):
         (b"", None),
     ],
 )
-def test_a_host_that_acknowledges_nothing_for_long_counts_as_dead(found, silence_ms):
+def test_a_host_that_acknowledges_nothing_for_long_is_considered_dead(found, silence_ms):
     assert tcp.silence_of(found) == silence_ms
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system has no TCP_INFO")
-def test_a_peer_that_reads_nothing_does_not_count_as_dead():
+def test_a_peer_that_reads_nothing_is_not_considered_dead():
     """Its window is full, and its host answers."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

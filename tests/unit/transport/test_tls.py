@@ -175,7 +175,7 @@ def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     context = tls.listening(config)
     file.write_text('tls = "off"\n')
     tls.renew(config, context)
-    assert "tls.reload_failed error=tls: expected it to be on" in caplog.text
+    assert 'tls.reload_failed error=setting tls: expected "on"' in caplog.text
 
 
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
@@ -267,7 +267,7 @@ def test_the_documented_commands_create_valid_files(tmp_path):
             {"tls_verify": "host"},
             "setting tls_verify: expected one of name, chain, nothing, found 'host'",
         ),
-        ({"tls": "on", "tls_key": "k"}, "tls_key requires tls_certificate"),
+        ({"tls": "on", "tls_key": "k"}, "tls_key requires setting tls_certificate"),
     ],
 )
 def test_invalid_tls_values_are_rejected(settings, problem):
@@ -341,7 +341,7 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
         ({"tls_transition": "both"}, "tls_transition: expected one of nothing, accept, dial"),
         (
             {"tls_transition": "dial", "access": "on"},
-            'tls_transition: expected no value with access = "on"',
+            'tls_transition must be empty with access = "on"',
         ),
     ],
 )

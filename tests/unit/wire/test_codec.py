@@ -79,7 +79,7 @@ def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
     request = AppendRequest(REQ_ID, 99, (7, -8), (), (), 5, b"abc", 0x352441C2)
     assert codec.decode(WireProtocol.CLIENT, 0, payload(request, 0)) == request
     locked = AppendRequest(REQ_ID, 99, (7, -8), (9,), (), 5, b"abc", 0x352441C2)
-    with pytest.raises(LocalProtocolError, match=r"AppendRequest\.read_locks"):
+    with pytest.raises(LocalProtocolError, match=r"field read_locks of AppendRequest"):
         codec.encode(locked, 0)
     assert codec.decode(WireProtocol.CLIENT, 1, payload(locked, 1)) == locked
 
@@ -122,7 +122,7 @@ def test_a_view_of_larger_items_is_a_local_error():
     [
         (b"", "an empty payload"),
         (b"\xff", "no message with type 255"),
-        (b"\x07", "cannot be read"),
+        (b"\x07", "cannot be decoded"),
         (b"\x07" + bytes(21), "1 bytes after its last field"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1), "a count of -1"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 5) + b"four", "a count of 5"),

@@ -50,7 +50,7 @@ def test_a_message_without_a_declaration_fails_when_its_class_is_made():
 
 
 @pytest.mark.parametrize("body", [{"code": 127}, {}])
-def test_an_inherited_declaration_does_not_count(body):
+def test_an_inherited_declaration_is_ignored(body):
     with pytest.raises(TypeError, match="Heir: expected a declaration"):
         type("Heir", (AppendRequest,), body)
     assert type("Heir", (AppendRequest,), {**body, "requires": ANSWER}).requires is ANSWER

@@ -123,7 +123,7 @@ def test_a_record_with_a_wrong_crc_is_rejected():
 
 
 def test_packed_numbers_are_not_copied_and_have_whole_items():
-    with pytest.raises(LocalProtocolError, match="items of 8 bytes of records, found 9"):
+    with pytest.raises(LocalProtocolError, match="items of 8 bytes, found 9"):
         put(FieldKind.PACKED_INT64S, bytes(9))
     data = count(2) + bytes(16)
     found = read(FieldKind.PACKED_INT64S, data)
@@ -147,5 +147,5 @@ def test_large_bytes_are_kept_apart_and_small_ones_joined():
 def test_an_id_of_another_length_than_16_bytes_is_rejected():
     to_wire = FIXED[FieldKind.RAW16].to_wire
     assert to_wire(memoryview(bytes(16))) == bytes(16)
-    with pytest.raises(LocalProtocolError, match="expected 16 bytes of records, found 15"):
+    with pytest.raises(LocalProtocolError, match="expected 16 bytes, found 15"):
         to_wire(bytes(15))

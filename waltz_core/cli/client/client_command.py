@@ -25,7 +25,7 @@ from waltz_core.client import (
 )
 from waltz_core.client.model.callbacks import policy_of
 from waltz_core.cluster.change.changes import parse_partitions
-from waltz_core.errors import BadConfig, BelowStart, WaltzError
+from waltz_core.errors import BadConfig, BeforeLogStart, WaltzError
 from waltz_core.records.record import TransactionId
 
 
@@ -145,7 +145,7 @@ def _chunks(
     chunks = client.read_range(partition, first or 0, last, form=RangeForm.WHOLE)
     try:
         head = next(chunks, None)
-    except BelowStart as error:
+    except BeforeLogStart as error:
         if first is not None:
             raise
         chunks = client.read_range(partition, error.first_available, last, form=RangeForm.WHOLE)

@@ -139,7 +139,7 @@ async def replace_storage(
     return {
         "storage": new,
         "moved": len(wanted),
-        "summary": f"storage {new} has all {len(wanted)} replicas of {old}",
+        "summary": f"storage {new} has all replicas of {old}: {len(wanted)}",
     }
 
 
@@ -176,7 +176,7 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    summary = f"the new storage at {address} has all {len(wanted)} replicas of the old one"
+    summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
             f"storage {address} has no replicas, and every partition has the usual number of "

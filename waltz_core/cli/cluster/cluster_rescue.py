@@ -381,7 +381,7 @@ class FormerCluster(NamedTuple):
     partitions: int | None
     from_directory: Path | None
     replicas: int | None
-    only_nodes: bool
+    only_znodes: bool
     archive: str | None
     access_file: Path | None
 
@@ -418,7 +418,7 @@ class FormerCluster(NamedTuple):
     help="number of replicas of each partition [default: one for each group]",
 )
 @click.option(
-    "--only-nodes",
+    "--only-znodes",
     is_flag=True,
     help="only create the znodes, so that the storages can start; then run the command again "
     "without this option",
@@ -455,7 +455,7 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     await _make_nodes(command, new)
     if saved is not None:
         await _restore_access(command, saved)
-    if chosen.only_nodes:
+    if chosen.only_znodes:
         key = str(new.cluster_key)
         return {
             "cluster_key": key,

@@ -30,7 +30,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 from waltz_core.errors import (
     AuthenticationFailed,
     ClusterKeyMismatch,
-    NoCluster,
+    ClusterNotFound,
     PermissionDenied,
     TlsFailed,
     Unavailable,
@@ -241,7 +241,7 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
             registry = await _Registry.read(coordinator)
-    except NoCluster:
+    except ClusterNotFound:
         return replace(found, is_no_cluster=True)
     except Unavailable as error:
         return replace(found, zookeeper_failure=str(error))

@@ -445,7 +445,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
         The default partition is that of the first lock, otherwise round-robin. The default mark is
         the last transaction that this client has applied or, without a feed, knows of. The future
-        raises LockFailed (with the mark from which to compute again), ClientAhead, TooLarge,
+        raises LockFailed (with the mark from which to compute again), ClientAheadOfLog, TooLarge,
         OutcomeUnknown, another Unavailable if the append timed out, or the error that ended the
         stream. Only after OutcomeUnknown may the transaction be in the log.
 

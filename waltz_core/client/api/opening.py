@@ -56,7 +56,9 @@ class Opening(Generic[ClientT]):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)  # copy, pickle and shells look up such names
-        raise errors.NotOpen(f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}")
+        raise errors.ClientNotOpen(
+            f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}"
+        )
 
     async def _opened(self) -> ClientT:
         await self._client.open()

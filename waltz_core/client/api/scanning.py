@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias
 import pyarrow as pa
 
 from waltz_core.client.read.ranges import RangeChunk, ReplicaSet
-from waltz_core.errors import BadRequest, BelowStart, DataLoss
+from waltz_core.errors import BadRequest, BeforeLogStart, DataLoss
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_core.records.typed_values import TYPED_FORMATS
@@ -205,7 +205,7 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
     Raises:
         BadRequest: an ID is not a number or is negative, a partition has none, or a start is after
             its stop.
-        BelowStart: IDs before the first available one are requested.
+        BeforeLogStart: IDs before the first available one are requested.
         DataLoss: an ID is after the end of the log.
     """
     starts, stops = _by_partition("start", start, sources), _by_partition("stop", stop, sources)
@@ -222,7 +222,7 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
                     "or the log was created again."
                 )
         if first < available or last < available:
-            raise BelowStart(
+            raise BeforeLogStart(
                 f"partition {partition}: cannot scan from {first} to {last}: the log begins "
                 f"at transaction {available}, because the archive has expired the earlier ones",
                 available,

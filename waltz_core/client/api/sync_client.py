@@ -450,7 +450,7 @@ class WaltzClient:
         `stop` are IDs, or IDs by partition (default: all that is available now). Columns of
         `schema` (default: the log's) that the log does not have are unpacked from the payloads,
         strictly; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
-        DataLoss for an ID after the end of the log, BelowStart for expired ones.
+        DataLoss for an ID after the end of the log, BeforeLogStart for an expired one.
         """
         wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)

@@ -202,7 +202,7 @@ class ZooKeeperDirectory:
         try:
             await self._check_same()
             await self.coordinator.follow_servers(self._take)
-        except errors.NoCluster as error:
+        except errors.ClusterNotFound as error:
             raise self._missing(error) from error
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
@@ -276,7 +276,7 @@ class ZooKeeperDirectory:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 return await answer
-        except errors.NoCluster as error:
+        except errors.ClusterNotFound as error:
             if self._cluster is None:
                 raise
             raise self._missing(error) from error
@@ -292,7 +292,7 @@ class ZooKeeperDirectory:
                 f"{self._connect_timeout_ms} ms"
             ) from error
 
-    def _missing(self, error: errors.NoCluster) -> errors.CoordinatorUnavailable:
+    def _missing(self, error: errors.ClusterNotFound) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
         return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")

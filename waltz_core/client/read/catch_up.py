@@ -137,7 +137,9 @@ class CatchUp:
         feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)
         feed["req_id"] = heads["req_id"]
         feed["header"] = heads["header"]
-        await self._applier.reached(TransactionId(max(fed - self._config.feed_ahead_count_max, -1)))
+        await self._applier.reached(
+            TransactionId(max(fed - self._config.feed_prefetch_count_max, -1))
+        )
         last = TransactionId(chunk.next - 1)
         self._applier.feed(heads["transaction_id"].tolist(), feed.tobytes(), last)
         return last

@@ -525,7 +525,7 @@ class ReplicaReader:
             try:
                 chunk = await self._fetch_patiently(address, query)
             except errors.WaltzError as error:
-                if isinstance(error, errors.BelowStart) and error.first_available > query.first:
+                if isinstance(error, errors.BeforeLogStart) and error.first_available > query.first:
                     raise
                 _log.info(
                     "ranges.replica_failed partition=%d replica=%s error=%s",
@@ -577,7 +577,7 @@ class ReplicaReader:
         if self._local_reader is not None and query.form is RangeForm.WHOLE:
             try:
                 return await self._fetch_locally(self._local_reader, link, query)
-            except errors.BelowStart:
+            except errors.BeforeLogStart:
                 pass  # The storage reads it from the archive.
             except errors.Overloaded:
                 raise

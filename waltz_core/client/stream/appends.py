@@ -557,7 +557,7 @@ def error_of(
         failed.high_water_mark = outcome.high_water_mark
         return failed
     if outcome.reason == Reason.AHEAD:
-        return errors.ClientAhead(
+        return errors.ClientAheadOfLog(
             f"{where}: the client's high-water mark {row.mark} is above "
             f"{outcome.high_water_mark}, the last transaction of the log. Hint: the client "
             "may be connected to another cluster, or the log has lost transactions."

@@ -430,7 +430,7 @@ def stream_settings(config: ClientConfig) -> StreamSettings:
         retry_interval_ms_max=config.retry_interval_ms_max,
         range_bytes_max=config.range_bytes_max,
         in_flight_bytes_max=config.in_flight_bytes_max,
-        feed_ahead_max=config.feed_ahead_count_max,
+        feed_ahead_max=config.feed_prefetch_count_max,
     )
 
 

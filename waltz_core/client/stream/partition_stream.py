@@ -477,7 +477,7 @@ class PartitionStream:
             else:
                 self._stop(error, out)
         elif self._readback.is_requested(message.req_id):
-            if isinstance(error, errors.BelowStart):
+            if isinstance(error, errors.BeforeLogStart):
                 self._read_below_start(error, now_ms, out)
             else:
                 self._leave(f"the client could not read back the log: {error}", now_ms, out)
@@ -489,7 +489,9 @@ class PartitionStream:
         if isinstance(error, errors.Overloaded):
             self._paused_until_ms = max(self._paused_until_ms, now_ms + error.retry_after_ms)
 
-    def _read_below_start(self, error: errors.BelowStart, now_ms: int, out: list[Effect]) -> None:
+    def _read_below_start(
+        self, error: errors.BeforeLogStart, now_ms: int, out: list[Effect]
+    ) -> None:
         """The log begins after what must be read back: these rows have an unknown outcome."""
         if self._readback.below_start():
             self.failure = str(error)

@@ -18,7 +18,7 @@ from waltz_core.wire.messages import Reason
 _REASONS: dict[int, Reason] = {
     errors.LockFailed.code: Reason.LOCK,
     errors.SessionLost.code: Reason.LOST,
-    errors.ClientAhead.code: Reason.AHEAD,
+    errors.ClientAheadOfLog.code: Reason.AHEAD,
     errors.NotMounted.code: Reason.NOT_MOUNTED,
     errors.NotOwned.code: Reason.NOT_MOUNTED,
     errors.GenerationMismatch.code: Reason.GENERATION,

@@ -98,9 +98,9 @@ class ClusterNodes:
         finally:
             self.znodes.drop_signal(signal)
 
-    def no_cluster(self) -> errors.NoCluster:
+    def no_cluster(self) -> errors.ClusterNotFound:
         """Return the error for a root without a cluster."""
-        return errors.NoCluster(
+        return errors.ClusterNotFound(
             f"there is no cluster at {self.paths.root} of ZooKeeper {self.znodes.where}. "
             f"Hint: `waltz-core cluster list {self.znodes.where}` lists the existing "
             "clusters, `waltz-core cluster create` creates one."

@@ -72,7 +72,7 @@ def not_owned(request: Received, place: PartitionPosition) -> SendToClient:
 
 def reject_mount(request: Received, error: errors.WaltzError) -> SendToClient:
     """Report why a connection may not mount."""
-    if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAhead):
+    if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAheadOfLog):
         return _state(request, MountState.CLIENT_AHEAD)
     return reject(request, error)
 

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.errors import (
     BadRequest,
-    ClientAhead,
+    ClientAheadOfLog,
     ClientIdDenied,
     ConnectionSuperseded,
     GenerationMismatch,
@@ -115,7 +115,7 @@ class Mounts:
         if mark < LATEST_MARK:
             return BadRequest(f"{place}: expected a high-water mark of -1 or more, found {mark}")
         if mark > place.high_water_mark:
-            return ClientAhead(
+            return ClientAheadOfLog(
                 f"{place}: the client's high-water mark {mark} is above "
                 f"{place.high_water_mark}, the last transaction of the log. Hint: the client "
                 "may be connected to another cluster, or the log has lost transactions."

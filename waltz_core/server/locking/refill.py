@@ -91,7 +91,7 @@ class Refill:
         self._table, self._floor, self._mark = table, mark, mark.last
         self._lacking.clear()
         self._wanted = TransactionId(
-            max(BEFORE_FIRST, mark.last - self._limits.lock_refill_count_max)
+            max(BEFORE_FIRST, mark.last - self._limits.lock_load_count_max)
         )
 
     def query_locks(

@@ -7,7 +7,7 @@ enough, the request is answered at once.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an
-       age of up to `mark_staleness_ms_max`.
+       age of up to `high_water_mark_staleness_ms_max`.
     2. One proof is in progress at a time. Requests that arrive meanwhile share the next one.
     3. If a client has a mark above this server's, it may have received it from a later owner. The
        error that it is ahead of the log is final for the client. So the error is reported only
@@ -46,8 +46,8 @@ class Proofs(Generic[RequestT]):
         "proved_ms",
     )
 
-    def __init__(self, mark_staleness_ms_max: int) -> None:
-        self._mark_staleness_ms_max = mark_staleness_ms_max
+    def __init__(self, high_water_mark_staleness_ms_max: int) -> None:
+        self._mark_staleness_ms_max = high_water_mark_staleness_ms_max
         self._waiting: list[RequestT] = []
         self._requests: list[RequestT] = []
         self._requested_ms = 0

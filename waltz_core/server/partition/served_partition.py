@@ -12,11 +12,11 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
        older connections are final, and (c) the feed, if there is one, has reached the mark of that
        moment.
     4. A mark is reported only if a quorum has confirmed the session within the last
-       `mark_staleness_ms_max`.
+       `high_water_mark_staleness_ms_max`.
     5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
        the server releases the partition.
-    6. ClientAhead is reported only if the session is proven after the request arrived; if the proof
-       fails, the error is retriable (`proofs.py`, rule 3).
+    6. ClientAheadOfLog is reported only if the session is proven after the request arrived; if the
+       proof fails, the error is retriable (`proofs.py`, rule 3).
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Partition:
         self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._proofs: Proofs[Received | Ticket] = Proofs(limits.mark_staleness_ms_max)
+        self._proofs: Proofs[Received | Ticket] = Proofs(limits.high_water_mark_staleness_ms_max)
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
@@ -93,7 +93,7 @@ class Partition:
         self._opened_mark = BEFORE_FIRST
         self._is_much_archived = False  # above the marks that the session has confirmed
         self._is_checkpoint_due = False
-        self._waiting = WaitingRequests(limits.open_wait_ms)
+        self._waiting = WaitingRequests(limits.session_wait_ms_max)
         self._now_ms = 0
         self._wall_ms = 0
         self._out: list[Effect] = []  # the effects of the present step
@@ -202,7 +202,7 @@ class Partition:
             self._drive(Wakeup())
         for request in self._waiting.overdue(self._now_ms):
             error = errors.Unavailable(
-                f"{self._place} has had no store session for {self._limits.open_wait_ms} ms"
+                f"{self._place} has had no store session for {self._limits.session_wait_ms_max} ms"
             )
             self._out.append(answers.reject(request, error))
         self._route_reads(self.reads.wake(self._now_ms))

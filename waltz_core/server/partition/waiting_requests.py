@@ -1,7 +1,7 @@
 """The requests of one partition that wait: for a store session, or for older appends to be final.
 
 Rules:
-    1. A request that needs a session waits for one for `open_wait_ms`, and is then rejected.
+    1. A request that needs a session waits for one for `session_wait_ms_max`, and is then rejected.
     2. Mounts and flushes wait for a token that the append pipeline returns (`BarrierReached`). Only
        the latest mount of a client waits.
 """
@@ -24,8 +24,8 @@ class WaitingMount(NamedTuple):
 class WaitingRequests:
     """See the module's rules."""
 
-    def __init__(self, open_wait_ms: int) -> None:
-        self._open_wait_ms = open_wait_ms
+    def __init__(self, session_wait_ms_max: int) -> None:
+        self._open_wait_ms = session_wait_ms_max
         self._until_open: deque[tuple[int, Received]] = deque()
         self._mounts: dict[int, WaitingMount] = {}
         self._flushes: dict[int, Received] = {}

@@ -25,7 +25,7 @@ from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.errors import (
     ARCHIVE_DAMAGE,
-    BelowStart,
+    BeforeLogStart,
     CoordinatorConflict,
     Overloaded,
     WaltzError,
@@ -283,7 +283,7 @@ class Host:
                 effect.replica, effect.message, is_urgent=effect.is_urgent
             )
         except WaltzError as error:
-            first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+            first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
             damage_code = error.code if isinstance(error, ARCHIVE_DAMAGE) else 0
             self.post(FetchFailed(effect.token, str(error), TransactionId(first), damage_code))
             return

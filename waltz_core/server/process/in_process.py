@@ -221,7 +221,7 @@ class MemoryHost:
             self.store,
             PartitionLimits(
                 lock_slot_count=LOCK_SLOT_COUNT,
-                lock_refill_count_max=0,
+                lock_load_count_max=0,
                 checkpoint_interval_count=_NEVER_COUNT,
             ),
             TransactionCache(CacheBudget(4 * MIB)),

@@ -204,7 +204,8 @@ class _Watch:
             )
             return False
         _log.warning(
-            "neighbors.server_removed server=%s address=%s reason='nothing listens at this address'",
+            "neighbors.server_removed server=%s address=%s "
+            "reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

@@ -8,8 +8,8 @@ Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, r
     1. A context (the feed of one client) sends each of the IDs `next..until` once, and nothing
        above the high-water mark.
     2. A mount grants transactions up to the mark at its time. A feed request grants at least
-       `feed_grant_count_min` transactions from the client's mark on. When all granted transactions
-       are sent, the request is answered.
+       `feed_request_count_min` transactions from the client's mark on. When all granted
+       transactions are sent, the request is answered.
     3. A congested connection gets nothing. In one turn each context sends one frame at most.
     4. Headers that are not cached are fetched once for all contexts at the same ID.
     5. A filter removes headers from a frame, but the frame is always sent, so that the client's
@@ -22,7 +22,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
+from waltz_core.errors import BadRequest, ClientAheadOfLog, NotMounted, WaltzError
 from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE, Buffer
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -160,7 +160,7 @@ class Feed:
                 "generation"
             )
         if mark > place.high_water_mark:
-            return ClientAhead(
+            return ClientAheadOfLog(
                 f"{where}: the log ends before it, at transaction {place.high_water_mark}"
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
@@ -183,7 +183,7 @@ class Feed:
         context.request = request
         context.next = TransactionId(mark + 1)
         context.until = max(
-            self._high_water_mark, TransactionId(mark + self._limits.feed_grant_count_min)
+            self._high_water_mark, TransactionId(mark + self._limits.feed_request_count_min)
         )
         context.is_granted = True
         self._has_more = True

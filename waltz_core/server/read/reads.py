@@ -42,7 +42,7 @@ import numpy.typing as npt
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     Unreachable,
     WaltzError,
@@ -457,7 +457,7 @@ class Reads:
         if job.key.is_ahead:
             return self._fetch_separately(job)
         del self._jobs[job.key]
-        error = BelowStart(
+        error = BeforeLogStart(
             f"partition {self._partition_id}: the log begins at transaction "
             f"{first_available}, so {job.key.first} is not available",
             first_available,

@@ -92,7 +92,7 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     """Read the next batches of a range.
 
     Raises:
-        BelowStart, BadRequest, ChecksumMismatch: as `LogReader.read_range`, and rules 1 and 2.
+        BeforeLogStart, BadRequest, ChecksumMismatch: as `LogReader.read_range`, and rules 1 and 2.
     """
     log.check_files()
     last = min(piece.last, log.synced_max)

@@ -398,7 +398,7 @@ class PartitionLog:
         self._check_session(session)
         if first != self.max_id + 1 or chain_before != self.chain:
             raise BadRequest(
-                f"partition {self.partition_id}: expected an append from transaction "
+                f"partition {self.partition_id}: cannot append: expected records from transaction "
                 f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found one from "
                 f"{first} on, after {chain_before.hex()}"
             )

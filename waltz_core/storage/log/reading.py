@@ -27,7 +27,7 @@ import numpy.typing as npt
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     DiskFailed,
     ReadFailed,
@@ -104,7 +104,7 @@ class LogReader:
         before a damaged record.
 
         Raises:
-            BelowStart: `first` is not in the log any more.
+            BeforeLogStart: `first` is not in the log any more.
             BadRequest: there is no such record, or no batch begins there.
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
@@ -213,7 +213,7 @@ class LogReader:
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
-            raise BelowStart(
+            raise BeforeLogStart(
                 f"partition {self.partition_id}: the requested transactions {first}..{last} "
                 f"are not available: the log of this storage begins at {start + 1}",
                 start + 1,
@@ -275,7 +275,7 @@ class LogReader:
         Fewer if the records are large.
 
         Raises:
-            BelowStart, BadRequest, ChecksumMismatch: as `read_range`.
+            BeforeLogStart, BadRequest, ChecksumMismatch: as `read_range`.
         """
         last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
         parts: list[bytes] = []
@@ -299,7 +299,7 @@ class LogReader:
         The records are not read. The answer stops before known damage.
 
         Raises:
-            BelowStart, BadRequest, ChecksumMismatch: as `read_range`.
+            BeforeLogStart, BadRequest, ChecksumMismatch: as `read_range`.
         """
         self._check_bounds(first, last)
         self._reject_damaged(first, whole_batches=False)
@@ -324,7 +324,7 @@ class LogReader:
         Batches at or below the start are not among them.
 
         Raises:
-            BelowStart: no ID of the range is in the log any more.
+            BeforeLogStart: no ID of the range is in the log any more.
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
         start = self._segments.start.transaction_id

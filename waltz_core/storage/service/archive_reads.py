@@ -25,7 +25,7 @@ from typing import Final, Protocol
 from waltz_core.errors import (
     ARCHIVE_DAMAGE,
     ArchiveUnavailable,
-    BelowStart,
+    BeforeLogStart,
     ChecksumMismatch,
     WaltzError,
 )
@@ -105,14 +105,14 @@ class ArchiveReads:
     ) -> ArchiveQuery | WaltzError:
         """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
         message = request.message
-        if not isinstance(error, BelowStart | ChecksumMismatch):
+        if not isinstance(error, BeforeLogStart | ChecksumMismatch):
             return error
         if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
             return error
         mark = self.marks.get(PartitionId(message.partition_id))
         if mark is not None and _needed(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
-        if mark is None and isinstance(error, BelowStart):
+        if mark is None and isinstance(error, BeforeLogStart):
             why = "but the server that owns the partition has not sent the archived mark yet"
             if not self._has_archive:
                 why = "but this storage has no setting `archive_url`"
@@ -139,7 +139,7 @@ class ArchiveReads:
         self._count -= 1
         assert self._count >= 0
         failure = failure_in(outcome)
-        if failure is None or isinstance(failure, BelowStart):
+        if failure is None or isinstance(failure, BeforeLogStart):
             return []
         partition, first = query.place
         is_damage = isinstance(failure, ARCHIVE_DAMAGE)

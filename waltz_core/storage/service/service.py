@@ -45,7 +45,7 @@ import numpy as np
 
 from waltz_core.errors import (
     BadRequest,
-    BelowStart,
+    BeforeLogStart,
     ClusterKeyMismatch,
     ConnectionSuperseded,
     NotMounted,
@@ -778,7 +778,7 @@ class StorageService:
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
         )
         text = str(error)[:REJECTION_CHARACTERS_MAX]
-        first = error.first_available if isinstance(error, BelowStart) else BEFORE_FIRST
+        first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
         self._answer(request, Nack(*_prefix(message), error.code, promised, text, first))
 
     def _report(self, name: str, **fields: object) -> None:

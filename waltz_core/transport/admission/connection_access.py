@@ -14,7 +14,7 @@ from waltz_core.errors import (
     ClientIdDenied,
     Overloaded,
     PermissionDenied,
-    PermissionsUnread,
+    PermissionsNotLoaded,
     RemoteProtocolError,
     WaltzError,
 )
@@ -322,7 +322,7 @@ class ConnectionAccess:
         if self._port.grants is None:
             is_enforced = self._port.is_enforced
             return (
-                PermissionsUnread("this process has not read the permissions from ZooKeeper yet")
+                PermissionsNotLoaded("this process has not read the permissions from ZooKeeper yet")
                 if is_enforced
                 else None
             )

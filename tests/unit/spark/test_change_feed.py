@@ -1,0 +1,321 @@
+"""Rows of a change feed: their kinds and payloads, transactions that are no changes, options."""
+
+import json
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from hashlib import sha256
+from pathlib import Path
+
+import msgpack
+import pytest
+from pyspark.sql.types import StructType
+
+from tests.schema_registry import schema_registry
+from tests.unit.spark.feeds import (
+    DELETE_HEADER,
+    OPTIONS,
+    PARTITION,
+    SCHEMA,
+    Log,
+    Transaction,
+    options_of,
+    packed,
+    reader,
+    replayed,
+    rows_of,
+)
+from waltz_core.client import Avro
+from waltz_core.encryption import keys
+from waltz_core.encryption.envelopes import Encryption
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_spark.datasource import change_feed
+from waltz_spark.datasource.source import WaltzDataSource
+from waltz_spark.options import parse_read
+
+DROP = {"mode": "DROPMALFORMED"}
+
+
+def feed(log: Log, begin: int = -1, **options: str) -> list[tuple]:
+    return rows_of(reader(log, begin, log.mark, **options).rows())
+
+
+def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
+    log = Log(
+        [
+            packed(id=1, op="I", amount=10),
+            packed(id=2, amount=20),
+            packed(id=1, op="U", amount=11),
+            packed(id=1, op="D"),
+            packed(id=1, op="D"),  # it has no row
+            packed(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
+            packed(id=1, op="I", amount=12),
+        ]
+    )
+    assert feed(log) == [
+        (1, "I", 10, "insert", 0),
+        (2, None, 20, "insert", 1),
+        (1, "I", 10, "update_preimage", 2),
+        (1, "U", 11, "update_postimage", 2),
+        (1, "U", 11, "delete", 3),
+        (2, None, 20, "delete", 5),
+        (1, "I", 12, "insert", 6),
+    ]
+    assert feed(log) == replayed(log.transactions)
+
+
+def test_a_read_from_the_middle_has_the_same_rows_as_one_from_the_beginning() -> None:
+    log = Log([packed(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8)
+    whole = feed(log)
+    for begin in (0, 20, 58):
+        log.reads.clear()
+        assert feed(log, begin) == [row for row in whole if row[-1] > begin]
+        assert log.reads == [(0, begin), (begin + 1, 59)]
+
+
+def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
+    plain = [
+        {"id": 1, "op": "I", "amount": 10},
+        {"id": 1, "op": "U", "amount": 11},
+        {"id": 2, "op": "I", "amount": 20},
+        {"id": 1, "op": "D", "amount": None},
+    ]
+    (tmp_path / "a").write_text("0f" * 32)
+    keys_of_log = Encryption.of(str(tmp_path), key_id="a")
+    kinds = {"id": "long", "op": "string", "amount": ["null", "long"]}
+    fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
+    schema = {"type": "record", "name": "Row", "fields": fields}
+    with schema_registry() as registry:
+        rows = Avro(registry.url, subject="rows-value", schema=schema)
+        given = {"dataFormat": "avro", "schemaRegistry": registry.url}
+        avro = [rows.serialize(each) for each in plain]
+        log = Log([Transaction(0, each) for each in avro])
+        expected = replayed([packed(**each) for each in plain])
+        assert feed(log, **given) == expected
+        sealed = [keys_of_log.encrypt(each, partition=PARTITION, header=0) for each in avro]
+        with_keys = given | {"encryptionKeys": str(tmp_path)}
+        assert feed(Log([Transaction(0, each) for each in sealed]), **with_keys) == expected
+        # An encrypted payload without a key is no change.
+        lost = Log(
+            [*(Transaction(0, each) for each in sealed[:3]), Transaction(0, b"WZE\x01\x01b")]
+        )
+        assert len(feed(lost, **with_keys, **DROP)) == 4
+        with pytest.raises(BadFormat, match="transaction 1: expected a payload in avro: "):
+            feed(Log([Transaction(0, avro[0]), Transaction(0, b"{}")]), **given)
+
+
+def test_columns_of_the_log_are_those_of_the_transaction_that_causes_the_row() -> None:
+    schema = StructType().add("amount", "long")
+    for name, kind in (
+        ("header", "integer"),
+        ("data", "binary"),
+        ("commit_time", "timestamp"),
+        ("partition", "integer"),
+        ("id", "long"),
+        ("_change_type", "string"),
+    ):
+        schema.add(name, kind)
+    log = Log([packed(5, id=1, amount=1), packed(6, id=1, amount=2), packed(DELETE_HEADER, id=1)])
+    found = feed(log, schema=schema, deleteWhere="header >= 9")
+    times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
+    data = [each.data for each in log.transactions]
+    assert found == [
+        (1, 5, data[0], times[0], PARTITION, 1, "insert"),
+        (1, 6, data[1], times[1], PARTITION, 1, "update_preimage"),
+        (2, 6, data[1], times[1], PARTITION, 1, "update_postimage"),
+        (2, 9, data[2], times[2], PARTITION, 1, "delete"),
+    ]
+
+
+def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
+    kinds = {
+        "flag": ("boolean", [True, False]),
+        "price": ("decimal(5,2)", ["1.50", "1.51"]),
+        "name": ("string", ["a", "b"]),
+        "raw": ("binary", [b"a", b"b"]),
+        "day": ("date", [1, 2]),
+        "at": ("timestamp", [10**15, 10**15 + 1]),
+    }
+    schema = StructType()
+    for name, (kind, _) in kinds.items():
+        schema.add(name, kind)
+    schema.add("_change_type", "string")
+    one = {name: values[0] for name, (_, values) in kinds.items()}
+    others = [one | {name: values[1]} for name, (_, values) in kinds.items()]
+    log = Log([packed(**each) for each in (one, *others, one)])
+    rules = {"key": ",".join(kinds), "deleteWhere": ""}
+    found = feed(log, schema=schema, **rules)
+    assert [row[-1] for row in found] == ["insert"] * 7 + ["update_preimage", "update_postimage"]
+    assert found[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
+
+
+def test_a_large_row_before_a_change_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_feed, "PREVIOUS_BYTES_MAX", 20)
+    log = Log([packed(id=n % 5, op="U", amount=n) for n in range(20)])
+    batches = list(reader(log, 4, 19).rows())
+    # Two payloads of 14 bytes are over the limit, and each of the 15 changes is an update.
+    assert [batch.num_rows for batch in batches] == [4] * 7 + [2]
+    assert rows_of(iter(batches)) == [row for row in replayed(log.transactions) if row[-1] > 4]
+
+
+# ---- transactions that are no changes
+
+
+@pytest.mark.parametrize(
+    ("transaction", "text"),
+    [
+        (Transaction(0, b"\xc1"), "expected a payload in msgpack"),
+        (Transaction(DELETE_HEADER, b"\xc1"), "expected a payload in msgpack"),
+        (Transaction(0, msgpack.packb([1])), "expected a map of columns"),
+        (packed(op="U", amount=1), "expected a value in key column 'id', found null"),
+        (packed(DELETE_HEADER, op="U"), "expected a value in key column 'id', found null"),
+        (packed(id=1, amount="many"), "column 'amount': expected int64, found 'many'"),
+        (packed(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
+    ],
+)
+def test_a_transaction_that_does_not_fit_fails_the_read_or_is_no_change(
+    transaction: Transaction, text: str
+) -> None:
+    log = Log([packed(id=1, amount=1), packed(id=2), transaction, packed(id=1, op="D")])
+    for begin in (-1, 2):  # it fails, wherever the rows begin
+        with pytest.raises(BadFormat, match=f"partition 3, transaction 2: .*{text}"):
+            feed(log, begin)
+    assert [row[3:] for row in feed(log, **DROP)] == [("insert", 0), ("insert", 1), ("delete", 3)]
+    assert feed(log, **DROP) == replayed(log.transactions)
+
+
+def test_columns_that_must_be_there_are_not_needed_for_a_delete() -> None:
+    schema = StructType().add("id", "long").add("amount", "long", nullable=False)
+    schema.add("op", "string").add("_change_type", "string")
+    log = Log([packed(id=1, amount=1, op="I"), packed(id=1, op="D")])
+    for options in ({}, {"requiredColumns": "amount"}):
+        found = feed(log, schema=schema, **options)
+        assert found == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
+    log = Log([packed(id=1, op="I")])
+    with pytest.raises(BadFormat, match="column 'amount' is NOT NULL"):
+        feed(log, schema=schema)
+    assert feed(log, schema=schema, **DROP) == []
+
+
+def test_json_payloads_and_names_in_another_case() -> None:
+    log = Log([Transaction(0, json.dumps({"Id": 1, "AMOUNT": n}).encode()) for n in range(2)])
+    found = feed(log, dataFormat="json", key="ID")
+    assert [row[2:] for row in found] == [
+        (0, "insert", 0),
+        (0, "update_preimage", 1),
+        (1, "update_postimage", 1),
+    ]
+
+
+# ---- encryption
+
+
+def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") -> list[Transaction]:
+    (directory / key_id).write_text(sha256(key_id.encode()).hexdigest())
+    keys.keys_of.cache_clear()
+    with_key = Encryption.of(str(directory), key_id=key_id)
+    return [
+        Transaction(
+            each.header, with_key.encrypt(each.data, partition=PARTITION, header=each.header)
+        )
+        for each in transactions
+    ]
+
+
+def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -> None:
+    schema = SCHEMA.fields[:]
+    schema = StructType(schema).add("data_error", "string")
+    secret = [packed(7, id=123456789, amount=n) for n in range(2)]
+    log = Log(encrypted(tmp_path, *secret, packed(DELETE_HEADER, id=123456789)))
+    place = tmp_path / "state"
+    found = []
+    for end in range(3):
+        found += rows_of(
+            reader(log, end - 1, end, place, schema=schema, encryptionKeys=str(tmp_path)).rows()
+        )
+        stored = place.read_bytes()
+        assert log.transactions[min(end, 1)].data in stored
+        assert not any(each.data[1:8] in stored for each in secret)
+    assert found == [
+        (*row, None) for row in replayed([*secret, packed(DELETE_HEADER, id=123456789)])
+    ]
+
+
+def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
+    first = encrypted(tmp_path, packed(id=1, amount=1), packed(id=2, amount=2), key_id="gone")
+    log = Log(first + encrypted(tmp_path, packed(id=1, amount=3), packed(id=2, op="D")))
+    options = {"encryptionKeys": str(tmp_path)}
+    place = tmp_path / "state"
+    assert len(rows_of(reader(log, -1, 1, place, **options, **DROP).rows())) == 2
+    (tmp_path / "gone").unlink()
+    keys.keys_of.cache_clear()
+    assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
+    # A state that has such a row does not know more.
+    kept = rows_of(reader(log, 1, 3, place, **options, **DROP).rows())
+    assert kept == [(1, None, 3, "insert", 2)]
+    with pytest.raises(BadFormat, match=r"transaction 0: its payload cannot be decrypted: .*gone"):
+        feed(log, **options)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"changeFeed": ""}, "option 'key' needs changeFeed=true"),
+        ({"changeFeed": "", "key": ""}, "option 'deleteHeaders' needs changeFeed=true"),
+        ({"changeFeed": "yes"}, "'changeFeed': expected one of true, false, found 'yes'"),
+        ({"dataFormat": ""}, "'changeFeed' needs option dataFormat: it unpacks the key"),
+        ({"key": ""}, "'changeFeed' needs option key: its columns identify the row"),
+        ({"key": "id,id"}, "option 'key': expected columns, each once, found 'id,id'"),
+        ({"key": ","}, "option 'key': expected columns, each once, found ','"),
+        ({"minPartitions": "2"}, "'minPartitions' is not for a change feed: a task reads a whole"),
+        ({"maxTransactionsPerTask": "9"}, "'maxTransactionsPerTask' is not for a change feed"),
+        ({"transactionIds": "1-5"}, "'transactionIds' is not for a change feed: .*Hint: use"),
+        ({"columnNameOfCorruptRecord": "bad"}, "'columnNameOfCorruptRecord' is not for a change"),
+        ({"mode": "PERMISSIVE"}, "option 'mode': a change feed has no row .*Hint: use FAILFAST"),
+        ({"deleteWhere": "op == 1"}, "condition for deletes: expected a column, or one comparison"),
+        ({"headers": "1,2"}, "'deleteHeaders': expected some of option headers, found 9"),
+    ],
+)
+def test_an_option_that_a_change_feed_cannot_have_is_an_error(
+    options: dict[str, str], text: str
+) -> None:
+    with pytest.raises(BadConfig, match=text):
+        parse_read(OPTIONS | options)
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "text"),
+    [
+        (SCHEMA, {"key": "no"}, "option 'key': expected columns of your schema .*found 'no'"),
+        (SCHEMA, {"key": "transaction_id"}, "option 'key': expected columns of your schema"),
+        (SCHEMA, {"deleteWhere": "no = 1"}, "option 'deleteWhere': expected columns .*found 'no'"),
+        (SCHEMA, {"deleteWhere": "op = 1"}, "condition for deletes: expected a literal of type"),
+        (StructType().add("id", "double"), {"deleteWhere": ""}, "key column 'id': expected a bool"),
+    ],
+)
+def test_rules_must_fit_the_schema(schema: StructType, options: dict[str, str], text: str) -> None:
+    source = WaltzDataSource(OPTIONS | options)
+    with pytest.raises(BadConfig, match=text):
+        source.reader(schema)
+    with pytest.raises(BadConfig, match=text):
+        source.streamReader(schema).initialOffset()
+
+
+def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
+    other = StructType().add("id", "long").add("_change_type", "long")
+    with pytest.raises(BadRequest, match="column '_change_type' of the log: expected type string"):
+        WaltzDataSource(OPTIONS | {"deleteWhere": ""}).reader(other)
+    # Without a change feed it may be one of the payload.
+    WaltzDataSource({"path": OPTIONS["path"], "dataFormat": "msgpack"}).reader(other)
+    required = StructType().add("id", "long", nullable=False).add("op", "string")
+    options = {"encryptionKeys": "/none"}
+    WaltzDataSource(OPTIONS | options).reader(required)
+
+
+def test_rules_name_columns_as_the_schema_does() -> None:
+    rules = options_of(key="ID", deleteWhere="OP = 'D'").feed
+    assert rules is not None
+    assert rules.delete_where is not None
+    assert (tuple(rules.key), rules.delete_where.column) == (("id",), "op")

@@ -1,0 +1,351 @@
+"""Feed states: each state of the file that a task may find, and kills; the directory."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.unit.spark.feeds import (
+    SCHEMA,
+    Log,
+    between,
+    options_of,
+    packed,
+    reader,
+    replayed,
+    rows_of,
+)
+from waltz_core.errors import Unavailable
+from waltz_spark.datasource import feed_read, feed_state
+from waltz_spark.datasource.feed_read import feed_state_file
+from waltz_spark.datasource.feed_state import (
+    FeedState,
+    StoredRow,
+    cached_state,
+    private_state,
+    state_file,
+)
+
+COUNT = 40
+PAGE_BYTES = 4096
+LOG = [packed(id=n % 6, op="UID"[n % 5 % 3], amount=n) for n in range(COUNT)]
+ROWS = replayed(LOG)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state.sqlite"
+
+
+def micro_batch(file: Path, begin: int, end: int) -> list[tuple[int, int]]:
+    """Run a micro-batch, check its rows, and return the ranges of the log that it has read."""
+    log = Log(LOG, batch_rows=4)
+    assert rows_of(reader(log, begin, end, file).rows()) == between(ROWS, begin, end)
+    return log.reads
+
+
+def place(file: Path) -> tuple[int, int]:
+    state = cached_state(file)
+    assert state is not None
+    found = state.mark, state.previous
+    state.close()
+    return found
+
+
+def test_an_absent_state_is_built_and_continues_from_its_mark(file: Path) -> None:
+    assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
+    assert place(file) == (19, 9)
+    assert micro_batch(file, 19, 24) == [(20, 24)]
+    assert place(file) == (24, 19)
+
+
+def test_a_state_at_an_earlier_mark_catches_up(file: Path) -> None:
+    micro_batch(file, 9, 19)
+    assert micro_batch(file, 29, 34) == [(20, 29), (30, 34)]
+    assert place(file) == (34, 29)
+
+
+def test_a_repeated_micro_batch_returns_to_its_start_also_with_another_end(file: Path) -> None:
+    micro_batch(file, -1, 9)
+    for end in (19, 25, 12):
+        assert micro_batch(file, 9, end) == [(10, end)]
+        assert place(file) == (end, 9)
+
+
+def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: Path) -> None:
+    micro_batch(file, 9, 19)
+    assert micro_batch(file, 14, 16) == [(10, 14), (15, 16)]
+
+
+def test_a_state_that_cannot_return_is_built_again(file: Path) -> None:
+    micro_batch(file, 29, 34)
+    assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
+    assert place(file) == (19, 9)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database" * 1000, bytes(8192)])
+def test_a_file_that_is_no_state_is_replaced(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
+    assert place(file) == (19, 9)
+
+
+def test_a_file_of_another_version_is_replaced(file: Path) -> None:
+    micro_batch(file, 9, 19)
+    content = bytearray(file.read_bytes())
+    content[60:64] = (0x575A_0000).to_bytes(4)  # SQLite's user version
+    file.write_bytes(content)
+    assert micro_batch(file, 19, 24) == [(0, 19), (20, 24)]
+
+
+@pytest.mark.parametrize("page", range(4))
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_file_that_lacks_a_page_does_not_change_the_rows(
+    file: Path, page: int, *, is_short: bool
+) -> None:
+    micro_batch(file, 9, 19)
+    content = bytearray(file.read_bytes())
+    assert len(content) == 4 * PAGE_BYTES
+    first = page * PAGE_BYTES
+    if is_short:
+        del content[first:]
+    else:
+        content[first : first + PAGE_BYTES] = bytes(PAGE_BYTES)
+    file.write_bytes(content)
+    micro_batch(file, 19, 24)
+    micro_batch(file, 24, COUNT - 1)
+
+
+def test_a_row_with_another_payload_is_found_when_it_is_read(file: Path) -> None:
+    micro_batch(file, -1, 19)
+    content = file.read_bytes()
+    for each in LOG[14:20]:
+        content = content.replace(each.data, each.data[:-1] + b"\x01")
+    file.write_bytes(content)
+    reads = micro_batch(file, 19, 24)
+    assert reads == [(20, 24), (0, 19), (20, 24)]
+    assert not file.exists()
+    assert micro_batch(file, 24, 30) == [(0, 24), (25, 30)]
+
+
+def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(file: Path) -> None:
+    micro_batch(file, -1, 19)
+    log = Log(LOG, batch_rows=1)
+    rows = reader(log, 19, 30, file).rows()
+    found = rows_of(iter([next(rows), next(rows)]))
+    content = file.read_bytes()
+    assert LOG[16].data in content
+    state = rows.gi_frame.f_locals["state"]  # type: ignore[attr-defined]
+    state._database.execute("UPDATE latest SET sum = sum + 1")
+    assert found + rows_of(rows) == between(ROWS, 19, 30)
+    done = log.reads[1][1]
+    assert log.reads == [(20, 30), (0, done), (done + 1, 30)]
+
+
+def test_a_state_that_cannot_be_committed_costs_no_rows(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_state: FeedState, _mark: int, *, previous: int) -> None:
+        raise sqlite3.OperationalError(f"database or disk is full, {previous}")
+
+    micro_batch(file, -1, 19)
+    monkeypatch.setattr(FeedState, "commit", fail)
+    assert micro_batch(file, 19, 30) == [(20, 30)]
+    assert not file.exists()
+
+
+def test_a_file_in_use_is_left_alone(file: Path) -> None:
+    micro_batch(file, 9, 19)
+    other = cached_state(file)
+    assert other is not None
+    assert micro_batch(file, 19, 24) == [(0, 19), (20, 24)]
+    other.close()
+    assert place(file) == (19, 9)
+
+
+def test_a_task_that_ends_before_its_last_row_leaves_the_mark_before(file: Path) -> None:
+    micro_batch(file, -1, 19)
+    for begin in (19, -1):  # it continues, and it returns
+        rows = reader(Log(LOG, batch_rows=1), begin, 30, file).rows()
+        next(rows)
+        rows.close()  # type: ignore[attr-defined]
+        assert place(file) == (19, -1)
+    micro_batch(file, 19, 30)
+
+
+def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
+    """SQLite has written pages of the transaction to the file already."""
+    micro_batch(file, -1, 19)
+    script = f"""
+        import sys
+        from pathlib import Path
+        from waltz_spark.datasource import feed_state
+        feed_state._PAGE_CACHE = "PRAGMA cache_size = -16"
+        state = feed_state.cached_state(Path({str(file)!r}))
+        rows = [(bytes([n % 256] * 12) + n.to_bytes(4), feed_state.StoredRow(0, n, bytes(1000)))
+                for n in range(3000)]
+        state.keep((key, row) for key, row in rows)
+        state.write(rows, [])
+        print("written", flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"written\n"
+        assert file.stat().st_size > 2_000_000
+        child.kill()
+    assert place(file) == (19, -1)
+    assert micro_batch(file, 19, 30) == [(20, 30)]
+
+
+def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_read, "COMMIT_TRANSACTIONS", 5)
+    log = Log(LOG, batch_rows=1)
+    fail_at = 18
+    good = log.read
+
+    def read(first: int, last: int):
+        for batch in good(first, last):
+            if batch["transaction_id"][0].as_py() == fail_at:
+                raise ConnectionError
+            yield batch
+
+    log.read = read  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        rows_of(reader(log, 29, 34, file).rows())
+    assert place(file) == (14, 14)
+    assert micro_batch(file, 29, 34) == [(15, 19), (20, 24), (25, 29), (30, 34)]
+
+
+def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
+    log = Log(LOG)
+    found = rows_of(reader(log, 14, 20, file, first=15).rows())
+    assert found == between(replayed(LOG, first=15), 14, 20)
+    assert log.reads == [(15, 20)]
+    assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(found)] == found
+    # A state before it misses what has expired, as the feed does.
+    assert rows_of(reader(log, 34, 36, file, first=30).rows())
+    assert log.reads[2:] == [(30, 34), (35, 36)]
+
+
+def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_state, "_PAGE_CACHE", "PRAGMA max_page_count = 8")
+    log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
+    with pytest.raises(Unavailable, match=r"feed state .* is full\. Hint: free space there"):
+        rows_of(reader(log, -1, 99).rows())
+
+
+def test_memory_does_not_grow_with_the_keys() -> None:
+    """40 MB of keys and payloads, with a page cache of 1 MiB."""
+    script = """
+        import resource
+        from tests.unit.spark import feeds
+        from waltz_spark.datasource import feed_state
+        feed_state._PAGE_CACHE = "PRAGMA cache_size = -1024"
+        class Long(feeds.Log):
+            def read(self, first, last):
+                for start in range(first, last + 1, 4000):
+                    ids = range(start, min(start + 4000, last + 1))
+                    self.transactions = {n: feeds.packed(id=n % 80_000, op="x" * 500) for n in ids}
+                    yield self._batch(ids)
+        peaks = []
+        rows = 0
+        for batch in feeds.reader(Long([]), 79_999, 99_999).rows():
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            rows += batch.num_rows
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(rows, peaks[0] // 1024)
+    """
+
+    def run(keys: int) -> tuple[int, int]:
+        text = textwrap.dedent(script).replace("80_000", str(keys)).replace("79_999", str(keys - 1))
+        text = text.replace("99_999", str(keys + 19_999))
+        done = subprocess.run(
+            [sys.executable, "-c", text], check=True, capture_output=True, text=True
+        )
+        rows, peak_mib = map(int, done.stdout.split())
+        return rows, peak_mib
+
+    few, many = run(4_000), run(80_000)
+    assert few[0] == many[0] == 40_000
+    assert many[1] - few[1] < 20
+
+
+# ---- the file and its directory
+
+
+def test_the_file_depends_on_what_the_state_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
+
+    def name(
+        query: str | None = "q",
+        cluster: bytes = b"c",
+        partition: int = 0,
+        schema=SCHEMA,
+        **options: str,
+    ):
+        return feed_state_file(query, cluster, partition, options_of(schema, **options), schema)
+
+    plain = name()
+    assert name(None) is None
+    assert plain == name(failOnDataLoss="false", maxTransactionsPerTrigger="5", partitions="0")
+    wider = type(SCHEMA)(SCHEMA.fields[:]).add("more", "string")
+    others = [
+        name("r"),
+        name(cluster=b"d"),
+        name(partition=1),
+        name(schema=wider),
+        name(key="id,op"),
+        name(headers="1,9"),
+        name(deleteHeaders="8"),
+        name(deleteWhere="op = 'X'"),
+        name(mode="DROPMALFORMED"),
+        name(requiredColumns="op"),
+        name(dataFormat="json"),
+        name(encryptionKeys="/keys"),
+        name(encryptionKeys="/keys", requireEncryption="true"),
+    ]
+    assert len({plain, *others}) == 1 + len(others)
+
+
+def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = state_file("x")
+    assert found is not None
+    directory = found.parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o755)
+    assert state_file("x") is None
+    assert "spark.feed_state_not_cached" in caplog.text
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    assert state_file("x") is None
+
+
+def test_states_that_were_not_used_for_a_week_are_deleted(file: Path) -> None:
+    names = ("old", "new")
+    for name in names:
+        micro_batch(file.with_name(f"{name}.sqlite"), -1, 9)
+    old = file.with_name("old.sqlite")
+    used = file.stat().st_mtime if file.exists() else old.stat().st_mtime
+    os.utime(old, (used, used - feed_state.UNUSED_S_MAX - 60))
+    Path(f"{old}-journal").write_bytes(b"")
+    micro_batch(file, -1, 9)
+    assert sorted(each.name for each in file.parent.iterdir()) == ["new.sqlite", file.name]
+
+
+def test_a_private_state_keeps_nothing_to_return_to() -> None:
+    state = private_state()
+    state.keep([(b"k", None)])
+    state.write([(b"k", StoredRow(1, 2, b"d"))], [b"other"])
+    assert state.find(b"k") == StoredRow(1, 2, b"d")
+    state.restore()
+    assert state.find(b"k") is not None
+    state.close()

@@ -1,0 +1,258 @@
+"""The state of a change feed: the latest payload of each key of a partition, in SQLite.
+
+A state is private, in a database that SQLite deletes with the connection; or a file in a directory,
+which is a cache between the micro-batches of a query, and never the truth.
+
+Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
+    1. A state is at a mark: it has the changes of all transactions up to it. It moves to another
+       mark in one SQLite transaction, so a killed task leaves the mark before.
+    2. A state that has moved from `previous` has the rows that were replaced, and can return there.
+    3. One task uses a file at a time: it has an exclusive lock until it ends.
+    4. A file that SQLite cannot read, that is not of this version, or that has a row with another
+       checksum is damaged.
+    5. The memory of a state is its page cache, whatever the number of its keys.
+"""
+
+import logging
+import os
+import sqlite3
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from waltz_core.records.record import BEFORE_FIRST
+
+# The size of a key: a digest. With 10^9 keys, two have the same one with a chance of 10^-21.
+KEY_BYTES = 16
+_PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
+UNUSED_S_MAX = 7 * 24 * 3600
+# The first two letters are the project's; the number counts versions of the tables below.
+_FORMAT = 0x575A_0001
+_SUFFIX = ".sqlite"
+# A key, a header and an ID.
+_HEAD = struct.Struct(f">{KEY_BYTES}siq")
+_TABLES = """
+    CREATE TABLE latest (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
+        WITHOUT ROWID;
+    CREATE TABLE replaced (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
+        WITHOUT ROWID;
+    CREATE TABLE place (mark INTEGER NOT NULL, previous INTEGER NOT NULL);
+"""
+
+_log = logging.getLogger("waltz")
+
+
+class StoredRow(NamedTuple):
+    """The last change of a key: its transaction, and the payload as the log has it."""
+
+    header: int
+    transaction_id: int
+    data: bytes
+
+
+class FeedState:
+    """The state of one partition; `private_state` and `cached_state` open it.
+
+    Args:
+        database: it has the tables, and an open transaction.
+        is_private: whether it has no file.
+    """
+
+    def __init__(self, database: sqlite3.Connection, *, is_private: bool) -> None:
+        self._database = database
+        self._is_private = is_private
+        ((self.mark, self.previous),) = database.execute("SELECT mark, previous FROM place")
+        if not isinstance(self.mark, int) or not isinstance(self.previous, int):
+            raise sqlite3.DatabaseError("a mark is no number")
+
+    def find(self, key: bytes) -> StoredRow | None:
+        """Return the last change of a key; None if there is none, or if it is deleted.
+
+        Raises:
+            sqlite3.DatabaseError: the state is damaged (rule 4).
+        """
+        found = self._database.execute(
+            "SELECT header, id, data, sum FROM latest WHERE key = ?", (key,)
+        ).fetchone()
+        if found is None:
+            return None
+        row = StoredRow(*found[:3])
+        try:
+            is_damaged = _checksum(key, row) != found[3]
+        except (struct.error, TypeError):  # SQLite's columns may have values of any type
+            is_damaged = True
+        if is_damaged:
+            raise sqlite3.DatabaseError("a row does not match its checksum")
+        return row
+
+    def write(self, upserts: Iterable[tuple[bytes, StoredRow]], deletes: Iterable[bytes]) -> None:
+        """Write the last change of keys."""
+        rows = sorted((key, *row, _checksum(key, row)) for key, row in upserts)
+        self._database.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?, ?)", rows)
+        keys = ((key,) for key in deletes)
+        self._database.executemany("DELETE FROM latest WHERE key = ?", keys)
+
+    def keep(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
+        """Keep the rows of keys, before their first change after the mark (rule 2)."""
+        if self._is_private:
+            return
+        self._database.executemany(
+            "INSERT OR IGNORE INTO replaced VALUES (?, ?, ?, ?, ?)",
+            sorted(
+                (key, None, None, None, None) if row is None else (key, *row, _checksum(key, row))
+                for key, row in rows
+            ),
+        )
+
+    def begin(self) -> None:
+        """Forget the rows that the move to this mark replaced."""
+        self._database.execute("DELETE FROM replaced")
+
+    def restore(self) -> None:
+        """Return to `previous` (rule 2)."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO latest SELECT * FROM replaced WHERE data IS NOT NULL"
+        )
+        self._database.execute(
+            "DELETE FROM latest WHERE key IN (SELECT key FROM replaced WHERE data IS NULL)"
+        )
+        self.mark = self.previous
+        self.begin()
+
+    def clear(self) -> None:
+        """Return to the state before the first transaction."""
+        self._database.execute("DELETE FROM latest")
+        self.mark = int(BEFORE_FIRST)
+        self.begin()
+
+    def commit(self, mark: int, *, previous: int) -> None:
+        """Let the state be at a mark; it returns after SQLite has synced it.
+
+        Args:
+            mark: the new mark.
+            previous: where the state was when `begin` was called, or `mark` if no rows were kept.
+        """
+        self.mark, self.previous = mark, previous
+        self._database.execute("UPDATE place SET mark = ?, previous = ?", (mark, previous))
+        self._database.execute("COMMIT")
+        self._database.execute("BEGIN EXCLUSIVE")
+
+    def close(self) -> None:
+        """Close it; what was not committed is lost."""
+        self._database.close()
+
+
+def _checksum(key: bytes, row: StoredRow) -> int:
+    return zlib.crc32(row.data, zlib.crc32(_HEAD.pack(key, row.header, row.transaction_id)))
+
+
+def private_state() -> FeedState:
+    """Return an empty state without a file of its own."""
+    database = sqlite3.connect("", isolation_level=None)
+    database.execute(_PAGE_CACHE)
+    # It does not outlive the connection, so there is nothing to roll back.
+    database.execute("PRAGMA journal_mode = OFF")
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("BEGIN")
+    _create(database)
+    return FeedState(database, is_private=True)
+
+
+def cached_state(file: Path) -> FeedState | None:
+    """Return the state in a file, empty if there is none or if it is damaged.
+
+    None if another task uses the file, or if it cannot be opened or created. It also deletes other
+    files in the directory that no task has used for 7 days.
+    """
+    for _ in range(2):
+        try:
+            return _opened(file)
+        except (sqlite3.Error, OSError) as error:
+            # The lower byte of an extended code is the code.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                _log.info("spark.feed_state_in_use file=%s", file)
+                return None
+            discard(file, error)
+    return None
+
+
+def discard(file: Path, error: Exception) -> None:
+    """Delete a state that cannot be used."""
+    _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
+    with suppress(OSError):
+        _delete(file)
+
+
+def _opened(file: Path) -> FeedState:
+    """Open a file, lock it (rule 3), and check that it is a state of this version (rule 4)."""
+    # It does not wait for another task, which has its lock for a long time.
+    database = sqlite3.connect(file, timeout=0, isolation_level=None)
+    try:
+        database.execute(_PAGE_CACHE)
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        database.execute("BEGIN EXCLUSIVE")
+        ((version,),) = database.execute("PRAGMA user_version")
+        ((count,),) = database.execute("SELECT count(*) FROM sqlite_master")
+        if version == count == 0:
+            _create(database)
+        _check_version(database)
+        os.utime(file)
+        _delete_unused(file)
+        return FeedState(database, is_private=False)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _check_version(database: sqlite3.Connection) -> None:
+    ((version,),) = database.execute("PRAGMA user_version")
+    if version != _FORMAT:
+        raise sqlite3.DatabaseError(f"expected version {_FORMAT:#x}, found {version:#x}")
+
+
+def _create(database: sqlite3.Connection) -> None:
+    for statement in _TABLES.split(";"):
+        database.execute(statement)
+    before = int(BEFORE_FIRST)
+    database.execute("INSERT INTO place VALUES (?, ?)", (before, before))
+    database.execute(f"PRAGMA user_version = {_FORMAT}")
+
+
+# ---------------------------------------------------------------------------------------------
+# The directory
+
+
+def state_file(name: str) -> Path | None:
+    """Return the file of a state; None if there is no directory that only this user can read."""
+    directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if not is_ours or found.st_mode & 0o077:
+            raise PermissionError("expected a directory that only its owner can read")
+    except OSError as error:
+        _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)
+        return None
+    return directory / (name + _SUFFIX)
+
+
+def _delete_unused(used: Path) -> None:
+    """Delete states that no task has used for 7 days before this one was."""
+    oldest = used.stat().st_mtime - UNUSED_S_MAX
+    for file in used.parent.glob(f"*{_SUFFIX}"):
+        with suppress(OSError):  # another task may delete it at the same time
+            if file.stat().st_mtime < oldest:
+                _delete(file)
+
+
+def _delete(file: Path) -> None:
+    # In this order: SQLite ignores the journal of a file that does not exist, but a file without
+    # the journal of its last transaction may be damaged.
+    file.unlink(missing_ok=True)
+    Path(f"{file}-journal").unlink(missing_ok=True)
