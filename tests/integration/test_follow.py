@@ -180,6 +180,24 @@ def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
     check_versions(written, table)
 
 
+def test_after_a_restore_another_follower_continues_from_its_marks(
+    written: Written, tmp_path: Path
+):
+    table = tmp_path / "table"
+    follow(written, table)
+    restored = marks_by_version(table)[2]
+    assert restored != ends(written)
+    DeltaTable(table).restore(2)
+    failed = run_command(*written.command(table, "--until", "now"))
+    assert failed.returncode == 1
+    assert "is a RESTORE after the last commit of follower 'follow'" in failed.stderr
+    assert content(table) == written.replayed(restored)
+    marks = json.dumps({str(each): mark for each, mark in restored.items()})
+    assert follow(written, table, "--follower", "again", "--start-marks", marks) == ends(written)
+    assert content(table) == written.replayed(ends(written))
+    follow(written, table, "--follower", "again")
+
+
 def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, tmp_path: Path):
     marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
     text = json.dumps({str(each): mark for each, mark in marks.items()})
