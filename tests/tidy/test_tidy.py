@@ -62,6 +62,8 @@ LIBRARY_FILES = {
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
     "deltalake": ("waltz_core/tables/delta_table.py",),
+    "fastavro": ("waltz_core/schemas/avro_codec.py",),
+    "google": ("waltz_core/schemas/protobuf_codec.py",),
     "kazoo": (
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",
@@ -87,7 +89,9 @@ ARROW_FILES = (
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
     "waltz_core/records/payload_types.py",
+    "waltz_core/records/typed_values.py",
     "waltz_core/records/unpacking.py",
+    "waltz_core/schemas/avro_schemas.py",
     "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",

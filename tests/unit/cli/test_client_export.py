@@ -138,3 +138,27 @@ def test_a_wrong_column_is_named(column: str, message: str):
     assert done.returncode == 1
     assert message in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--data-format", "avro"], "--data-format avro needs --schema-registry URL"),
+        (
+            ["--schema-registry", "http://r"],
+            "--schema-registry needs --data-format avro or protobuf",
+        ),
+        (
+            ["--data-format", "protobuf", "--schema-registry", "http://u:secret@r"],
+            "expected a URL without a user and a password",
+        ),
+    ],
+)
+def test_a_format_with_schemas_needs_a_registry(given: list[str], message: str):
+    columns = ["--column", "id:int64"]
+    done = run_command(
+        "client", "export", "--connect", "h:1/w", "--format", "csv", *columns, *given
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "secret" not in done.stderr

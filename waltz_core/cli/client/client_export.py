@@ -61,7 +61,7 @@ GROUP_BYTES = 64 * 1024 * 1024
     help="the last transaction to export, by its ID [default: the high-water mark]",
 )
 @payload_columns.column_option("the columns of the log")
-@payload_columns.data_format
+@payload_columns.payload_format
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
     *,
@@ -72,18 +72,21 @@ def export(  # noqa: PLR0913 - one for each option
     last: int | None,
     columns: tuple[str, ...],
     data_format: str,
+    schema_registry: str | None,
+    schema_registry_auth_file: Path | None,
     connect: str,
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
         raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
     schema = payload_columns.schema_of(columns)
+    payloads = payload_columns.format_of(data_format, schema_registry, schema_registry_auth_file)
     with WaltzClient(connect) as client:
         reader = client.scan(
             partitions or None,
             start=first,
             stop=None if last is None else last + 1,
             schema=schema,
-            data_format=data_format,
+            data_format=payloads,
         )
         with reader, _sink(output) as sink:
             count = _WRITERS[file_format](reader, sink)

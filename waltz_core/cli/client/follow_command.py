@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -36,6 +37,8 @@ class FollowOptions(NamedTuple):
     key: tuple[str, ...]
     columns: tuple[str, ...]
     data_format: str
+    schema_registry: str | None
+    schema_registry_auth_file: Path | None
     headers: tuple[int, ...]
     delete_headers: tuple[int, ...]
     delete_where: str | None
@@ -59,7 +62,7 @@ class FollowOptions(NamedTuple):
     help="a key column; repeat the option for several",
 )
 @payload_columns.column_option("the columns are found in the payloads")
-@payload_columns.data_format
+@payload_columns.payload_format
 @click.option(
     "--header",
     "headers",
@@ -132,6 +135,9 @@ def follow(chosen: FollowOptions) -> int:
         None if chosen.delete_where is None else parse_condition(chosen.delete_where),
     )
     table = FollowedDeltaTable(chosen.table, schema, chosen.key)
+    payloads = payload_columns.format_of(
+        chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
+    )
     given = _given_marks(chosen)
     since_ms = _given_ms(chosen)
     with WaltzClient(chosen.connect) as client, ProgressLine() as line:
@@ -141,7 +147,7 @@ def follow(chosen: FollowOptions) -> int:
             position,
             schema=table.columns if schema is None else schema,
             rules=rules,
-            data_format=chosen.data_format,
+            data_format=payloads,
             headers=chosen.headers,
         )
         if since_ms is not None:
