@@ -29,7 +29,7 @@ BATCH_TRANSACTIONS = 100_000
 INTERVAL_S = 1.0
 
 
-class FollowOptions(NamedTuple):
+class FollowCommand(NamedTuple):
     """The options of `follow`."""
 
     connect: str
@@ -52,7 +52,7 @@ class FollowOptions(NamedTuple):
 
 
 @verb
-@options.gather_options(FollowOptions)
+@options.gather_options(FollowCommand)
 @options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
 @click.option(
     "--key",
@@ -122,7 +122,7 @@ class FollowOptions(NamedTuple):
 )
 @options.as_json
 @options.connect
-def follow(chosen: FollowOptions) -> int:
+def follow(chosen: FollowCommand) -> int:
     # deltalake is an extra, and its import takes a while.
     from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
 
@@ -170,7 +170,7 @@ follow.details = (
 )
 
 
-def _given_marks(chosen: FollowOptions) -> MarkMap:
+def _given_marks(chosen: FollowCommand) -> MarkMap:
     """Return the marks of `--start-marks`; none without the option."""
     if chosen.start_marks is None:
         return {}
@@ -192,7 +192,7 @@ def _is_mark(partition: str, mark: object) -> bool:
     return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
 
 
-def _given_ms(chosen: FollowOptions) -> int | None:
+def _given_ms(chosen: FollowCommand) -> int | None:
     """Return `--start-time` in ms."""
     if chosen.start_time is None:
         return None
@@ -221,7 +221,7 @@ def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> M
     return found
 
 
-def _print_marks(chosen: FollowOptions, found: TableMarks) -> int:
+def _print_marks(chosen: FollowCommand, found: TableMarks) -> int:
     if chosen.as_json:
         print_json({"marks": {str(each): mark for each, mark in sorted(found.marks.items())}})
     else:
