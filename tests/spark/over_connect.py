@@ -324,6 +324,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
     assert "input has no column 'data'" in shown_first(output)
 
 
+@needs_pyspark(4, 2, "the clients of several sessions share threads that one of them may end")
 @pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
 def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
