@@ -87,6 +87,13 @@ check: ## Style, spelling, types, layers, and the quick tests; under a minute
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
 
+# Each tool has an environment of its own, of some hundred megabytes, so `make test` leaves them out.
+.PHONY: test-tools
+test-tools: ## The examples for Airflow and dbt, each with an installation of the tool in build/tools
+	@scripts/bootstrap dev
+	@for tool in airflow dbt; do scripts/tool_environment $$tool; done
+	@$(RUN) python -m pytest tests/tools $(ARGS)
+
 .PHONY: wheel test-wheel
 wheel: ## Build the wheels and the source distribution into build/dist
 	@scripts/bootstrap release

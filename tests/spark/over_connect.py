@@ -1,23 +1,15 @@
 """Tests of Spark Connect, in a pytest run of their own that `test_connect.py` starts.
 
-The server is Spark's own, as `start-connect-server.sh` starts it. This process is its client: it
-has no Java, and what is done here reaches the log through the server's Python workers.
+This process is a client of a server: it has no Java, and what is done here reaches the log through
+the server's Python workers.
 """
 
-import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-import pyspark
 import pytest
 from chispa import assert_df_equality
 from pyspark.errors import AnalysisException, PySparkException
@@ -28,7 +20,7 @@ from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 import waltz_spark
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
-from tests.ports import free_port
+from tests.spark.connect_server import server
 from tests.spark.versions import needs_pyspark, shown_first
 from waltz_core import errors
 from waltz_core.client import WaltzClient
@@ -38,50 +30,7 @@ from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
 
 pytestmark = pytest.mark.spark
 
-SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
-
-
-@contextlib.contextmanager
-def server(log: Path) -> Iterator[str]:
-    """Start a server of Spark Connect; give its address once it answers, and end it."""
-    port = free_port()
-    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-    settings = {
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.ui.enabled": "false",
-        "spark.log.level": "ERROR",
-        "spark.python.unix.domain.socket.enabled": "true",
-        "spark.sql.shuffle.partitions": "4",
-        "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
-    }
-    line = [str(submit), "--master", "local[2]", "--class", SERVER]
-    line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
-    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*line, "spark-internal"], env=environment, stdout=output, stderr=output
-        )
-    try:
-        wait_for(process, port, log)
-        yield f"sc://127.0.0.1:{port}"
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.wait(HANG_S)
-
-
-def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    paced = threading.Event()
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        assert process.poll() is None, log.read_text()
-        paced.wait(0.2)
 
 
 @pytest.fixture(scope="session")
