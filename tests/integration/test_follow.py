@@ -1,7 +1,6 @@
 """`waltz-core follow` against a local cluster: the table equals a plain replay of the log."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import msgpack
 import pyarrow as pa
@@ -30,61 +28,19 @@ from tests.integration.archiving import (
 from tests.integration.killed_follower import STEPS
 from tests.patience import HANG_S, PATIENT
 from tests.ports import free_port
+from tests.written_log import (
+    OTHER_HEADER,
+    PARTITIONS,
+    Written,
+    check_versions,
+    content,
+    ends,
+    marks_by_version,
+)
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
-from waltz_core.tables.table_marks import decode
 
-PARTITIONS = 2
-KEYS = 12
 TRANSACTIONS = 120
-DELETE_HEADER = 9
-OTHER_HEADER = 5
-Rows = dict[int, tuple[int, int, int]]  # of an ID: value, partition, transaction
-
-
-class Written(NamedTuple):
-    """The transactions of a test, by partition: header and payload."""
-
-    connect: str
-    log: list[list[tuple[int, dict]]]
-
-    def append(self, client: WaltzClient, count: int, seed: int) -> None:
-        """Append upserts, deletes by header and by payload, and transactions of other kinds."""
-        rng = random.Random(seed)
-        futures = []
-        for _ in range(count):
-            key = rng.randrange(KEYS)
-            header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
-            row = {"id": key, "op": rng.choice("UUUD"), "value": rng.randrange(1000)}
-            if header == DELETE_HEADER:
-                row = {"id": key}
-            elif header == OTHER_HEADER:
-                row = {"other": True}
-            self.log[key % PARTITIONS].append((header, row))
-            payload = msgpack.packb(row)
-            futures.append(client.append(payload, partition=key % PARTITIONS, header=header))
-        for future in futures:
-            future.result()
-
-    def replayed(self, marks: dict[int, int]) -> Rows:
-        """Return the table by its definition."""
-        rows: Rows = {}
-        for partition, mark in marks.items():
-            for place, (header, row) in enumerate(self.log[partition][: mark + 1]):
-                if header == DELETE_HEADER or row.get("op") == "D":
-                    rows.pop(row["id"], None)
-                elif header != OTHER_HEADER:
-                    rows[row["id"]] = (row["value"], partition, place)
-        return rows
-
-    def command(self, table: Path | str, *more: str) -> list[str]:
-        return [
-            *["follow", str(table), "--connect", self.connect, "--key", "id"],
-            *["--column", "id:int64", "--column", "op:string", "--column", "value:int64"],
-            *["--header", "1", "--header", str(DELETE_HEADER)],
-            *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
-            *["--batch-transactions", "25", "--interval-s", "0.05", *more],
-        ]
 
 
 @pytest.fixture(scope="module")
@@ -106,35 +62,11 @@ def written(cluster: LocalCluster, client: WaltzClient) -> Written:
     return found
 
 
-def content(table: Path | str, version: int | None = None) -> Rows:
-    rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: (row["value"], row["_partition"], row["_transaction_id"]) for row in rows}
-
-
-def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
-    commits = DeltaTable(table).history()
-    return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
-
-
-def check_versions(written: Written, table: Path | str) -> None:
-    """Each version has the rows of its marks, and marks never decrease."""
-    before = dict.fromkeys(range(PARTITIONS), -1)
-    for version, marks in sorted(marks_by_version(table).items()):
-        assert content(table, version) == written.replayed(marks)
-        assert all(marks[each] >= before[each] for each in marks)
-        before = marks
-
-
 def follow(written: Written, table: Path, *more: str) -> dict[int, int]:
     """Run the command up to the end of the log; return the marks that it prints."""
     done = run_command(*written.command(table, "--until", "now", "--json", *more))
     assert done.returncode == 0, done.stderr
     return {int(each): mark for each, mark in json.loads(done.stdout)["marks"].items()}
-
-
-def ends(written: Written) -> dict[int, int]:
-    return {each: len(log) - 1 for each, log in enumerate(written.log)}
 
 
 def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):

@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
+from tests import delta_jars
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from tests.spark.connect_server import server
@@ -321,3 +322,39 @@ def test_a_stream_with_wrong_columns_is_rejected(
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest
     assert "input has no column 'data'" in shown_first(output)
+
+
+@pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
+    written = waltz_spark.append(
+        rows, connect, dataFormat="msgpack", partitions=0, resultsPath=str(tmp_path / "results")
+    )
+    start = waltz_spark.snapshot(spark, connect).high_water_marks
+    start = {**start, 0: written.committed.agg(F.min("transaction_id")).collect()[0][0] - 1}
+    place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long, owner string"}
+    marks = waltz_spark.follow(spark, connect, **place, start=start, until="now")
+    assert marks[0] == start[0] + 20
+    assert spark.read.format("delta").load(place["table"]).count() == 20
+    assert waltz_spark.follow(spark, connect, **place, until="now") == marks
+    read = spark.read.format("waltz").option("startingHighWaterMarks", as_json(start))
+    df = read.schema("id long, owner string, partition int, transaction_id long")
+    df = df.option("dataFormat", "msgpack").load(connect)
+    other = {"table": str(tmp_path / "other"), "key": "id"}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    streamed = {"table": str(tmp_path / "streamed"), "key": "id"}
+    stream = spark.readStream.format("waltz").option("startingHighWaterMarks", as_json(start))
+    rows = stream.schema(df.schema).option("dataFormat", "msgpack").load(connect)
+    in_batches = rows.writeStream.foreachBatch(
+        lambda batch, _number: waltz_spark.upsert(batch, connect, **streamed)
+    )
+    checkpoint = str(tmp_path / "checkpoint")
+    query = in_batches.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query.awaitTermination()
+    expected, *tables = [
+        spark.read.format("delta").load(each["table"]) for each in (place, other, streamed)
+    ]
+    for table in tables:
+        assert_df_equality(table, expected, ignore_row_order=True)
+    assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Final
 
 import pyarrow as pa
 
@@ -21,16 +20,15 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
 from waltz_core.tables.row_changes import (
-    DELETED,
     ArrowTable,
     ChangeRules,
-    changes_of,
     check_rules,
-    last_changes,
+    no_changes,
+    parts_of,
+    reduced,
+    with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
-
-PART_BYTES: Final = 32 * 1024 * 1024
 
 
 class LogPosition:
@@ -125,26 +123,10 @@ class ClientLog:
             BelowStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        parts = self._parts(starts, ends)
+        batches = self._batches(starts, ends)
         if self._known is not None:
-            return changes_in(parts, self._rules, self._known(), self._data_format)
-        found = _no_changes(self._columns.schema)
-        for rows in parts:
-            found = _with_changes(found, rows, self._rules)
-        return found
-
-    def _parts(self, starts: MarkMap, ends: MarkMap) -> Iterator[ArrowTable]:
-        """Yield the transactions in parts of about `PART_BYTES`."""
-        waiting: list[pa.RecordBatch] = []
-        size = 0
-        for batch in self._batches(starts, ends):
-            waiting.append(batch)
-            size += batch.nbytes
-            if size >= PART_BYTES:
-                yield pa.Table.from_batches(waiting)
-                waiting, size = [], 0
-        if waiting:
-            yield pa.Table.from_batches(waiting)
+            return changes_in(parts_of(batches), self._rules, self._known(), self._data_format)
+        return reduced(batches, self._rules, self._columns.schema)
 
     def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:
         for partition, end in sorted(ends.items()):
@@ -179,7 +161,7 @@ def changes_in(
         BadFormat: a payload does not fit, or a key is null.
         BadRequest: a key has changes in two partitions.
     """
-    found = _no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]))
+    found = no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]))
     for part in parts:
         rows = with_found_columns(part, known, data_format)
         known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
@@ -195,18 +177,5 @@ def changes_in(
         else:
             applied = rules
         check_rules(applied, rows.schema)
-        found = _with_changes(found, rows, applied)
+        found = with_changes(found, rows, applied)
     return found
-
-
-def _no_changes(schema: ArrowSchema) -> ArrowTable:
-    return schema.append(pa.field(DELETED, pa.bool_(), nullable=False)).empty_table()
-
-
-def _with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
-    """Return the last changes of a batch so far and of more rows."""
-    changes = last_changes(changes_of(rows, rules), rules.key)
-    if not found.num_rows:  # also: a changes function may return other columns
-        return changes
-    both = pa.concat_tables([found, changes], promote_options="default")
-    return last_changes(both, rules.key)
