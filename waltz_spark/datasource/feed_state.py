@@ -34,6 +34,7 @@ UNUSED_S_MAX = 7 * 24 * 3600
 # The first two letters are the project's; the number counts versions of the tables below.
 _FORMAT = 0x575A_0001
 _SUFFIX = ".sqlite"
+_JOURNAL = "-journal"  # SQLite's name
 # A key, a header and an ID.
 _HEAD = struct.Struct(f">{KEY_BYTES}siq")
 _TABLES = """
@@ -66,9 +67,11 @@ class FeedState:
     def __init__(self, database: sqlite3.Connection, *, is_private: bool) -> None:
         self._database = database
         self._is_private = is_private
-        ((self.mark, self.previous),) = database.execute("SELECT mark, previous FROM place")
-        if not isinstance(self.mark, int) or not isinstance(self.previous, int):
-            raise sqlite3.DatabaseError("a mark is no number")
+        match database.execute("SELECT mark, previous FROM place").fetchall():
+            case [(int(mark), int(previous))]:
+                self.mark, self.previous = mark, previous
+            case found:
+                raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
 
     def find(self, key: bytes) -> StoredRow | None:
         """Return the last change of a key; None if there is none, or if it is deleted.
@@ -185,7 +188,9 @@ def discard(file: Path, error: Exception) -> None:
     """Delete a state that cannot be used."""
     _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
     with suppress(OSError):
-        _delete(file)
+        # Without its journal, which may be the one of a new file already. SQLite deletes a journal
+        # that it finds when it creates the file.
+        file.unlink(missing_ok=True)
 
 
 def _opened(file: Path) -> FeedState:
@@ -195,6 +200,8 @@ def _opened(file: Path) -> FeedState:
     try:
         database.execute(_PAGE_CACHE)
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        # Not DELETE: a task whose file was deleted would delete the journal of the next file.
+        database.execute("PRAGMA journal_mode = TRUNCATE")
         database.execute("BEGIN EXCLUSIVE")
         ((version,),) = database.execute("PRAGMA user_version")
         ((count,),) = database.execute("SELECT count(*) FROM sqlite_master")
@@ -229,8 +236,10 @@ def _create(database: sqlite3.Connection) -> None:
 
 def state_file(name: str) -> Path | None:
     """Return the file of a state; None if there is no directory that only this user can read."""
-    directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
+    directory: Path | None = None
     try:
+        # It fails if no directory is writable, or if all disks are full.
+        directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -246,13 +255,14 @@ def _delete_unused(used: Path) -> None:
     """Delete states that no task has used for 7 days before this one was."""
     oldest = used.stat().st_mtime - UNUSED_S_MAX
     for file in used.parent.glob(f"*{_SUFFIX}"):
-        with suppress(OSError):  # another task may delete it at the same time
-            if file.stat().st_mtime < oldest:
-                _delete(file)
+        _delete_old(file, oldest)
+    for journal in used.parent.glob(f"*{_SUFFIX}{_JOURNAL}"):
+        # Without the journal of its last transaction, a file may be damaged.
+        if not Path(str(journal).removesuffix(_JOURNAL)).exists():
+            _delete_old(journal, oldest)
 
 
-def _delete(file: Path) -> None:
-    # In this order: SQLite ignores the journal of a file that does not exist, but a file without
-    # the journal of its last transaction may be damaged.
-    file.unlink(missing_ok=True)
-    Path(f"{file}-journal").unlink(missing_ok=True)
+def _delete_old(file: Path, oldest: float) -> None:
+    with suppress(OSError):  # another task may delete it at the same time
+        if file.stat().st_mtime < oldest:
+            file.unlink()
