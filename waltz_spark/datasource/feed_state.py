@@ -10,7 +10,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     3. One task uses a file at a time: it has an exclusive lock until it ends.
     4. A file that SQLite cannot read, that is not of this version, or that has a row with another
        checksum is damaged.
-    5. The memory of a state is its page cache, whatever the number of its keys.
+    5. A row of a transaction that the log does not have any more is absent, as in a new state.
+    6. The memory of a state is its page cache, whatever the number of its keys.
 """
 
 import logging
@@ -30,7 +31,7 @@ from waltz_core.records.record import BEFORE_FIRST
 # The size of a key: a digest. With 10^9 keys, two have the same one with a chance of 10^-21.
 KEY_BYTES = 16
 _PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
-UNUSED_S_MAX = 7 * 24 * 3600
+UNUSED_S_MAX = 8 * 24 * 3600  # a weekly query keeps its states
 # The first two letters are the project's; the number counts versions of the tables below.
 _FORMAT = 0x575A_0001
 _SUFFIX = ".sqlite"
@@ -67,6 +68,7 @@ class FeedState:
     def __init__(self, database: sqlite3.Connection, *, is_private: bool) -> None:
         self._database = database
         self._is_private = is_private
+        self.first_available = 0  # the first transaction that the log has (rule 5)
         match database.execute("SELECT mark, previous FROM place").fetchall():
             case [(int(mark), int(previous))]:
                 self.mark, self.previous = mark, previous
@@ -74,7 +76,7 @@ class FeedState:
                 raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
 
     def find(self, key: bytes) -> StoredRow | None:
-        """Return the last change of a key; None if there is none, or if it is deleted.
+        """Return the last change of a key; None if there is none, it is deleted, or has expired.
 
         Raises:
             sqlite3.DatabaseError: the state is damaged (rule 4).
@@ -91,7 +93,7 @@ class FeedState:
             is_damaged = True
         if is_damaged:
             raise sqlite3.DatabaseError("a row does not match its checksum")
-        return row
+        return row if row.transaction_id >= self.first_available else None
 
     def write(self, upserts: Iterable[tuple[bytes, StoredRow]], deletes: Iterable[bytes]) -> None:
         """Write the last change of keys."""
@@ -170,7 +172,7 @@ def cached_state(file: Path) -> FeedState | None:
     """Return the state in a file, empty if there is none or if it is damaged.
 
     None if another task uses the file, or if it cannot be opened or created. It also deletes other
-    files in the directory that no task has used for 7 days.
+    files in the directory that no task has used for 8 days.
     """
     for _ in range(2):
         try:
@@ -252,7 +254,7 @@ def state_file(name: str) -> Path | None:
 
 
 def _delete_unused(used: Path) -> None:
-    """Delete states that no task has used for 7 days before this one was."""
+    """Delete states that no task has used for 8 days before this one was."""
     oldest = used.stat().st_mtime - UNUSED_S_MAX
     for file in used.parent.glob(f"*{_SUFFIX}"):
         _delete_old(file, oldest)

@@ -281,6 +281,18 @@ def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
     assert log.reads[2:] == [(30, 34), (35, 36)]
 
 
+def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
+    file: Path,
+) -> None:
+    micro_batch(file, 9, 19)
+    log = Log(LOG)
+    for begin, end in ((19, 22), (19, 26), (26, 39)):  # the second one runs again
+        expected = between(replayed(LOG, first=17), begin, end)
+        assert rows_of(reader(log, begin, end, file, first=17).rows()) == expected
+        assert rows_of(reader(log, begin, end, first=17).rows()) == expected
+    assert log.reads[0] == (20, 22)
+
+
 def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_state, "_PAGE_CACHE", "PRAGMA max_page_count = 8")
     log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
@@ -388,7 +400,7 @@ def test_a_state_is_private_without_a_directory_for_temporary_files(
     assert "no usable temporary directory" in caplog.text
 
 
-def test_states_that_were_not_used_for_a_week_are_deleted(file: Path) -> None:
+def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
     names = ("old", "new")
     for name in names:
         micro_batch(file.with_name(f"{name}.sqlite"), -1, 9)
