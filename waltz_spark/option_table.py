@@ -43,9 +43,23 @@ OPTIONS: tuple[Option, ...] = (
         "dataFormat",
         Purpose.BOTH,
         "none",
-        "Format of the payload, `msgpack` or `json`. When writing, the columns that are not "
-        "columns of the log are packed by name into `data`. When reading, `data` is unpacked "
-        "into the columns of your schema.",
+        "Format of the payload: `msgpack`, `json`, `avro` or `protobuf`. When writing, the columns "
+        "that are not columns of the log are packed by name into `data`. When reading, `data` is "
+        "unpacked into the columns of your schema.",
+    ),
+    Option(
+        "schemaRegistry",
+        Purpose.BOTH,
+        "none",
+        "With `dataFormat=avro` or `protobuf`: the URL of a schema registry with Confluent's HTTP "
+        "API, `http://registry:8081`. You can list several URLs with commas: the first one that "
+        "answers is used.",
+    ),
+    Option(
+        "schemaRegistryAuthFile",
+        Purpose.BOTH,
+        "none",
+        "A file on the driver and on every worker with `user:password` for the schema registry.",
     ),
     Option(
         "encryptionKeys",
@@ -237,6 +251,25 @@ OPTIONS: tuple[Option, ...] = (
         "partition.",
     ),
     Option(
+        "schemaSubject",
+        Purpose.WRITE,
+        "none",
+        "With a schema registry: the subject of the schema that is written, `orders-value`.",
+    ),
+    Option(
+        "schemaVersion",
+        Purpose.WRITE,
+        "Avro: a schema of the columns, Protobuf: `latest`",
+        "The version of the subject that is written, a number or `latest`. Without it, "
+        "`dataFormat=avro` makes a schema of the columns, and registers it before any task.",
+    ),
+    Option(
+        "schemaMessage",
+        Purpose.WRITE,
+        "the first one",
+        "With `dataFormat=protobuf`: the full name of the message type that is written.",
+    ),
+    Option(
         "encryptionKey",
         Purpose.WRITE,
         "none",
@@ -277,7 +310,7 @@ OPTIONS: tuple[Option, ...] = (
         "maxRetries",
         Purpose.WRITE,
         "10",
-        "How often a row is recomputed at most, 1 to 1,000; then it is REJECTED.",
+        "Maximum number of times that a row is recomputed, 1 to 1,000; after that, it is REJECTED.",
     ),
     Option(
         "retryBackoff",

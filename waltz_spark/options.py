@@ -16,12 +16,15 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 
 from waltz_core.encryption.key_ids import check_key_id
 from waltz_core.errors import BadConfig
+from waltz_core.records.typed_values import TYPED_FORMATS
+from waltz_core.schemas.registered_schemas import RegisteredSchema
+from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_spark.option_table import (
     BY_KEY,
@@ -39,7 +42,14 @@ LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_ti
 ERROR_COLUMN = "data_error"
 # An additional column of a read with option `changeFeed`.
 CHANGE_COLUMN = "_change_type"
-DATA_FORMATS = ("msgpack", "json")
+DATA_FORMATS = ("msgpack", "json", *TYPED_FORMATS)
+_REGISTRY_OPTIONS = (
+    "schemaRegistry",
+    "schemaRegistryAuthFile",
+    "schemaSubject",
+    "schemaVersion",
+    "schemaMessage",
+)
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
@@ -61,6 +71,19 @@ class OnLockFailure(Enum):
 
 
 Marks = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryOptions:
+    """Where schemas are; for a write also which one. `schema` is what the driver has found."""
+
+    urls: str
+    auth_file: str | None = None
+    subject: str | None = None
+    version: int | None = None  # None: the latest
+    is_of_columns: bool = False  # the schema is made of the columns, and registered
+    message: str | None = None
+    schema: RegisteredSchema | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +110,7 @@ class ReadOptions:
     on_corrupt: OnCorrupt = OnCorrupt.FAIL
     corrupt_column: str = "_corrupt_record"
     required_columns: tuple[str, ...] = ()
+    registry: RegistryOptions | None = None
     encryption_keys: str | None = None
     encryption_required: bool = False
     feed: ChangeRules | None = None
@@ -112,6 +136,7 @@ class WriteOptions:
     connect: str
     partitions: tuple[int, ...] | None = None
     data_format: str | None = None
+    registry: RegistryOptions | None = None
     partition_by: str | None = None
     marks: Marks = field(default_factory=dict)
     on_lock_failure: OnLockFailure = OnLockFailure.FAIL
@@ -222,6 +247,7 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
         on_corrupt=OnCorrupt(parser.choice("mode", _MODES)),
         corrupt_column=parser.text("columnNameOfCorruptRecord") or "_corrupt_record",
         required_columns=tuple(_split(parser.text("requiredColumns") or "")),
+        registry=parser.registry(),
         encryption_keys=parser.text("encryptionKeys"),
         encryption_required=encryption_required,
         feed=parser.feed(),
@@ -252,6 +278,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         connect=parser.connect(),
         partitions=parser.ints("partitions", minimum=0),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
+        registry=parser.written_schema(),
         partition_by=parser.text("partitionBy"),
         marks=parser.marks("clientHighWaterMarks"),
         on_lock_failure=OnLockFailure(parser.choice("onLockFailure", ("fail", "reject", "retry"))),
@@ -374,6 +401,49 @@ class _OptionParser:
         if key_id is not None:
             check_key_id(key_id, "option 'encryptionKey'")
         return key_id, column
+
+    def registry(self) -> RegistryOptions | None:
+        """Return the schema registry of `dataFormat`; None for formats without schemas."""
+        data_format = self.optional_choice("dataFormat", DATA_FORMATS)
+        urls, auth_file = self.text("schemaRegistry"), self.text("schemaRegistryAuthFile")
+        if data_format not in TYPED_FORMATS:
+            for name in _REGISTRY_OPTIONS:
+                if self.text(name) is not None:
+                    raise BadConfig(f"option {name!r} needs dataFormat=avro or protobuf")
+            return None
+        if urls is None:
+            raise BadConfig(
+                f"dataFormat={data_format} needs option schemaRegistry, the URL of a schema "
+                "registry: http://registry:8081"
+            )
+        addresses_of(urls)
+        return RegistryOptions(urls, auth_file)
+
+    def written_schema(self) -> RegistryOptions | None:
+        """Return the schema registry, and which of its schemas is written."""
+        found = self.registry()
+        if found is None:
+            return None
+        subject, message = self.text("schemaSubject"), self.text("schemaMessage")
+        version = self.text("schemaVersion")
+        is_avro = self.choice("dataFormat", DATA_FORMATS) == "avro"
+        if subject is None:
+            raise BadConfig(
+                "writing with a schema registry needs option schemaSubject. Hint: a subject has "
+                "the versions of one schema, such as 'orders-value'."
+            )
+        if message is not None and is_avro:
+            raise BadConfig("option 'schemaMessage' needs dataFormat=protobuf, found avro")
+        number = None
+        if version is not None and version.lower() != "latest":
+            number = self.integer("schemaVersion", 1, (1 << 31) - 1)
+        return replace(
+            found,
+            subject=subject,
+            version=number,
+            is_of_columns=is_avro and version is None,
+            message=message,
+        )
 
     def feed(self) -> ChangeRules | None:
         """Return the rules of option `changeFeed`; their columns are checked with the schema."""

@@ -1,4 +1,4 @@
-"""Packs rows into payloads, msgpack or JSON, and defines the Spark schema of a transaction.
+"""Packs rows into payloads, and defines the Spark schema of a transaction.
 
 This table has the form of each Spark type in `data`; `unpacking.py` of the core reads it.
 
@@ -12,6 +12,8 @@ This table has the form of each Spark type in `data`; `unpacking.py` of the core
     timestamp (both kinds)       int, microseconds           text, ISO 8601, in UTC
     array, struct, map           array, map by name, map     array, object, list of pairs
     null                         nil                         null
+
+Avro and Protobuf get Python values, such as dates and timestamps: see `payload_schemas.py`.
 
 Rules:
     1. Arrow casts whole columns; Python code gets plain values only.
@@ -31,6 +33,7 @@ from pyspark.sql.types import StructType
 from waltz_core.errors import BadRequest
 from waltz_core.records.payload_types import is_binary, nested_type, plain_type, without_nulls
 from waltz_core.records.strict_json import to_json
+from waltz_core.records.typed_values import TYPED_FORMATS
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, ReadOptions, log_columns
 
 _LOG_TYPES = {
@@ -139,9 +142,13 @@ def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
             f"column {name!r} has type {kind.simpleString()}, but a packed map cannot have "
             "null keys. Hint: cast it to a map with keys of another type."
         )
-    if data_format == "msgpack" and isinstance(kind.keyType, types.StructType | types.ArrayType):
+    is_nested = isinstance(kind.keyType, types.StructType | types.ArrayType)
+    is_text = isinstance(kind.keyType, types.StringType | types.CharType | types.VarcharType)
+    if (data_format in ("msgpack", "protobuf") and is_nested) or (
+        data_format == "avro" and not is_text
+    ):
         raise BadRequest(
-            f"column {name!r} has type {kind.simpleString()}, but dataFormat=msgpack does "
+            f"column {name!r} has type {kind.simpleString()}, but dataFormat={data_format} does "
             "not support keys of this type. Hint: use dataFormat=json, or cast the keys to "
             "strings."
         )
@@ -193,23 +200,31 @@ def check_nullable(
 # Columns to payloads
 
 
-def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) -> pa.Array:
+def pack(
+    columns: Sequence[pa.Array],
+    names: Sequence[str],
+    data_format: str,
+    encode: Callable[[dict[str, Any]], bytes] | None = None,
+) -> pa.Array:
     """Pack rows by column name into one binary payload for each row.
 
     Args:
         columns: arrays of equal length.
         names: their names, the keys inside each payload.
-        data_format: `msgpack` or `json`.
+        data_format: a format of option `dataFormat`.
+        encode: returns the payload of a row; Avro and Protobuf need it.
 
     Raises:
-        BadRequest: JSON cannot express a value, or a string is not valid; with the column.
+        BadRequest: the format cannot express a value, or a string is not valid; with the column.
     """
     plain = [
         _checked_plain(name, column, data_format)
         for name, column in zip(names, columns, strict=True)
     ]
     rows = zip(*plain, strict=True)
-    if data_format == "msgpack":
+    if encode is not None:
+        payloads = [encode(dict(zip(names, row, strict=True))) for row in rows]
+    elif data_format == "msgpack":
         pack_one = msgpack.Packer(use_bin_type=True).pack
         payloads = [pack_one(dict(zip(names, row, strict=True))) for row in rows]
     else:
@@ -226,7 +241,11 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
 def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
     try:
         return _to_plain(column, data_format)
-    except (UnicodeDecodeError, pa.ArrowException) as error:  # Spark casts any bytes to a string
+    except (
+        ValueError,
+        OverflowError,
+        pa.ArrowException,
+    ) as error:  # Spark casts any bytes to a string
         raise BadRequest(
             f"column {name!r} cannot be packed ({error}). Hint: cast strings that are not valid "
             "UTF-8 to binary."
@@ -234,6 +253,8 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
 
 
 def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
+    if data_format in TYPED_FORMATS:
+        return _to_typed(column.cast(nested_type(column.type, _in_utc)))
     for target in (nested_type(column.type, _in_utc), plain_type(column.type, data_format)):
         if target != column.type:
             column = column.cast(target)
@@ -246,6 +267,14 @@ def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
     convert = _json_out(column.type)
     values = column.to_pylist()
     return values if convert is None else [convert(value) for value in values]
+
+
+def _to_typed(column: pa.Array) -> list[Any]:
+    kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_string(kind):
+        return _flat_values(column)
+    values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+    return values
 
 
 def _needs_text(kind: pa.DataType, data_format: str) -> bool:

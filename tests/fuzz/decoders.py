@@ -3,12 +3,20 @@
 from tests.fuzz import (
     archive_decoders,
     disk_decoders,
+    schema_decoders,
     text_decoders,
     wire_decoders,
     zookeeper_decoders,
 )
 
-_FILES = (wire_decoders, disk_decoders, zookeeper_decoders, archive_decoders, text_decoders)
+_FILES = (
+    wire_decoders,
+    disk_decoders,
+    zookeeper_decoders,
+    archive_decoders,
+    schema_decoders,
+    text_decoders,
+)
 DECODERS = tuple(decoder for each in _FILES for decoder in each.DECODERS)
 BY_NAME = {each.name: each for each in DECODERS}
 assert len(BY_NAME) == len(DECODERS), "two decoders have one name"

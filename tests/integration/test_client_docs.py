@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.schema_registry import schema_registry
 from waltz_core.local import running
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
+REGISTRY = "http://registry:8081"
 # A comment `<!-- python ... -->` of the page is executed, too: it waits, or checks.
 SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
@@ -28,11 +30,15 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(found) >= 15
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "snippets"}
-    with running(tmp_path / "local", storage_count=1, server_count=1) as cluster:
+    with (
+        schema_registry() as registry,
+        running(tmp_path / "local", storage_count=1, server_count=1) as cluster,
+    ):
         try:
             for line, text in found:
                 # An error is shown at its line of the page.
-                source = "\n" * (line - 1) + text.replace(CONNECT, cluster.connect)
+                here = text.replace(CONNECT, cluster.connect).replace(REGISTRY, registry.url)
+                source = "\n" * (line - 1) + here
                 exec(compile(source, ROOT / "docs/client.md", "exec"), names)
         finally:
             client = names.get("client")

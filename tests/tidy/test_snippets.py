@@ -3,7 +3,8 @@
 Blocks that run elsewhere: the Python of docs/client.md in tests/integration/test_client_docs.py,
 its SQL in tests/fault/test_sql_instances.py,
 the commands of docs/security.md in tests/fault/test_security_page.py, the Python
-of README.md and docs/spark.md in tests/spark/test_spark_docs.py, the SQL of docs/spark.md in
+of README.md and docs/spark.md in tests/spark/test_spark_docs.py, of docs/payload-schemas.md in
+tests/spark/test_payload_schemas.py, the SQL of docs/spark.md in
 tests/spark/test_sql.py. test_commands_page.py checks the commands `waltz-core` in all blocks.
 """
 

@@ -32,6 +32,7 @@ FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
 # path -> why it may be longer
 FILES_LONGER_ON_PURPOSE = {
+    "waltz_core/config/declarations.py": "the table of all settings, mostly their descriptions",
     "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behavior",
 }
 FOLDER_FILES_MAX = 15
@@ -47,9 +48,9 @@ ORDINARY_WORDS = frozenset(
         r"\w+",
         """
         admin cache callbacks check client cluster config connection consumer copy data directory
-        disk end entry error failed file info keeper limits link local log mark memory message
-        mismatch node open opened option protocol read reader request requests response result run
-        send server session set state storage store task to view waiting waltz write zoo
+        disk end entry error failed file found info keeper limits link local log mark memory message
+        mismatch node not open opened option protocol read reader request requests response result
+        run send server session set state storage store task to view waiting waltz write zoo
         """,
     )
 )
@@ -60,6 +61,9 @@ LIBRARY_FILES = {
     # A second CRC-32: the verifier of a disk shares no code with its writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
+    "deltalake": ("waltz_core/tables/delta_table.py",),
+    "fastavro": ("waltz_core/schemas/avro_codec.py",),
+    "google": ("waltz_core/schemas/protobuf_codec.py",),
     "kazoo": (
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",
@@ -85,10 +89,16 @@ ARROW_FILES = (
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
     "waltz_core/records/payload_types.py",
+    "waltz_core/records/typed_values.py",
     "waltz_core/records/unpacking.py",
+    "waltz_core/schemas/avro_schemas.py",
     "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",
+    "waltz_core/cli/client/payload_columns.py",
+    "waltz_core/tables/delta_table.py",
+    "waltz_core/tables/followed_log.py",
+    "waltz_core/tables/found_columns.py",
     "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)

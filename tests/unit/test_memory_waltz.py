@@ -94,7 +94,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
 
     with waltz_memory.client() as client:
         for context in (leaves(), leaves_early()):
-            with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
+            with pytest.raises(errors.UsageError, match="raised SystemExit on a worker thread"):
                 client.submit(context).result(HANG_S)
         assert client.append(b"and it continues", partition=0).result() == 0
 
@@ -131,9 +131,13 @@ def test_an_argument_other_than_a_context_is_reported(waltz_memory):
 
     with waltz_memory.client() as client:
         for wrong in (None, never_called):
-            with pytest.raises(errors.UsageError, match="decorated with @transactional; found "):
+            with pytest.raises(
+                errors.UsageError, match="decorated with @transactional returns; found "
+            ):
                 client.submit(wrong)
-            with pytest.raises(errors.UsageError, match="decorated with @transactional; found "):
+            with pytest.raises(
+                errors.UsageError, match="decorated with @transactional returns; found "
+            ):
                 asyncio.run(submit(wrong))
 
 
@@ -172,12 +176,12 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
 
     with waltz_memory.client() as client:
         for wrong in (Late(), Early()):
-            with pytest.raises(errors.UsageError, match="is an async function: use AsyncWaltzClie"):
+            with pytest.raises(errors.UsageError, match="is an async function, which WaltzClient"):
                 client.subscribe(wrong)
         for wrong in (None, Late):
-            with pytest.raises(errors.UsageError, match="expected callbacks, an object of Callbac"):
+            with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
-    with pytest.raises(errors.UsageError, match="Plain has plain functions: use WaltzClien"):
+    with pytest.raises(errors.UsageError, match="Plain has plain functions, but Async"):
         asyncio.run(subscribe_plain())
 
 

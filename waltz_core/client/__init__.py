@@ -44,6 +44,7 @@ from waltz_core.client.stream.appends import ReportOrder
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.encryption.envelopes import DecryptedColumn, DecryptedPayload, Encryption
+from waltz_core.schemas.formats import Avro, Protobuf
 from waltz_core.wire.messages import RangeForm, Reason
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "AsyncCallbacks",
     "AsyncTransaction",
     "AsyncWaltzClient",
+    "Avro",
     "BatchOutcome",
     "Callbacks",
     "ClusterInfo",
@@ -66,6 +68,7 @@ __all__ = [
     "FollowedState",
     "PoisonPolicy",
     "Predecessor",
+    "Protobuf",
     "RangeChunk",
     "RangeForm",
     "RangeRow",

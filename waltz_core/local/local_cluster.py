@@ -185,9 +185,7 @@ class LocalCluster:
     ) -> None:
         self.directory = directory.absolute()
         if zookeeper_count < 1:
-            raise BadConfig(
-                f"argument zookeeper_count: expected at least 1, found {zookeeper_count}"
-            )
+            raise BadConfig(f"zookeeper_count: expected at least 1, found {zookeeper_count}")
         if not insecure_network and not is_loopback(host):
             raise BadConfig(
                 f"argument host: expected a loopback address, found {host!r}. Hint: "
@@ -425,9 +423,7 @@ class LocalCluster:
                     "up` starts one."
                 ) from None
             except (ValueError, KeyError, TypeError) as error:
-                raise BadConfig(
-                    f"{path} is not the state file of a local cluster: {error}"
-                ) from None
+                raise BadConfig(f"{path} is no state file of a cluster: {error}") from None
         return self._state
 
     def _load_or_create(self) -> None:
@@ -538,9 +534,8 @@ class LocalCluster:
                 continue
             if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(
-                    f"another program uses port {port} of {member.name}. The process cannot "
-                    f"use another port, because {reason}. Hint: free the port, then start the "
-                    "cluster again."
+                    f"another program uses port {port} of {member.name}. The process cannot use "
+                    f"another port, because {reason}. Hint: free the port and start again."
                 )
             setattr(member, name, self._choose_port(state.ports))
             self._save()
@@ -701,9 +696,7 @@ class LocalCluster:
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                show_line(
-                    f"waiting until these processes end: {', '.join(each.name for each in waiting)}"
-                )
+                show_line(f"waiting for the end of {', '.join(each.name for each in waiting)}")
                 next_line += PROGRESS_EVERY_S
             waiting = [each for each in waiting if not self._serves(each)]
             time.sleep(0.05)

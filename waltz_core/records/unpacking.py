@@ -1,4 +1,4 @@
-"""Unpacks payloads, msgpack or JSON, into the columns of a declared schema.
+"""Unpacks payloads into the columns of a declared schema.
 
 `waltz_spark/rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the
 table of accepted values for each type.
@@ -33,7 +33,10 @@ import pyarrow.compute as pc
 from waltz_core.errors import BadFormat
 from waltz_core.records.payload_types import is_binary, plain_type
 from waltz_core.records.strict_json import exact_from_json, from_json
+from waltz_core.records.typed_values import TYPED_FORMATS, VALUE_NAMES, plain_value, typed_builder
 
+# Returns the value of a payload; raises BadFormat, ValueError or TypeError for a damaged one.
+Decode = Callable[[bytes], Any]
 # The digits of Arrow's widest decimal; Spark's has 38.
 _DECIMAL_DIGITS_MAX = 76
 
@@ -43,7 +46,8 @@ class Unpacker:
 
     Args:
         fields: the wanted columns, with Spark's Arrow types.
-        data_format: `msgpack` or `json`.
+        data_format: `msgpack`, `json`, `avro` or `protobuf`.
+        decode: how a payload is decoded; `avro` and `protobuf` need it.
         required: columns that each payload must have, in any case (`columns_named`).
         is_case_sensitive: whether a key in another case is another column (rule 4).
     """
@@ -53,6 +57,7 @@ class Unpacker:
         fields: Sequence[pa.Field],
         data_format: str,
         *,
+        decode: Decode | None = None,
         required: Collection[str] = (),
         is_case_sensitive: bool = False,
     ) -> None:
@@ -63,11 +68,8 @@ class Unpacker:
         self._find = dict.get if is_case_sensitive else _case_insensitive
         self._builders = [_builder(part.type, data_format, self._find) for part in fields]
         self._format = data_format
-        self._decode: Callable[[Any], Any] = from_json
-        if data_format == "msgpack":
-            self._decode = _unpack_msgpack
-        elif any(_has_decimal(part.type) for part in fields):
-            self._decode = exact_from_json
+        exact = any(_has_decimal(part.type) for part in fields)
+        self._decode = decode or decoder_of(data_format, exact=exact)
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
         """Return one array for each wanted column.
@@ -80,7 +82,7 @@ class Unpacker:
             BadFormat: a payload is not a map, is damaged, has a value of another type, or has none
                 for a column that is not nullable.
         """
-        rows = self._decoded(data, where)
+        rows = self.decoded(data, where)
         for index, name in self._lacking(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
@@ -139,12 +141,12 @@ class Unpacker:
         """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self._decoded(data, _not_found), is_map
+            return self.decoded(data, _not_found), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self._decoded(data.slice(index, 1), _not_found)
+                rows += self.decoded(data.slice(index, 1), _not_found)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
@@ -162,12 +164,13 @@ class Unpacker:
             yield from self._mismatches(values[:half], each, start)
             yield from self._mismatches(values[half:], each, start + half)
 
-    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+    def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+        """Return the payloads as they are; raises BadFormat if one is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
         try:
             rows.extend(map(self._decode, payloads))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (BadFormat, ValueError, TypeError, msgpack.UnpackException) as error:
             reason = str(error) or _REASONS.get(type(error), type(error).__name__)
             raise BadFormat(
                 f"{where(len(rows))}: expected a payload in {self._format}: {reason}"
@@ -208,13 +211,20 @@ class Unpacker:
 _MISMATCHES = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
-def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
+def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
+    """Return the decoder of msgpack or JSON; an exact one reads fractions as decimals."""
+    assert data_format not in TYPED_FORMATS, "needs a schema registry"
+    if data_format == "msgpack":
+        return _unpack_msgpack
+    return exact_from_json if exact else from_json
+
+
+def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
     """Return the named columns of a payload, packed; None if it is not a map or lacks one."""
-    decode: Callable[[Any], Any] = _unpack_msgpack if data_format == "msgpack" else from_json
     try:
         row = decode(data)
-        packed: bytes = msgpack.packb([row[name] for name in names])
-    except (ValueError, msgpack.UnpackException, KeyError, TypeError):
+        packed: bytes = msgpack.packb([row[name] for name in names], default=plain_value)
+    except (BadFormat, ValueError, msgpack.UnpackException, KeyError, TypeError):
         return None
     return packed
 
@@ -293,6 +303,12 @@ def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR
         )
     if is_binary(kind):
         return lambda values: pa.array(_only(values, bytes), kind)
+    typed = typed_builder(kind, _only) if data_format in TYPED_FORMATS else None
+    return typed or _plain_builder(kind, data_format)
+
+
+def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
+    """Return the builder of a type whose values are numbers or texts in payloads."""
     if pa.types.is_timestamp(kind) and data_format == "json":
         return lambda values: _timestamps(values, kind)
     plain = plain_type(kind, data_format)
@@ -408,7 +424,7 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     item = _builder(kind.item_type, data_format, find)
 
     def build(values: list[Any]) -> pa.Array:
-        if data_format == "msgpack":
+        if data_format != "json":
             present = _present(values, dict)
             pairs = list(chain.from_iterable(value.items() for value in values if value))
         else:
@@ -446,6 +462,7 @@ _NAMES: dict[type, str] = {
     Decimal: "decimal",
     str: "text",
     bytes: "binary",
+    **VALUE_NAMES,
 }
 
 

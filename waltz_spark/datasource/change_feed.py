@@ -26,11 +26,12 @@ from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
-from waltz_core.records.unpacking import Unpacker, columns_named
+from waltz_core.records.unpacking import Decode, Unpacker, columns_named
 from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
 from waltz_spark.datasource.feed_state import KEY_BYTES, FeedState, StoredRow
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, OnCorrupt, ReadOptions
+from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive, pack
 from waltz_spark.spark_version import arrow_schema
 
@@ -40,6 +41,8 @@ _KINDS = pa.array(["insert", "update_preimage", "update_postimage", "delete"])
 _INSERT, _BEFORE, _AFTER, _DELETE = range(len(_KINDS))
 _ABSENT = -1
 _EMPTY_MAPS = {"msgpack": b"\x80", "json": b"{}"}
+# In place of a payload that is null; formats with schemas have no payload without bytes.
+_NO_PAYLOAD = b""
 
 
 def with_checked_rules(options: ReadOptions, schema: StructType) -> ReadOptions:
@@ -136,7 +139,8 @@ class ChangeFeed:
         self._partition = partition
         self._arrow = arrow_schema(schema)
         self._fields = payload_fields(options, schema)
-        self._empty_map = _EMPTY_MAPS[options.data_format]
+        self._empty_map = _EMPTY_MAPS.get(options.data_format, _NO_PAYLOAD)
+        self._decode = _decoder(options)
         self._unpacker = self._unpacker_of(self._fields, options.required_columns)
         self._encryption = decryption_of(options)
         where = self._rules.delete_where
@@ -148,6 +152,7 @@ class ChangeFeed:
         return Unpacker(
             fields,
             self._options.data_format or "",
+            decode=self._decode,
             required=required,
             is_case_sensitive=is_case_sensitive(),
         )
@@ -293,6 +298,14 @@ class ChangeFeed:
         return pa.RecordBatch.from_arrays(
             [found[part.name] for part in self._arrow], schema=self._arrow
         )
+
+
+def _decoder(options: ReadOptions) -> Decode | None:
+    """Return the decoder of a format with schemas, in which no payload is an empty map."""
+    decode = payload_decoder(options)
+    if decode is None:
+        return None
+    return lambda data: decode(data) if data else {}
 
 
 def _step(changes: _Changes, start: int, state: FeedState) -> _Step:

@@ -142,6 +142,7 @@ def feed_state_file(
         options.feed,
         options.headers,
         options.data_format,
+        options.registry,
         [(part.name, str(part.type), part.nullable) for part in payload_fields(options, schema)],
         options.on_corrupt,
         options.required_columns,

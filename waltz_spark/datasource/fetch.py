@@ -26,6 +26,7 @@ from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.archive_read import chunks_of
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
+from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.planning import TransactionRange
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.spark_version import arrow_schema
@@ -60,6 +61,7 @@ class BatchColumns:
             self._unpacker = Unpacker(
                 foreign,
                 options.data_format,
+                decode=payload_decoder(options),
                 required=options.required_columns,
                 is_case_sensitive=is_case_sensitive(),
             )

@@ -40,10 +40,12 @@ from waltz_core.client import (
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
 from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
+from waltz_spark.payload_schemas import with_written_schema
 from waltz_spark.planning import check_partition
 from waltz_spark.shared_clients import with_client
+from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.appender import check_marks
-from waltz_spark.writer.columns import check_schema
+from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
 from waltz_spark.writer.recompute import load_function
 from waltz_spark.writer.results import check_column_types, keep, write_again
 from waltz_spark.writer.row_sum import RowSum
@@ -78,7 +80,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     Raises:
         BadRequest: the DataFrame cannot be written.
         BadConfig: the function of option `recompute` does not exist.
-        Unavailable: the cluster cannot be reached.
+        Unavailable: the cluster, or the schema registry, cannot be reached.
     """
     check_schema(schema, options)
     if options.results_path is not None:
@@ -91,6 +93,9 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
                 "set identityColumns; without it, a task that runs again cannot find its "
                 "recomputed rows in the log, and fails",
             )
+    if options.registry is not None:
+        packed = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
+        options = with_written_schema(options, packed)
     return with_client(options.connect, lambda client: _job_at(client, options, write))
 
 

@@ -34,6 +34,7 @@ from waltz_core.records.batches import data_crcs
 from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.encrypting import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.options import WriteOptions
+from waltz_spark.payload_schemas import payload_encoder
 from waltz_spark.planning import listed
 from waltz_spark.rows import check_packed_type, pack
 
@@ -248,6 +249,7 @@ class RowShaper:
         own = options.partitions
         self._own = np.array(range(partition_count) if own is None else own, np.int64)
         self._turn = first_turn % len(self._own)
+        self._encode = payload_encoder(options)
         self._rows = 0  # of earlier batches, to name a row by its position in the task
 
     def shape(self, batch: pa.RecordBatch) -> ShapedRows:
@@ -293,7 +295,8 @@ class RowShaper:
                 )
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
-            data = pack([batch.column(name) for name in names], names, self._options.data_format)
+            packed = [batch.column(name) for name in names]
+            data = pack(packed, names, self._options.data_format, self._encode)
         largest = pc.max(pc.binary_length(data)).as_py() or 0
         added = 0 if self._options.encryption_keys is None else ROW_BYTES_MAX
         if largest > TRANSACTION_BYTES_MAX - added:

@@ -31,6 +31,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
 from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
+from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
@@ -227,7 +228,10 @@ class Recomputer:
         taken = {*WRITE_COLUMNS, *LOG_COLUMNS}
         fields = [part for part in schema if part.name not in taken]
         unpacker = Unpacker(
-            fields, self._options.data_format, is_case_sensitive=is_case_sensitive()
+            fields,
+            self._options.data_format,
+            decode=payload_decoder(self._options),
+            is_case_sensitive=is_case_sensitive(),
         )
         return unpacker, [part.name for part in fields]
 

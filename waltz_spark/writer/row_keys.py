@@ -14,6 +14,7 @@ import numpy as np
 
 from waltz_core.records.unpacking import identity_of
 from waltz_spark.options import WriteOptions
+from waltz_spark.payload_schemas import identity_decoder
 from waltz_spark.writer.columns import ShapedRows
 
 _KEY_BYTES = 16
@@ -30,7 +31,7 @@ class RowKeys:
 
     def __init__(self, options: WriteOptions | None = None) -> None:
         self._names = () if options is None else options.identity_columns
-        self._format = None if options is None else options.data_format
+        self._decode = identity_decoder(options) if options is not None and self._names else None
         self._recomputes = options is not None and options.recompute is not None
 
     @property
@@ -65,8 +66,8 @@ class RowKeys:
         return self._key(partition, header, data), self._key(_ANY, header, data)
 
     def _key(self, partition: int, header: int, data: bytes | memoryview) -> bytes:
-        if self._names and self._format is not None:
-            identity = identity_of(bytes(data), self._names, self._format)
+        if self._decode is not None:
+            identity = identity_of(bytes(data), self._names, self._decode)
             if identity is not None:
                 header, data = 0, identity
         digest = hashlib.blake2b(_PLACE.pack(partition, header), digest_size=_KEY_BYTES)

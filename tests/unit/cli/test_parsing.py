@@ -33,9 +33,9 @@ def _no_cluster(monkeypatch):
         ("client read --partition x", "client read: --partition: 'x' is not a valid integer\n"),
         (
             "client append hi",
-            "waltz-core client append: no cluster is specified. Hint: use --connect",
+            "waltz-core client append: no cluster is given. Hint: use --connect",
         ),
-        ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is specified."),
+        ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is given."),
     ],
 )
 def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):

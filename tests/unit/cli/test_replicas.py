@@ -69,7 +69,9 @@ def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
 
 
 def test_unexpected_answers_and_rejections_are_reported():
-    with pytest.raises(RemoteProtocolError, match="a:1: unexpected SuccessResponse"):
+    with pytest.raises(
+        RemoteProtocolError, match="a:1 answered with an unexpected message, SuccessResponse"
+    ):
         asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")
     with pytest.raises(SessionFenced, match="a:1: a later one"):
@@ -111,5 +113,5 @@ def test_the_newest_ids_are_the_greatest_of_the_last_records():
         asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000, start=25_999)))
     assert link.sent[0].first == 26_000
     assert asked(Link(), lambda replica: replica.newest_ids(2, SESSION, ending(-1))) == NO_IDS
-    with pytest.raises(RemoteProtocolError, match="unexpected RangeBytes"):
+    with pytest.raises(RemoteProtocolError, match="unexpected message, RangeBytes"):
         asked(Link([heads(0)]), lambda replica: replica.newest_ids(2, SESSION, ending(2)))

@@ -204,7 +204,7 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
 
 @on_loop
 async def test_a_write_with_a_claim_is_an_error_at_a_legacy_server(cluster):
-    reason = r"Waltz 0\.13 server, which does not support exactly-once"
+    reason = r"runs Waltz 0\.13, which does not support exactly-once"
     async with client_of(cluster) as client:
         client.claim = SimpleNamespace(check=AsyncMock())
         future = await client.append(b"", partition=0)

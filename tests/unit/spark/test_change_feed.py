@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from pyspark.sql.types import StructType
 
+from tests.schema_registry import schema_registry
 from tests.unit.spark.feeds import (
     DELETE_HEADER,
     OPTIONS,
@@ -23,6 +24,7 @@ from tests.unit.spark.feeds import (
     replayed,
     rows_of,
 )
+from waltz_core.client import Avro
 from waltz_core.encryption import keys
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
@@ -68,6 +70,37 @@ def test_a_read_from_the_middle_has_the_same_rows_as_one_from_the_beginning() ->
         log.reads.clear()
         assert feed(log, begin) == [row for row in whole if row[-1] > begin]
         assert log.reads == [(0, begin), (begin + 1, 59)]
+
+
+def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
+    plain = [
+        {"id": 1, "op": "I", "amount": 10},
+        {"id": 1, "op": "U", "amount": 11},
+        {"id": 2, "op": "I", "amount": 20},
+        {"id": 1, "op": "D", "amount": None},
+    ]
+    (tmp_path / "a").write_text("0f" * 32)
+    keys_of_log = Encryption.of(str(tmp_path), key_id="a")
+    kinds = {"id": "long", "op": "string", "amount": ["null", "long"]}
+    fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
+    schema = {"type": "record", "name": "Row", "fields": fields}
+    with schema_registry() as registry:
+        rows = Avro(registry.url, subject="rows-value", schema=schema)
+        given = {"dataFormat": "avro", "schemaRegistry": registry.url}
+        avro = [rows.serialize(each) for each in plain]
+        log = Log([Transaction(0, each) for each in avro])
+        expected = replayed([packed(**each) for each in plain])
+        assert feed(log, **given) == expected
+        sealed = [keys_of_log.encrypt(each, partition=PARTITION, header=0) for each in avro]
+        with_keys = given | {"encryptionKeys": str(tmp_path)}
+        assert feed(Log([Transaction(0, each) for each in sealed]), **with_keys) == expected
+        # An encrypted payload without a key is no change.
+        lost = Log(
+            [*(Transaction(0, each) for each in sealed[:3]), Transaction(0, b"WZE\x01\x01b")]
+        )
+        assert len(feed(lost, **with_keys, **DROP)) == 4
+        with pytest.raises(BadFormat, match="transaction 1: expected a payload in avro: "):
+            feed(Log([Transaction(0, avro[0]), Transaction(0, b"{}")]), **given)
 
 
 def test_columns_of_the_log_are_those_of_the_transaction_that_causes_the_row() -> None:

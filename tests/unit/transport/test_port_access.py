@@ -523,7 +523,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert isinstance(made.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
     assert made.ended == []
     anonymous = AccessOfConnection(token=None)
-    assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants it.")
+    assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants the verb.")
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
 
 

@@ -345,7 +345,7 @@ async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, 
             pass
         async with linked(address, dials):
             assert not kept.is_closed
-        with pytest.raises(TlsFailed, match="is not accepted"):
+        with pytest.raises(TlsFailed, match="is not valid"):
             await net.dial(WireProtocol.STORAGE, address, ssl=before)
 
 

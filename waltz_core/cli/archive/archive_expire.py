@@ -112,13 +112,9 @@ async def expire(
         print_json({"done": yes, "partitions": shown})
         return 0
     for number, row in shown.items():
-        available = (
-            f"transactions {row['first_available']}..{row['archived']} are available in the archive"
-        )
+        available = f"the archive has transactions {row['first_available']}..{row['archived']}"
         if yes:
-            change = (
-                f"before the command the first available one was {row['first_available_before']}"
-            )
+            change = f"before, the first available one was {row['first_available_before']}"
         elif bounds[0]:
             change = f"those before {bounds[0]} would expire"
         else:

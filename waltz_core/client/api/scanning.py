@@ -23,7 +23,9 @@ from waltz_core.client.read.ranges import RangeChunk, ReplicaSet
 from waltz_core.errors import BadRequest, BeforeLogStart, DataLoss
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
-from waltz_core.records.unpacking import Unpacker
+from waltz_core.records.typed_values import TYPED_FORMATS
+from waltz_core.records.unpacking import Decode, Unpacker
+from waltz_core.schemas.formats import SchemaFormat
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ ArrowReader: TypeAlias = pa.RecordBatchReader
 ArrowSchema: TypeAlias = pa.Schema
 
 DATA_FORMATS = ("msgpack", "json")
+# A name, or a serializer with a schema registry.
+DataFormat: TypeAlias = str | SchemaFormat
 ERROR_FIELD = pa.field("data_error", pa.string())
 # The columns that name a payload in an error.
 _PLACE = ("partition", "transaction_id")
@@ -54,7 +58,8 @@ class ScanColumns:
 
     Args:
         schema: the wanted columns; None for the log's.
-        data_format: the format of the payloads, for columns that are not the log's.
+        data_format: the format of the payloads, for columns that are not the log's: a name, or a
+            serializer, `Avro` or `Protobuf`.
         has_keys: whether the client decrypts payloads (rule 5).
 
     Raises:
@@ -62,19 +67,13 @@ class ScanColumns:
     """
 
     def __init__(
-        self, schema: ArrowSchema | None, data_format: str = "msgpack", *, has_keys: bool = False
+        self,
+        schema: ArrowSchema | None,
+        data_format: DataFormat = "msgpack",
+        *,
+        has_keys: bool = False,
     ) -> None:
-        if data_format not in DATA_FORMATS:
-            near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
-            hint = (
-                f"Hint: did you mean {near[0]!r}?"
-                if near
-                else ("Hint: scan supports no other formats.")
-            )
-            raise BadRequest(
-                f"argument data_format: expected {' or '.join(DATA_FORMATS)}, found "
-                f"{data_format!r}. {hint}"
-            )
+        name, decode = _format(data_format)
         log = batches.READ_SCHEMA.append(ERROR_FIELD) if has_keys else batches.READ_SCHEMA
         self.schema = log if schema is None else _checked(schema, log, has_keys=has_keys)
         self._foreign = [part for part in self.schema if part.name not in log.names]
@@ -84,7 +83,7 @@ class ScanColumns:
         needs_data = bool(self._foreign) or ERROR_FIELD.name in self.schema.names
         if needs_data or (has_keys and "data" in columns):
             columns += [name for name in (*_PLACE, "header", "data") if name not in columns]
-        self._unpacker = Unpacker(self._foreign, data_format, is_case_sensitive=True)
+        self._unpacker = Unpacker(self._foreign, name, decode=decode, is_case_sensitive=True)
         # Without any column there is a batch with the number of rows.
         self._columns = columns or ["partition"]
         self.form = RangeForm.WHOLE if "data" in self._columns else RangeForm.HEADERS
@@ -139,6 +138,24 @@ class ScanColumns:
         rows = iter(range(len(data)))
         place_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
         return [column.take(place_of) for column in columns]
+
+
+def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
+    """Return the name of a format, and how its payloads are decoded."""
+    if isinstance(data_format, SchemaFormat):
+        return data_format.data_format, data_format.decode
+    if data_format in DATA_FORMATS:
+        return data_format, None
+    near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
+    hint = "Hint: scan supports no other formats."
+    if near:
+        hint = f"Hint: did you mean {near[0]!r}?"
+    if data_format in TYPED_FORMATS:
+        hint = f"Hint: pass {data_format.capitalize()}(registry), with the URL of the registry."
+    raise BadRequest(
+        f"argument data_format: expected {', '.join(DATA_FORMATS)}, Avro(...) or Protobuf(...), "
+        f"found {data_format!r}. {hint}"
+    )
 
 
 def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowSchema:

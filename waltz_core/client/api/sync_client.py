@@ -32,6 +32,7 @@ from waltz_core.client.api.opening import NOT_SENT, Opening
 from waltz_core.client.api.scanning import (
     ArrowReader,
     ArrowSchema,
+    DataFormat,
     ScanColumns,
     open_scan,
     spans_of,
@@ -441,15 +442,15 @@ class WaltzClient:
         start: int | Mapping[int, int] | None = None,
         stop: int | Mapping[int, int] | None = None,
         schema: ArrowSchema | None = None,
-        data_format: str = "msgpack",
+        data_format: DataFormat = "msgpack",
     ) -> ArrowReader:
         """Return a `pyarrow.RecordBatchReader` of the committed transactions start..stop-1.
 
         It reads one partition after the other (default: all), while the consumer reads. `start` and
         `stop` are IDs, or IDs by partition (default: all that is available now). Columns of
         `schema` (default: the log's) that the log does not have are unpacked from the payloads,
-        strictly. Raises DataLoss for an ID after the end of the log, BeforeLogStart for an expired
-        one.
+        strictly; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
+        DataLoss for an ID after the end of the log, BeforeLogStart for an expired one.
         """
         wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)

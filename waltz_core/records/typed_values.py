@@ -1,0 +1,64 @@
+"""Values of formats with schemas, Avro and Protobuf, as Arrow arrays: dates, times, timestamps.
+
+In msgpack and JSON these are numbers and texts. A format with a schema states the type of a value,
+so only a value of this type fits a column.
+
+Rules:
+    1. A timestamp with a time zone fits only a column with a time zone, and the other way round.
+    2. A UUID is also a text.
+"""
+
+from collections.abc import Callable
+from datetime import date, datetime, time
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+
+TYPED_FORMATS = ("avro", "protobuf")
+VALUE_NAMES: dict[type, str] = {
+    date: "date",
+    datetime: "timestamp",
+    time: "time",
+    UUID: "UUID",
+}
+
+Only = Callable[..., list[Any]]
+
+
+def typed_builder(kind: pa.DataType, only: Only) -> Callable[[list[Any]], pa.Array] | None:
+    """Return the function that builds an array of a type; None for other types.
+
+    Args:
+        kind: the type of the column.
+        only: returns the values, or raises TypeError for one that is not of the wanted types.
+    """
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return lambda values: pa.array(_texts(only(values, str, UUID)), kind)
+    if pa.types.is_date(kind):
+        return lambda values: pa.array(only(values, date), pa.date32()).cast(kind)
+    if pa.types.is_timestamp(kind):
+        return lambda values: _timestamps(only(values, datetime), kind)
+    if pa.types.is_time(kind):
+        return lambda values: pa.array(only(values, time), pa.time64("us")).cast(kind)
+    return None
+
+
+def plain_value(value: object) -> str:
+    """Return a value that msgpack lacks as a text; equal values have equal texts."""
+    return f"{type(value).__name__}:{value}"
+
+
+def _texts(values: list[Any]) -> list[Any]:
+    return [str(value) if type(value) is UUID else value for value in values]
+
+
+def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
+    has_zone = kind.tz is not None
+    for value in values:
+        if value is not None and (value.tzinfo is not None) is not has_zone:  # rule 1
+            raise TypeError(
+                f"expected a timestamp with{'' if has_zone else 'out'} a time zone, found one "
+                f"with{'out' if has_zone else ''}"
+            )
+    return pa.array(values, pa.timestamp("us", kind.tz)).cast(kind)

@@ -1,0 +1,123 @@
+"""Encodes and decodes Avro with one schema; the only file that names fastavro.
+
+Rules:
+    1. A payload is decoded by its writer's schema. It ends where its value ends.
+    2. fastavro gets checked schemas only (`avro_schemas.py`), and converted values
+       (`avro_values.py`): it does not check values, and chooses types of unions by itself.
+"""
+
+import io
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.records.strict_json import from_json
+from waltz_core.schemas.avro_schemas import SchemaCheck
+from waltz_core.schemas.avro_values import LOGICAL_READERS, AvroConverter
+from waltz_core.schemas.registered_schemas import RegisteredSchema
+
+if TYPE_CHECKING:
+    from waltz_core.schemas.strict_values import Convert
+
+try:
+    import fastavro
+    import fastavro.read
+    import fastavro.schema
+except ImportError as error:
+    raise BadConfig(
+        f"Avro needs the package fastavro: {error}. Hint: pip install 'waltz-spark[avro]'"
+    ) from error
+
+# Their names begin with `RENAMED`, so that no other user of fastavro is affected.
+fastavro.read.LOGICAL_READERS.update(LOGICAL_READERS)
+
+# What fastavro raises for damaged bytes.
+_DAMAGED: Final = (EOFError, ValueError, IndexError, OverflowError, TypeError, struct.error)
+_INVALID: Final = (
+    fastavro.schema.SchemaParseException,
+    fastavro.schema.UnknownType,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+
+
+class AvroCodec:
+    """Encodes and decodes the values of a schema.
+
+    Args:
+        schema: the schema, with those to which it refers.
+
+    Raises:
+        BadFormat: it is not a valid schema, or is not supported.
+    """
+
+    def __init__(self, schema: RegisteredSchema) -> None:
+        check = SchemaCheck()
+        self._named: dict[str, Any] = {}
+        try:
+            for _, text in schema.references:
+                self._parsed(check, text)
+            self._schema = self._parsed(check, schema.text)
+        except BadFormat as error:
+            raise BadFormat(f"schema {schema.schema_id}: {error}") from None
+        self._convert: Convert | None = None
+
+    def _parsed(self, check: SchemaCheck, text: str) -> Any:  # noqa: ANN401 - a schema
+        try:
+            given = from_json(text.encode())
+        except ValueError as error:
+            if not text.strip().replace(".", "").replace("_", "").isalnum():
+                raise BadFormat(f"Avro schema: expected JSON: {error}") from None
+            given = text.strip()  # the name of a type, without quotes
+        checked = check.checked(given)
+        try:
+            return fastavro.parse_schema(checked, named_schemas=self._named)
+        except _INVALID as error:
+            raise BadFormat(f"Avro schema: {error}") from None
+
+    def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
+        """Return the value.
+
+        Raises:
+            BadFormat: the bytes are not a value of the schema.
+        """
+        source = io.BytesIO(body)
+        try:
+            value = fastavro.schemaless_reader(source, self._schema, None)
+        except _DAMAGED as error:
+            reason = str(error) or type(error).__name__
+            raise BadFormat(f"not a value of the Avro schema: {reason:.300}") from None
+        rest = len(body) - source.tell()
+        if rest:
+            raise BadFormat(f"not a value of the Avro schema: {rest} more bytes after the value")
+        return value
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the record's fields."""
+        schema = self._schema
+        while isinstance(schema, str) and schema in self._named:
+            schema = self._named[schema]
+        is_record = isinstance(schema, dict) and schema["type"] == "record"
+        return tuple(each["name"] for each in schema["fields"]) if is_record else ()
+
+    def encode(self, value: Any) -> bytes:  # noqa: ANN401
+        """Return the bytes of a value.
+
+        Raises:
+            BadRequest: the value does not fit the schema.
+        """
+        if self._convert is None:
+            try:
+                self._convert = AvroConverter(self._named).of(self._schema)
+            except (TypeError, ValueError, AttributeError, KeyError):
+                raise BadRequest("the Avro schema has a default that is not of its type") from None
+        sink = io.BytesIO()
+        try:
+            fastavro.schemaless_writer(sink, self._schema, self._convert(value))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadRequest(f"a value does not fit the Avro schema: {error}") from None
+        except RecursionError:
+            raise BadRequest("a value does not fit the Avro schema: nested too deeply") from None
+        return sink.getvalue()

@@ -1,0 +1,347 @@
+"""Avro schemas: checks those of a schema registry, and makes a schema of columns.
+
+A schema decides how many values a payload can demand from the decoder, and how deeply it calls
+itself. So a schema is checked before it is used.
+
+Rules:
+    1. A schema is nested at most `DEPTH_MAX` levels deep, also through the names of types. A type
+       that contains itself is rejected: a payload could nest it until the process crashes.
+    2. An element of an array or a map has at least one byte, and at most `VALUES_PER_BYTE` values
+       for each byte, outside of arrays and maps in it. Otherwise a count in a few bytes could
+       demand any number of values.
+    3. Logical types are renamed: fastavro converts some of them with losses, or in a time that is
+       quadratic in the payload. `avro_values.py` has the conversions. Unknown ones are ignored, as
+       the specification demands.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+
+from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.records.payload_types import is_binary
+from waltz_core.schemas.strict_values import DECIMAL_DIGITS_MAX
+
+DEPTH_MAX: Final = 64
+VALUES_MAX: Final = 10_000
+VALUES_PER_BYTE: Final = 16
+FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
+# Before the name of a logical type (rule 3).
+RENAMED: Final = "waltz-"
+# The default of a field: readers need none, and `avro_values.py` writes it.
+DEFAULT: Final = f"{RENAMED}default"
+ROOT_NAME: Final = "topLevelRecord"  # that of Spark's to_avro
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FULL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+class _Size(NamedTuple):
+    """The values of a type, outside of arrays and maps in it, and its depth.
+
+    `excess` is the maximum of `values - VALUES_PER_BYTE * bytes` over all values of the type.
+    """
+
+    excess: int
+    values: int
+    depth: int
+
+
+def _flat_size(bytes_min: int) -> _Size:
+    return _Size(1 - VALUES_PER_BYTE * bytes_min, 1, 1)
+
+
+_PRIMITIVES: Final = {
+    "null": _flat_size(0),
+    **dict.fromkeys(("boolean", "int", "long", "bytes", "string"), _flat_size(1)),
+    "float": _flat_size(4),
+    "double": _flat_size(8),
+}
+_LOGICAL: Final = {
+    "date": ("int",),
+    "time-millis": ("int",),
+    "time-micros": ("long",),
+    "timestamp-millis": ("long",),
+    "timestamp-micros": ("long",),
+    "timestamp-nanos": ("long",),
+    "local-timestamp-millis": ("long",),
+    "local-timestamp-micros": ("long",),
+    "local-timestamp-nanos": ("long",),
+    "decimal": ("bytes", "fixed"),
+    "uuid": ("string", "fixed"),
+}
+
+
+class SchemaCheck:
+    """Checks schemas, and returns them with full names and renamed logical types.
+
+    It keeps the named types, so that a later schema may use those of an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[str, _Size | None] = {}  # None: its definition has not ended
+
+    def checked(self, schema: object) -> Any:  # noqa: ANN401 - JSON
+        """Return a schema for `avro_codec.py`.
+
+        Raises:
+            BadFormat: it is not a schema of Avro, or breaks rule 1 or 2.
+        """
+        found, size = self._type(schema, "", DEPTH_MAX)
+        if size.values > VALUES_MAX:
+            raise BadFormat(f"Avro schema: expected up to {VALUES_MAX} fields, found {size.values}")
+        return found
+
+    def _type(self, schema: object, namespace: str, depth: int) -> tuple[Any, _Size]:
+        if depth == 0:
+            raise _too_deep()
+        found: Any
+        match schema:
+            case str():
+                found, size = self._by_name(schema, namespace)
+            case list():
+                found, size = self._union(schema, namespace, depth)
+            case dict():
+                found, size = self._complex(schema, namespace, depth)
+            case _:
+                raise BadFormat(f"Avro schema: expected a type, found {schema!r:.100}")
+        if size.depth > DEPTH_MAX:
+            raise _too_deep()
+        return found, size
+
+    def _by_name(self, name: str, namespace: str) -> tuple[str, _Size]:
+        if name in _PRIMITIVES:
+            return name, _PRIMITIVES[name]
+        full = name if "." in name or not namespace else f"{namespace}.{name}"
+        if full not in self._named:
+            full = name
+        if full not in self._named:
+            raise BadFormat(f"Avro schema: there is no type {name!r:.100}")
+        size = self._named[full]
+        if size is None:  # rule 1
+            raise BadFormat(
+                f"Avro schema: type {full!r:.100} contains itself, which is not supported"
+            )
+        return full, size
+
+    def _union(self, schema: list[Any], namespace: str, depth: int) -> tuple[list[Any], _Size]:
+        if not schema:
+            raise BadFormat("Avro schema: a union without types")
+        if any(isinstance(each, list) for each in schema):
+            raise BadFormat("Avro schema: a union in a union")
+        parts = [self._type(each, namespace, depth - 1) for each in schema]
+        names = [branch_name(found) for found, _ in parts]
+        if len(set(names)) != len(names):
+            raise BadFormat(f"Avro schema: a union with two types {sorted(names)!r:.100}")
+        sizes = [size for _, size in parts]
+        return [found for found, _ in parts], _Size(
+            _flat_size(1).excess + max(size.excess for size in sizes),
+            1 + max(size.values for size in sizes),
+            1 + max(size.depth for size in sizes),
+        )
+
+    def _complex(  # noqa: PLR0911 - a case each
+        self, schema: dict[str, Any], namespace: str, depth: int
+    ) -> tuple[Any, _Size]:
+        match schema.get("type"):
+            case "record" | "error":
+                return self._record(schema, namespace, depth)
+            case "enum":
+                return self._enum(schema, namespace)
+            case "fixed":
+                return self._fixed(schema, namespace)
+            case "array":
+                found, size = self._elements(schema.get("items"), namespace, depth, key_bytes=0)
+                return {"type": "array", "items": found}, size
+            case "map":
+                found, size = self._elements(schema.get("values"), namespace, depth, key_bytes=1)
+                return {"type": "map", "values": found}, size
+            case str() as name if name in _PRIMITIVES:
+                return {"type": name} | _logical(schema, name), _PRIMITIVES[name]
+            case inner:
+                return self._type(inner, namespace, depth - 1)
+
+    def _elements(
+        self, schema: object, namespace: str, depth: int, *, key_bytes: int
+    ) -> tuple[Any, _Size]:
+        """Return the type of elements, and the size of their array or map."""
+        found, size = self._type(schema, namespace, depth - 1)
+        if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
+            raise BadFormat(
+                "Avro schema: an element of an array or a map may have no bytes, or more than "
+                f"{VALUES_PER_BYTE} values for each byte, which is not supported"
+            )
+        return found, _flat_size(1)._replace(depth=1 + size.depth)
+
+    def _record(self, schema: dict[str, Any], namespace: str, depth: int) -> tuple[Any, _Size]:
+        name, inner = self._defined(schema, namespace)
+        fields = schema.get("fields")
+        if not isinstance(fields, list):
+            raise BadFormat(f"Avro schema: record {name!r:.100} has no list of fields")
+        size, kept, names = _flat_size(0), [], set()
+        for field in fields:
+            if not isinstance(field, dict) or not _is_name(field.get("name"), _NAME):
+                raise BadFormat(f"Avro schema: record {name!r:.100} has a field without a name")
+            if field["name"] in names:
+                raise BadFormat(
+                    f"Avro schema: record {name!r:.100} has two fields {field['name']!r:.100}"
+                )
+            names.add(field["name"])
+            found, part = self._type(field.get("type"), inner, depth - 1)
+            size = _Size(
+                size.excess + part.excess,
+                size.values + part.values,
+                max(size.depth, 1 + part.depth),
+            )
+            default = {DEFAULT: field["default"]} if "default" in field else {}
+            kept.append({"name": field["name"], "type": found} | default)
+        self._named[name] = size
+        return {"type": "record", "name": name, "fields": kept}, size
+
+    def _enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
+        name, _ = self._defined(schema, namespace)
+        symbols = schema.get("symbols")
+        if not isinstance(symbols, list) or not all(_is_name(each, _NAME) for each in symbols):
+            raise BadFormat(f"Avro schema: enum {name!r:.100} has no list of symbols")
+        self._named[name] = size = _flat_size(1)
+        return {"type": "enum", "name": name, "symbols": symbols}, size
+
+    def _fixed(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
+        name, _ = self._defined(schema, namespace)
+        count = schema.get("size")
+        if type(count) is not int or not 0 <= count <= FIXED_BYTES_MAX:
+            raise BadFormat(f"Avro schema: fixed {name!r:.100} has no valid size")
+        self._named[name] = size = _flat_size(count)
+        found = {"type": "fixed", "name": name, "size": count}
+        return found | _logical(schema, "fixed"), size
+
+    def _defined(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
+        """Return the full name of a new type, and the namespace in it."""
+        name, given = schema.get("name"), schema.get("namespace")
+        if given is None:
+            given = namespace
+        full = f"{given}.{name}" if given and "." not in str(name) else name
+        if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
+            raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
+        if full in self._named or full in _PRIMITIVES:
+            raise BadFormat(f"Avro schema: two types have the name {full!r:.100}")
+        self._named[full] = None
+        return full, full.rpartition(".")[0]
+
+
+def branch_name(schema: str | dict[str, Any]) -> str:
+    """Return the name of a type in a union: two types of one name are not allowed."""
+    if isinstance(schema, str):
+        return schema
+    found: str = schema.get("name", schema["type"])
+    return found
+
+
+def _too_deep() -> BadFormat:
+    return BadFormat(f"Avro schema: nested over {DEPTH_MAX} levels deep")
+
+
+def _is_name(value: object, pattern: re.Pattern[str]) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _logical(schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """Return the renamed logical type of a schema (rule 3)."""
+    name = schema.get("logicalType")
+    if not isinstance(name, str) or base not in _LOGICAL.get(name, ()):
+        return {}
+    found: dict[str, Any] = {"logicalType": RENAMED + name}
+    if name == "uuid" and base == "fixed" and schema["size"] != 16:
+        return {}
+    if name == "decimal":
+        precision, scale = schema.get("precision"), schema.get("scale", 0)
+        if type(precision) is not int or not 1 <= precision <= DECIMAL_DIGITS_MAX:
+            return {}
+        if type(scale) is not int or not 0 <= scale <= precision:
+            return {}
+        found |= {"precision": precision, "scale": scale}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Columns to a schema
+
+
+def schema_of_columns(fields: Sequence[pa.Field]) -> dict[str, Any]:
+    """Return the Avro schema of columns; a nullable column has the default null.
+
+    Raises:
+        BadRequest: Avro has no such type, or no such name.
+    """
+    return _record_of(fields, ROOT_NAME, "")
+
+
+def _record_of(fields: Sequence[pa.Field], name: str, path: str) -> dict[str, Any]:
+    parts = []
+    for part in fields:
+        if _NAME.fullmatch(part.name) is None:
+            raise BadRequest(
+                f"column {path + part.name!r}: a name in Avro has letters, digits and '_', and "
+                "does not begin with a digit. Hint: rename it."
+            )
+        kind = _type_of(part, f"{name}.{part.name}", f"{path}{part.name}")
+        default = {"default": None} if isinstance(kind, list) else {}
+        parts.append({"name": part.name, "type": kind} | default)
+    return {"type": "record", "name": name, "fields": parts}
+
+
+def _type_of(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    found = _nested_type(part.type, name, path)
+    if part.nullable and found != "null":
+        return ["null", found]
+    return found
+
+
+def _element(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    found = _type_of(part, name, path)
+    return [found] if found == "null" else found  # a union has a byte (rule 2)
+
+
+def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    if pa.types.is_struct(kind):
+        return _record_of(list(kind), name, f"{path}.")
+    if pa.types.is_map(kind):
+        if not pa.types.is_string(kind.key_type) and not pa.types.is_large_string(kind.key_type):
+            raise BadRequest(
+                f"column {path!r}: a map in Avro has keys of type string, found {kind.key_type}. "
+                "Hint: cast the keys to strings."
+            )
+        return {"type": "map", "values": _element(kind.item_field, f"{name}.value", path)}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return {"type": "array", "items": _element(kind.value_field, f"{name}.element", path)}
+    found = _flat_type(kind)
+    if found is None:
+        raise BadRequest(f"column {path!r}: Avro has no type for {kind}. Hint: cast it first.")
+    return found
+
+
+def _flat_type(kind: pa.DataType) -> Any:  # noqa: ANN401 - JSON
+    """Return the type of flat values; None if Avro has none."""
+    if pa.types.is_decimal(kind) and 0 <= kind.scale <= kind.precision:
+        sizes = {"precision": kind.precision, "scale": kind.scale}
+        return {"type": "bytes", "logicalType": "decimal"} | sizes
+    if pa.types.is_timestamp(kind) and kind.unit != "ns":
+        zone = "" if kind.tz is not None else "local-"
+        return {"type": "long", "logicalType": f"{zone}timestamp-micros"}
+    if is_binary(kind):
+        return "bytes"
+    return _FLAT_TYPES.get(kind)
+
+
+_FLAT_TYPES: Final = {
+    pa.null(): "null",
+    pa.bool_(): "boolean",
+    **dict.fromkeys((pa.int8(), pa.int16(), pa.int32(), pa.uint8(), pa.uint16()), "int"),
+    **dict.fromkeys((pa.int64(), pa.uint32()), "long"),
+    pa.float32(): "float",
+    pa.float64(): "double",
+    **dict.fromkeys((pa.string(), pa.large_string()), "string"),
+    pa.date32(): {"type": "int", "logicalType": "date"},
+    pa.time64("us"): {"type": "long", "logicalType": "time-micros"},
+}

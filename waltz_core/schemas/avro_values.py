@@ -1,0 +1,358 @@
+"""Converts values for Avro: logical types when it is read, and every value before it is written.
+
+    Avro                                    value
+    null, boolean, int, long                None, bool, int
+    float, double                           float
+    bytes, fixed                            bytes
+    string, enum                            str
+    array, map, record                      list, dict, dict
+    date                                    datetime.date
+    time-millis, time-micros                datetime.time
+    timestamp-millis, -micros, -nanos       datetime.datetime with a time zone, UTC when read
+    local-timestamp-millis, ...             datetime.datetime without a time zone
+    decimal                                 decimal.Decimal
+    uuid                                    uuid.UUID
+
+Rules:
+    1. A value is written only if it is of its type and nothing is lost, except that a float is
+       rounded. An integer is also accepted as float and decimal, a text as uuid.
+    2. Of a union, the first type that accepts the value is written; `float` is tried last.
+    3. A field that a value lacks has its default, otherwise null. A key that is no field is an
+       error.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from waltz_core.schemas.avro_schemas import DEFAULT, RENAMED, branch_name
+from waltz_core.schemas.strict_values import (
+    Convert,
+    binary,
+    boolean,
+    decimal_bytes,
+    decimal_of,
+    floating,
+    integer,
+    mismatch,
+    null,
+    text,
+    unscaled_of,
+)
+
+_DAYS: Final = date(1970, 1, 1).toordinal()
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LOCAL_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time has no zone
+_DAY_MICROS: Final = 86_400_000_000
+_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+def _date(value: int, *_: object) -> date:
+    return date.fromordinal(value + _DAYS)
+
+
+def _timestamp(nanos: int, epoch: datetime) -> Callable[..., datetime]:
+    """Return the conversion from units of this many nanoseconds."""
+
+    def convert(value: int, *_: object) -> datetime:
+        micros, rest = divmod(value * nanos, 1_000)
+        if rest:
+            raise ValueError(f"expected whole microseconds, found {value} nanoseconds")
+        return epoch + timedelta(microseconds=micros)
+
+    return convert
+
+
+def _time(micros: int) -> Callable[..., time]:
+    def convert(value: int, *_: object) -> time:
+        if not 0 <= value * micros < _DAY_MICROS:
+            raise ValueError(f"expected a time of a day, found {value}")
+        return (_LOCAL_EPOCH + timedelta(microseconds=value * micros)).time()
+
+    return convert
+
+
+def _decimal(data: bytes, schema: Mapping[str, Any], *_: object) -> Decimal:
+    unscaled = int.from_bytes(data, "big", signed=True)
+    if abs(unscaled) >= 10 ** schema["precision"]:
+        raise ValueError(f"expected a decimal of up to {schema['precision']} digits, found more")
+    return decimal_of(unscaled, schema["scale"])
+
+
+_NANOS: Final = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
+
+# By base and renamed logical type; fastavro calls them with a value, its schema, and more.
+LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
+    f"int-{RENAMED}date": _date,
+    f"int-{RENAMED}time-millis": _time(1_000),
+    f"long-{RENAMED}time-micros": _time(1),
+    **{f"long-{RENAMED}timestamp-{unit}": _timestamp(n, _EPOCH) for unit, n in _NANOS.items()},
+    **{
+        f"long-{RENAMED}local-timestamp-{unit}": _timestamp(n, _LOCAL_EPOCH)
+        for unit, n in _NANOS.items()
+    },
+    f"bytes-{RENAMED}decimal": _decimal,
+    f"fixed-{RENAMED}decimal": _decimal,
+    f"string-{RENAMED}uuid": lambda value, *_: UUID(value),
+    f"fixed-{RENAMED}uuid": lambda value, *_: UUID(bytes=value),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+class _Part(NamedTuple):
+    name: str
+    convert: Convert
+    default: Any  # as fastavro writes it
+    has_default: bool
+
+
+class AvroConverter:
+    """Makes the functions that convert values to those that fastavro writes (rules 1 to 3).
+
+    Each of them raises ValueError or TypeError for a value that does not fit.
+
+    Args:
+        named: the types by full name.
+    """
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named = named
+
+    def of(self, schema: Any) -> Convert:  # noqa: ANN401, PLR0911 - a schema; a case each
+        """Return the function for a checked schema."""
+        if isinstance(schema, str):
+            return _PRIMITIVES.get(schema) or self.of(self._named[schema])
+        if isinstance(schema, list):
+            return self._union(schema)
+        logical = schema.get("logicalType")
+        if logical is not None:
+            return _logical(schema, logical.removeprefix(RENAMED))
+        match schema["type"]:
+            case "record":
+                return self._record(schema)
+            case "array":
+                return _array(self.of(schema["items"]))
+            case "map":
+                return _map(self.of(schema["values"]))
+            case "enum":
+                return _enum(frozenset(schema["symbols"]))
+            case "fixed":
+                return _fixed(schema["size"])
+            case name:
+                return _PRIMITIVES[name]
+
+    def _record(self, schema: Mapping[str, Any]) -> Convert:
+        fields = [
+            _Part(
+                each["name"],
+                self.of(each["type"]),
+                self._default(each["type"], each[DEFAULT]) if DEFAULT in each else None,
+                DEFAULT in each,
+            )
+            for each in schema["fields"]
+        ]
+        names = {each.name for each in fields}
+
+        def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
+            if not isinstance(value, dict):
+                raise mismatch("a map of fields", value)
+            if not value.keys() <= names:
+                unknown = next(key for key in value if key not in names)
+                raise ValueError(f"the schema has no field {unknown!r:.100}")
+            found = {}
+            for name, inner, default, has_default in fields:
+                if has_default and name not in value:
+                    found[name] = default
+                    continue
+                try:
+                    found[name] = inner(value.get(name))
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise ValueError(f"field {name!r}: {error}") from None
+            return found
+
+        return convert
+
+    def _union(self, schema: list[Any]) -> Convert:
+        branches = [(branch_name(each), self.of(each)) for each in schema if each != "null"]
+        branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
+        has_null = "null" in schema
+
+        # fastavro takes the type whose name comes with the value.
+        def convert(value: Any) -> tuple[str, Any]:  # noqa: ANN401
+            if value is None and has_null:
+                return "null", None
+            reasons = []
+            for name, inner in branches:
+                try:
+                    return name, inner(value)
+                except (TypeError, ValueError, OverflowError) as error:
+                    reasons.append(str(error))
+            raise ValueError(" or ".join(reasons[-3:]) or f"expected null, found {value!r:.100}")
+
+        return convert
+
+    def _default(self, schema: Any, default: Any) -> Any:  # noqa: ANN401 - JSON
+        """Return the default of a field, which is JSON, as fastavro writes it."""
+        if isinstance(schema, str) and schema in self._named:
+            schema = self._named[schema]
+        if isinstance(schema, list):
+            branch = schema[0] if default is not None or "null" not in schema else "null"
+            return branch_name(branch), self._default(branch, default)
+        kind = schema if isinstance(schema, str) else schema["type"]
+        if kind in ("bytes", "fixed"):
+            return default.encode("latin-1")
+        if kind == "array":
+            return [self._default(schema["items"], each) for each in default]
+        if kind == "map":
+            return {key: self._default(schema["values"], each) for key, each in default.items()}
+        if kind == "record":
+            return {
+                each["name"]: self._default(
+                    each["type"], default.get(each["name"], each.get(DEFAULT))
+                )
+                for each in schema["fields"]
+            }
+        return default
+
+
+_LONG: Final = integer("long", -(1 << 63), (1 << 63) - 1)
+_PRIMITIVES: Final[dict[str, Convert]] = {
+    "null": null,
+    "boolean": boolean,
+    "int": integer("int", -(1 << 31), (1 << 31) - 1),
+    "long": _LONG,
+    "float": floating("<f", "float"),
+    "double": floating("<d", "double"),
+    "bytes": binary,
+    "string": text,
+}
+
+
+def _array(inner: Convert) -> Convert:
+    def convert(value: Any) -> list[Any]:  # noqa: ANN401
+        if not isinstance(value, list | tuple):
+            raise mismatch("a list", value)
+        return [inner(each) for each in value]
+
+    return convert
+
+
+def _map(inner: Convert) -> Convert:
+    def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
+        if not isinstance(value, dict):
+            raise mismatch("a map", value)
+        return {text(key): inner(each) for key, each in value.items()}
+
+    return convert
+
+
+def _enum(symbols: frozenset[str]) -> Convert:
+    def convert(value: Any) -> str:  # noqa: ANN401
+        if not isinstance(value, str) or value not in symbols:
+            raise mismatch(f"one of {', '.join(sorted(symbols)[:10])}", value)
+        return value
+
+    return convert
+
+
+def _fixed(size: int) -> Convert:
+    def convert(value: Any) -> bytes:  # noqa: ANN401
+        data = binary(value)
+        if len(data) != size:
+            raise ValueError(f"expected {size} bytes, found {len(data)}")
+        return data
+
+    return convert
+
+
+def _logical(schema: Mapping[str, Any], name: str) -> Convert:
+    unit = name.rpartition("-")[2]
+    match name:
+        case "date":
+            return _from_date
+        case "decimal":
+            return _from_decimal(schema)
+        case "uuid":
+            return _from_uuid_text if schema["type"] == "string" else _from_uuid
+        case "time-millis" | "time-micros":
+            return _from_time(_NANOS[unit] // 1_000)
+        case _:  # a timestamp
+            pass
+    epoch = _LOCAL_EPOCH if name.startswith("local-") else _EPOCH
+    return _from_timestamp(_NANOS[unit], epoch)
+
+
+def _from_date(value: Any) -> int:  # noqa: ANN401
+    if not isinstance(value, date) or isinstance(value, datetime):
+        raise mismatch("a date", value)
+    return value.toordinal() - _DAYS
+
+
+def _from_time(micros: int) -> Convert:
+    def convert(value: Any) -> int:  # noqa: ANN401
+        if not isinstance(value, time) or value.tzinfo is not None:
+            raise mismatch("a time without a time zone", value)
+        since = datetime.combine(_LOCAL_EPOCH, value) - _LOCAL_EPOCH
+        return _whole(since // _MICROSECOND, micros)
+
+    return convert
+
+
+def _from_timestamp(nanos: int, epoch: datetime) -> Convert:
+    has_zone = epoch.tzinfo is not None
+
+    def convert(value: Any) -> int:  # noqa: ANN401
+        if not isinstance(value, datetime) or (value.tzinfo is not None) is not has_zone:
+            raise mismatch(f"a timestamp with{'' if has_zone else 'out'} a time zone", value)
+        found = _whole((value - epoch) // _MICROSECOND * 1_000, nanos)
+        number: int = _LONG(found)
+        return number
+
+    return convert
+
+
+def _whole(value: int, unit: int) -> int:
+    whole, rest = divmod(value, unit)
+    if rest:
+        raise ValueError("it has a part that is smaller than the unit of the schema")
+    return whole
+
+
+def _from_decimal(schema: Mapping[str, Any]) -> Convert:
+    scale, precision = schema["scale"], schema["precision"]
+    size = schema.get("size")
+
+    def convert(value: Any) -> bytes:  # noqa: ANN401
+        if isinstance(value, bool) or not isinstance(value, Decimal | int):
+            raise mismatch("a decimal", value)
+        unscaled = unscaled_of(value, scale)
+        if abs(unscaled) >= 10**precision:
+            raise ValueError(f"expected up to {precision} digits, found {value!r:.100}")
+        if size is None:
+            return decimal_bytes(unscaled)
+        return unscaled.to_bytes(size, "big", signed=True)
+
+    return convert
+
+
+def _from_uuid_text(value: Any) -> str:  # noqa: ANN401
+    return str(UUID(value) if isinstance(value, str) else _uuid(value))
+
+
+def _from_uuid(value: Any) -> bytes:  # noqa: ANN401
+    return (UUID(value) if isinstance(value, str) else _uuid(value)).bytes
+
+
+def _uuid(value: Any) -> UUID:  # noqa: ANN401
+    if not isinstance(value, UUID):
+        raise mismatch("a UUID", value)
+    return value

@@ -1,0 +1,239 @@
+"""Encodes and decodes Protobuf with one schema; the only file that names google.protobuf.
+
+Rules:
+    1. A schema is a serialized descriptor of a file, which the registry makes of the source. Each
+       codec has a descriptor pool of its own: two schemas may have types of the same name.
+    2. A payload names the message type by its path in the file (`schema_prefix.py`).
+    3. The parser limits the depth of messages to 100, and memory to the size of the payload.
+       `protobuf_values.py` limits the rest.
+    4. Files that the registry does not store, because each compiler has them: the well-known types,
+       and some of google.type and Confluent. Confluent's meta.proto has options only, which nothing
+       here reads, so it is an empty file.
+"""
+
+import base64
+import binascii
+from typing import Any, Final, NamedTuple
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.schemas.protobuf_values import MessageBuilder, MessageReader, MessageTypes
+from waltz_core.schemas.registered_schemas import RegisteredSchema
+from waltz_core.schemas.schema_prefix import message_indexes, split_indexes
+
+try:
+    from google.protobuf import (
+        any_pb2,
+        api_pb2,
+        descriptor_pb2,
+        descriptor_pool,
+        duration_pb2,
+        empty_pb2,
+        field_mask_pb2,
+        message_factory,
+        source_context_pb2,
+        struct_pb2,
+        timestamp_pb2,
+        type_pb2,
+        wrappers_pb2,
+    )
+    from google.protobuf.message import DecodeError, EncodeError
+except ImportError as error:
+    raise BadConfig(
+        f"Protobuf needs the package protobuf: {error}. Hint: pip install 'waltz-spark[protobuf]'"
+    ) from error
+
+_WELL_KNOWN: Final = (
+    any_pb2,
+    api_pb2,
+    descriptor_pb2,
+    duration_pb2,
+    empty_pb2,
+    field_mask_pb2,
+    source_context_pb2,
+    struct_pb2,
+    timestamp_pb2,
+    type_pb2,
+    wrappers_pb2,
+)
+# What the library raises for a descriptor or a message that is not valid.
+_INVALID: Final = (
+    DecodeError,
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+_INT32, _UINT32, _BYTES = 5, 13, 12
+
+
+class _Type(NamedTuple):
+    """A message type: the class of its messages, and its path in the file as bytes."""
+
+    message: Any
+    indexes: bytes
+
+
+class ProtobufCodec:
+    """Encodes and decodes the messages of a schema.
+
+    Args:
+        schema: the schema, with those to which it refers.
+        message: the full name of the type that is written; None: the first one.
+
+    Raises:
+        BadFormat: the schema is not valid.
+        BadConfig: it has no such message type.
+    """
+
+    def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
+        self._schema_id = schema.schema_id
+        self._types = MessageTypes()
+        self._found: dict[tuple[int, ...], _Type] = {}
+        self._pool = descriptor_pool.DescriptorPool()
+        files = {each.name: _parsed(each.text, each.name) for each in schema.references}
+        self._file = _parsed(schema.text, f"schema-{schema.schema_id}.proto")
+        try:
+            self._add(self._file, files, set())
+        except _INVALID as error:
+            raise BadFormat(f"schema {schema.schema_id}: Protobuf: {error!s:.300}") from None
+        self._written = (0,) if message is None else self._path_of(message)
+
+    def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
+        """Return the value of message indexes and a message.
+
+        Raises:
+            BadFormat: the bytes are damaged.
+        """
+        path, data = split_indexes(body)
+        kind = self._type(path)
+        try:
+            message = kind.message.FromString(data)
+            return MessageReader(self._types, len(data)).value(message)
+        except _INVALID as error:
+            raise BadFormat(f"not a message of the Protobuf schema: {error!s:.300}") from None
+
+    def field_names(self) -> tuple[str, ...]:
+        """Return the names of the fields of the message type that is written."""
+        return tuple(part.name for part in self._type(self._written).message.DESCRIPTOR.fields)
+
+    def encode(self, value: Any) -> bytes:  # noqa: ANN401
+        """Return the message indexes and the message of a value.
+
+        Raises:
+            BadRequest: the value does not fit the schema.
+        """
+        kind = self._type(self._written)
+        given = getattr(getattr(value, "DESCRIPTOR", None), "full_name", None)
+        try:
+            if given is not None:
+                if given != kind.message.DESCRIPTOR.full_name:
+                    raise TypeError(
+                        f"expected a {kind.message.DESCRIPTOR.full_name}, found a {given}"
+                    )
+                data = value.SerializeToString(deterministic=True)
+            else:
+                message = kind.message()
+                MessageBuilder(self._types).fill(message, value)
+                data = message.SerializeToString(deterministic=True)
+        except (*_INVALID, EncodeError) as error:
+            raise BadRequest(f"a value does not fit the Protobuf schema: {error}") from None
+        return kind.indexes + bytes(data)
+
+    def _add(self, file: Any, files: dict[str, Any], added: set[str]) -> None:  # noqa: ANN401
+        """Add a file to the pool, after those that it imports."""
+        if file.name in added:
+            return
+        added.add(file.name)
+        for name in file.dependency:
+            found = files.get(name) or _BUILT_IN.get(name)
+            if found is not None:  # otherwise the pool names it
+                self._add(found, files, added)
+        self._pool.AddSerializedFile(file.SerializeToString())
+
+    def _type(self, path: tuple[int, ...]) -> _Type:
+        found = self._found.get(path)
+        if found is None:
+            found = self._found[path] = _Type(self._class_of(path), message_indexes(path))
+        return found
+
+    def _class_of(self, path: tuple[int, ...]) -> Any:  # noqa: ANN401 - a class of messages
+        names = [self._file.package] if self._file.package else []
+        types = self._file.message_type
+        for step in path:
+            if step >= len(types):
+                raise BadFormat(f"schema {self._schema_id} has no message type {list(path)}")
+            names.append(types[step].name)
+            types = types[step].nested_type
+        kind = self._pool.FindMessageTypeByName(".".join(names))
+        return message_factory.GetMessageClass(kind)
+
+    def _path_of(self, name: str) -> tuple[int, ...]:
+        """Return the path of a message type; raises BadConfig if there is none."""
+        prefix = f"{self._file.package}." if self._file.package else ""
+        waiting: list[tuple[str, Any, tuple[int, ...]]] = [
+            (prefix, each, (at,)) for at, each in enumerate(self._file.message_type)
+        ]
+        known = []
+        while waiting:
+            prefix, kind, path = waiting.pop()
+            full = prefix + kind.name
+            if full == name:
+                return path
+            known.append(full)
+            waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
+        raise BadConfig(
+            f"schema {self._schema_id} has no message type {name!r}; it has "
+            f"{', '.join(sorted(known)[:10]) or 'none'}"
+        )
+
+
+def _parsed(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
+    """Return the descriptor of a file, with the name by which others import it."""
+    try:
+        file = descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(text, validate=True))
+    except (DecodeError, binascii.Error, ValueError) as error:
+        raise BadFormat(
+            f"{name}: expected a serialized descriptor, which the schema registry returns for "
+            f"format=serialized, found something else: {error!s:.200}"
+        ) from None
+    file.name = name
+    return file
+
+
+def _file(name: str, message: str, *fields: tuple[str, int]) -> Any:  # noqa: ANN401
+    """Return the descriptor of a file with one message type of numbered fields."""
+    package, _, kind = message.rpartition(".")
+    file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax="proto3")
+    if fields:
+        type_ = file.message_type.add(name=kind)
+        for number, (field, code) in enumerate(fields, 1):
+            type_.field.add(name=field, number=number, type=code, label=1)
+    return file
+
+
+_BUILT_IN: Final = {
+    **{
+        module.DESCRIPTOR.name: descriptor_pb2.FileDescriptorProto.FromString(
+            module.DESCRIPTOR.serialized_pb
+        )
+        for module in _WELL_KNOWN
+    },
+    "google/type/date.proto": _file(
+        "google/type/date.proto",
+        "google.type.Date",
+        *(("year", _INT32), ("month", _INT32), ("day", _INT32)),
+    ),
+    "google/type/timeofday.proto": _file(
+        "google/type/timeofday.proto",
+        "google.type.TimeOfDay",
+        *(("hours", _INT32), ("minutes", _INT32), ("seconds", _INT32), ("nanos", _INT32)),
+    ),
+    "confluent/type/decimal.proto": _file(
+        "confluent/type/decimal.proto",
+        "confluent.type.Decimal",
+        *(("value", _BYTES), ("precision", _UINT32), ("scale", _INT32)),
+    ),
+    "confluent/meta.proto": _file("confluent/meta.proto", "confluent."),
+}

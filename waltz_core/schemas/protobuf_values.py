@@ -1,0 +1,355 @@
+"""Converts messages of Protobuf to values, and values to messages.
+
+    Protobuf                                value
+    bool, integers, float, double           bool, int, float
+    string, bytes                           str, bytes
+    enum                                    str, the name; int for a number without a name
+    repeated, map                           list, dict
+    message                                 dict by field name
+    google.protobuf.Timestamp               datetime.datetime in UTC
+    wrappers, such as ...Int64Value         the value in them
+    google.type.Date                        datetime.date
+    google.type.TimeOfDay                   datetime.time
+    confluent.type.Decimal                  decimal.Decimal
+
+Rules:
+    1. A field with presence that is not set is absent from the dict. One without presence has its
+       default: Protobuf does not store whether it was set.
+    2. A value is written only if it is of its type and nothing is lost (`strict_values.py`). A null
+       is an absent field, and an error where the message could not state that it is absent. A key
+       that is no field is an error.
+    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, and
+       `VALUES_MIN` in any case: each message in it may have many fields that are not in the bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
+
+from waltz_core.schemas.strict_values import (
+    Convert,
+    binary,
+    boolean,
+    decimal_bytes,
+    decimal_of,
+    floating,
+    integer,
+    mismatch,
+    text,
+    unscaled_of,
+)
+
+VALUES_PER_BYTE: Final = 8
+VALUES_MIN: Final = 100_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+# The codes of FieldDescriptor.type.
+_MESSAGES: Final = (10, 11)
+_ENUM: Final = 14
+_TEXT: Final = 9
+_SCALARS: Final[dict[int, Convert]] = {
+    1: floating("<d", "double"),
+    2: floating("<f", "float"),
+    **dict.fromkeys((3, 16, 18), integer("int64", -(1 << 63), (1 << 63) - 1)),
+    **dict.fromkeys((5, 15, 17), integer("int32", -(1 << 31), (1 << 31) - 1)),
+    **dict.fromkeys((4, 6), integer("uint64", 0, (1 << 64) - 1)),
+    **dict.fromkeys((7, 13), integer("uint32", 0, (1 << 32) - 1)),
+    8: boolean,
+    9: text,
+    12: binary,
+}
+# No type of these is generated, so a field of a descriptor has no type in Python.
+Message = Any
+Descriptor = Any
+
+
+class MessagePart(NamedTuple):
+    """One field of a message type."""
+
+    name: str
+    has_presence: bool
+    is_repeated: bool
+    key: Convert | None  # of a map
+    scalar: Convert | None  # None for messages
+    names: dict[int, str] | None  # of an enum
+    message: Descriptor | None
+    oneof: str | None
+    is_text: bool
+
+
+class MessageType(NamedTuple):
+    """The fields of a message type by name, and what they have if they are not set (rule 1)."""
+
+    fields: dict[str, MessagePart]
+    defaults: dict[str, Any]
+    lists: tuple[str, ...]  # repeated fields
+    maps: tuple[str, ...]
+
+
+class MessageTypes:
+    """The message types of a schema, by full name."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, MessageType] = {}
+
+    def of(self, kind: Descriptor) -> MessageType:
+        """Return a message type."""
+        found = self._known.get(kind.full_name)
+        if found is None:
+            found = self._known[kind.full_name] = _type(kind)
+        return found
+
+
+def _type(kind: Descriptor) -> MessageType:
+    fields = {part.name: _field(part) for part in kind.fields}
+    single = [part for part in kind.fields if not part.has_presence and not part.is_repeated]
+    defaults = {part.name: _named(fields[part.name], part.default_value) for part in single}
+    repeated = [part for part in fields.values() if part.is_repeated]
+    lists = tuple(part.name for part in repeated if part.key is None)
+    return MessageType(
+        fields, defaults, lists, tuple(part.name for part in repeated if part.key is not None)
+    )
+
+
+def _named(part: MessagePart, value: Any) -> Any:  # noqa: ANN401
+    return value if part.names is None else part.names.get(value, value)
+
+
+def _field(part: Descriptor) -> MessagePart:
+    key, item = None, part
+    if part.message_type is not None and part.message_type.GetOptions().map_entry:
+        key = _SCALARS[part.message_type.fields_by_name["key"].type]
+        item = part.message_type.fields_by_name["value"]
+    names = None
+    if item.type == _ENUM:
+        names = {value.number: value.name for value in item.enum_type.values}
+    return MessagePart(
+        part.name,
+        part.has_presence,
+        part.is_repeated,
+        key,
+        None if item.type in _MESSAGES else _SCALARS.get(item.type, _enum_number(names or {})),
+        names,
+        item.message_type if item.type in _MESSAGES else None,
+        None if part.containing_oneof is None else part.containing_oneof.name,
+        item.type == _TEXT,
+    )
+
+
+def _enum_number(names: Mapping[int, str]) -> Convert:
+    numbers = {name: number for number, name in names.items()}
+
+    def convert(value: Any) -> int:  # noqa: ANN401
+        if isinstance(value, str) and value in numbers:
+            return numbers[value]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise mismatch(f"one of {', '.join(list(numbers)[:10])}", value)
+        return value
+
+    return convert
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+class MessageReader:
+    """Converts one message to a value.
+
+    Args:
+        types: the fields of message types.
+        size: the bytes of the message (rule 3).
+    """
+
+    def __init__(self, types: MessageTypes, size: int) -> None:
+        self._types = types
+        self._left = VALUES_MIN + VALUES_PER_BYTE * size
+
+    def value(self, message: Message) -> Any:  # noqa: ANN401
+        """Return the value; raises ValueError, OverflowError, or AttributeError for a message with
+        the name of a known type and other fields.
+        """
+        special = _READERS.get(message.DESCRIPTOR.full_name)
+        if special is not None:
+            return special(message)
+        fields, defaults, lists, maps = self._types.of(message.DESCRIPTOR)
+        self._left -= len(fields)
+        if self._left < 0:
+            raise ValueError("its messages have too many fields for their bytes")
+        found = defaults.copy()
+        for name in lists:
+            found[name] = []
+        for name in maps:
+            found[name] = {}
+        for descriptor, given in message.ListFields():
+            if not descriptor.is_extension:
+                part = fields[descriptor.name]
+                found[part.name] = self._field(part, given)
+        return found
+
+    def _field(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
+        if part.key is not None:
+            # Of a map of messages `items` has copies of the keys only.
+            return {key: self._one(part, given[key]) for key in given}
+        if part.is_repeated:
+            return [self._one(part, each) for each in given]
+        return self._one(part, given)
+
+    def _one(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
+        if part.message is not None:
+            return self.value(given)
+        if part.is_text and not isinstance(given, str):  # proto2
+            raise ValueError(f"field {part.name!r} is not valid UTF-8")
+        return _named(part, given)
+
+
+def _read_timestamp(message: Message) -> datetime:
+    micros, rest = divmod(message.nanos, 1_000)
+    if rest:
+        raise ValueError(f"expected whole microseconds, found {message.nanos} nanoseconds")
+    return _EPOCH + timedelta(seconds=message.seconds, microseconds=micros)
+
+
+def _read_time(message: Message) -> time:
+    micros, rest = divmod(message.nanos, 1_000)
+    if rest:
+        raise ValueError(f"expected whole microseconds, found {message.nanos} nanoseconds")
+    return time(message.hours, message.minutes, message.seconds, micros)
+
+
+def _read_decimal(message: Message) -> Decimal:
+    return decimal_of(int.from_bytes(binary(message.value), "big", signed=True), message.scale)
+
+
+_WRAPPED: Final = (
+    "Double",
+    "Float",
+    "Int64",
+    "UInt64",
+    "Int32",
+    "UInt32",
+    "Bool",
+    "String",
+    "Bytes",
+)
+_WRAPPERS: Final = tuple(f"google.protobuf.{name}Value" for name in _WRAPPED)
+_READERS: Final[dict[str, Callable[[Message], Any]]] = {
+    "google.protobuf.Timestamp": _read_timestamp,
+    "google.type.Date": lambda message: date(message.year, message.month, message.day),
+    "google.type.TimeOfDay": _read_time,
+    "confluent.type.Decimal": _read_decimal,
+    **dict.fromkeys(_WRAPPERS, lambda message: message.value),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+class MessageBuilder:
+    """Sets the fields of messages (rule 2)."""
+
+    def __init__(self, types: MessageTypes) -> None:
+        self._types = types
+
+    def fill(self, message: Message, value: Any) -> None:  # noqa: ANN401
+        """Set the fields of an empty message; raises TypeError, ValueError or OverflowError."""
+        kind = message.DESCRIPTOR.full_name
+        message.SetInParent()  # it is present, even if all of its fields are absent
+        special = _WRITERS.get(kind)
+        if special is not None:
+            special(message, value)
+            return
+        if kind in _WRAPPERS:
+            value = {"value": value}
+        if not isinstance(value, dict):
+            raise mismatch("a map of fields", value)
+        fields = self._types.of(message.DESCRIPTOR).fields
+        unknown = value.keys() - fields.keys()
+        if unknown:
+            raise ValueError(f"the schema has no field {min(map(str, unknown))!r:.100}")
+        chosen: dict[str, str] = {}
+        for name, given in value.items():
+            part = fields[name]
+            if given is not None and part.oneof is not None:
+                other = chosen.setdefault(part.oneof, part.name)
+                if other != part.name:
+                    raise ValueError(
+                        f"fields {other!r} and {part.name!r} are of one oneof: expected one of them"
+                    )
+            try:
+                self._field(message, part, given)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"field {part.name!r}: {error}") from None
+
+    def _field(self, message: Message, part: MessagePart, given: Any) -> None:  # noqa: ANN401
+        if given is None:
+            if not part.has_presence:
+                raise ValueError(
+                    "a null cannot be stored in a field without presence. Hint: declare it "
+                    "optional in the schema"
+                )
+            return
+        if part.key is not None:
+            self._map(getattr(message, part.name), part, part.key, given)
+        elif part.is_repeated:
+            if not isinstance(given, list | tuple):
+                raise mismatch("a list", given)
+            target = getattr(message, part.name)
+            if part.scalar is not None:
+                target.extend([part.scalar(each) for each in given])
+            else:
+                for each in given:
+                    self.fill(target.add(), each)
+        elif part.scalar is not None:
+            setattr(message, part.name, part.scalar(given))
+        else:
+            self.fill(getattr(message, part.name), given)
+
+    def _map(self, target: Any, part: MessagePart, key: Convert, given: Any) -> None:  # noqa: ANN401
+        if not isinstance(given, dict):
+            raise mismatch("a map", given)
+        for name, each in given.items():
+            if part.scalar is not None:
+                target[key(name)] = part.scalar(each)
+            else:
+                self.fill(target[key(name)], each)
+
+
+def _write_timestamp(message: Message, value: Any) -> None:  # noqa: ANN401
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        raise mismatch("a timestamp with a time zone", value)
+    seconds, micros = divmod((value - _EPOCH) // _MICROSECOND, 1_000_000)
+    message.seconds, message.nanos = seconds, micros * 1_000
+
+
+def _write_date(message: Message, value: Any) -> None:  # noqa: ANN401
+    if not isinstance(value, date) or isinstance(value, datetime):
+        raise mismatch("a date", value)
+    message.year, message.month, message.day = value.year, value.month, value.day
+
+
+def _write_time(message: Message, value: Any) -> None:  # noqa: ANN401
+    if not isinstance(value, time) or value.tzinfo is not None:
+        raise mismatch("a time without a time zone", value)
+    message.hours, message.minutes, message.seconds = value.hour, value.minute, value.second
+    message.nanos = value.microsecond * 1_000
+
+
+def _write_decimal(message: Message, value: Any) -> None:  # noqa: ANN401
+    if isinstance(value, bool) or not isinstance(value, Decimal | int):
+        raise mismatch("a decimal", value)
+    exponent = Decimal(value).as_tuple().exponent
+    scale = max(0, -exponent) if isinstance(exponent, int) else 0
+    unscaled = unscaled_of(value, scale)
+    message.value, message.scale = decimal_bytes(unscaled), scale
+    message.precision = max(len(str(abs(unscaled))), scale)
+
+
+_WRITERS: Final[dict[str, Callable[[Message, Any], None]]] = {
+    "google.protobuf.Timestamp": _write_timestamp,
+    "google.type.Date": _write_date,
+    "google.type.TimeOfDay": _write_time,
+    "confluent.type.Decimal": _write_decimal,
+}

@@ -1,0 +1,251 @@
+"""A client of a schema registry with Confluent's HTTP API.
+
+The registry decides about versions and compatibility. This client requests a schema by its ID, or
+by the version of a subject, and registers schemas.
+
+Rules:
+    1. An error states whose fault it is. `BadFormat`: a payload names a schema that the registry
+       does not have, or a schema is not valid. `BadConfig`: URL, credentials, subject or version.
+       `BadRequest`: the registry rejects a new schema. `Unavailable`: there is no answer now; this
+       never counts as a missing schema.
+    2. All requests for one schema, with those for the schemas to which it refers, have one time
+       limit. If an address does not answer in its share of the rest, the next one is used.
+    3. A schema refers to at most `REFERENCES_MAX` others, directly or not.
+"""
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
+from waltz_core.records.strict_json import from_json
+from waltz_core.schemas.registered_schemas import NamedSchema, RegisteredSchema, SchemaType
+from waltz_core.schemas.registry_urls import addresses_of
+from waltz_core.schemas.schema_prefix import SCHEMA_ID_MAX
+
+if TYPE_CHECKING:
+    from waltz_core.schemas.registry_http import HttpAnswer
+
+TIMEOUT_S: Final = 10.0
+REFERENCES_MAX: Final = 100
+SCHEMA_CHARACTERS_MAX: Final = 1024 * 1024
+_CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
+_ACCEPT: Final = f"{_CONTENT_TYPE}, application/json"
+_TEXT_MAX: Final = 300
+
+
+class SchemaRegistry:
+    """A client of a schema registry.
+
+    Args:
+        urls: its URL, or several with commas: the first one that answers is used.
+        auth_file: a file with `user:password` for basic authentication.
+        timeout_s: the time limit of rule 2.
+
+    Raises:
+        BadConfig: a URL is not valid.
+    """
+
+    def __init__(
+        self, urls: str, auth_file: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._addresses = addresses_of(urls)
+        self._auth_file = auth_file
+        self._timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._addresses))
+
+    def schema(self, schema_id: int, kind: SchemaType) -> RegisteredSchema:
+        """Return the schema with an ID.
+
+        Raises:
+            BadFormat: there is none, or one of another kind.
+            BadConfig, Unavailable: rule 1.
+        """
+        lookup = _Lookup(self, kind)
+        found = lookup.get(f"/schemas/ids/{schema_id}")
+        if found is None:
+            raise BadFormat(f"schema {schema_id} does not exist in the schema registry at {self}")
+        return lookup.registered(schema_id, found)
+
+    def version(self, subject: str, version: int | None, kind: SchemaType) -> RegisteredSchema:
+        """Return a version of a subject's schemas; None: the latest one.
+
+        Raises:
+            BadFormat: it is of another kind.
+            BadConfig, Unavailable: rule 1.
+        """
+        lookup = _Lookup(self, kind)
+        found = lookup.version(subject, "latest" if version is None else version)
+        return lookup.registered(_schema_id(found, str(self)), found)
+
+    def register(self, subject: str, kind: SchemaType, text: str) -> RegisteredSchema:
+        """Register a schema under a subject, if it is new, and return it with its ID.
+
+        Raises:
+            BadRequest: it is not compatible with the subject's schemas, or not valid.
+            BadConfig, Unavailable: rule 1.
+        """
+        lookup = _Lookup(self, kind)
+        given: dict[str, Any] = {"schema": text}
+        if kind is not SchemaType.AVRO:  # earlier versions of the API have Avro only
+            given["schemaType"] = kind.value
+        found = lookup.get(f"/subjects/{quote(subject, safe='')}/versions", given)
+        if found is None:
+            raise BadConfig(f"the schema registry at {self} has no subjects: {given}")
+        return RegisteredSchema(_schema_id(found, str(self)), kind, text)
+
+    def answer(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
+        """Return the answer of the first address that has one; the errors are those of rule 1."""
+        # Most clients have no schema registry, and http.client takes 30 ms to import.
+        from waltz_core.schemas.registry_http import basic_auth, request  # noqa: PLC0415
+
+        headers = {"Accept": _ACCEPT, "User-Agent": "waltz"}
+        if body is not None:
+            headers["Content-Type"] = _CONTENT_TYPE
+        if self._auth_file is not None:
+            headers["Authorization"] = basic_auth(self._auth_file)
+        failure = Unavailable(f"the schema registry at {self} did not answer in time")
+        for left, address in zip(range(len(self._addresses), 0, -1), self._addresses, strict=True):
+            now_s = time.monotonic()
+            until_s = now_s + (deadline_s - now_s) / left
+            try:
+                found = request(address, path, body=body, headers=headers, deadline_s=until_s)
+            except Unavailable as error:
+                failure = error
+                continue
+            if found.status < 500 and found.status != 429:
+                return found
+            failure = Unavailable(
+                f"the schema registry at {address} answers with status {found.status}: "
+                f"{found.shown}"
+            )
+        raise failure
+
+
+class _Lookup:
+    """The requests for one schema (rules 2 and 3)."""
+
+    def __init__(self, registry: SchemaRegistry, kind: SchemaType) -> None:
+        self._registry = registry
+        self._kind = kind
+        self._deadline_s = time.monotonic() + registry._timeout_s
+
+    def get(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return the object that answers a request; None if the resource does not exist."""
+        if given is None and self._kind is SchemaType.PROTOBUF:
+            path += "?format=serialized"
+        body = None if given is None else json.dumps(given).encode()
+        found = self._registry.answer(path, body, self._deadline_s)
+        reply = _object(found.body)
+        if found.status == 200 and reply is not None:
+            return reply
+        # An address without this API, such as another web server, has no error code.
+        if found.status == 404 and reply is not None and "error_code" in reply:
+            return None
+        raise _rejection(found, reply, str(self._registry))
+
+    def version(self, subject: str, version: object) -> dict[str, Any]:
+        """Return a version of a subject."""
+        found = self.get(f"/subjects/{quote(subject, safe='')}/versions/{version}")
+        if found is None:
+            raise BadConfig(
+                f"the schema registry at {self._registry} has no version {version} of subject "
+                f"{subject!r}"
+            )
+        return found
+
+    def registered(self, schema_id: int, found: dict[str, Any]) -> RegisteredSchema:
+        """Return an answer with a schema, and the schemas to which it refers."""
+        what = f"schema {schema_id} of the schema registry at {self._registry}"
+        known: dict[tuple[str, int], NamedSchema | None] = {}
+        self._collect(found, known, what)
+        references = tuple(each for each in known.values() if each is not None)
+        return RegisteredSchema(schema_id, self._kind, self._text(found, what), references)
+
+    def _collect(
+        self, found: dict[str, Any], known: dict[tuple[str, int], NamedSchema | None], what: str
+    ) -> None:
+        """Add the schemas to which one refers, after those to which they refer."""
+        for name, subject, version in _references(found, what):
+            key = (subject, version)
+            if key in known:
+                continue
+            if len(known) >= REFERENCES_MAX:  # rule 3
+                raise BadFormat(f"{what} refers to over {REFERENCES_MAX} schemas")
+            known[key] = None  # a schema that refers to itself
+            part = self.version(subject, version)
+            self._collect(part, known, what)
+            del known[key]  # its place is after its own references
+            known[key] = NamedSchema(name, self._text(part, what))
+
+    def _text(self, found: dict[str, Any], what: str) -> str:
+        kind = found.get("schemaType", SchemaType.AVRO.value)
+        if kind != self._kind.value:
+            raise BadFormat(f"{what}: expected a schema of kind {self._kind.value}, found {kind!r}")
+        text = found.get("schema")
+        if not isinstance(text, str) or len(text) > SCHEMA_CHARACTERS_MAX:
+            raise BadFormat(
+                f"{what}: expected a text of up to {SCHEMA_CHARACTERS_MAX} characters as schema"
+            )
+        return text
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        found = from_json(body)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _schema_id(found: dict[str, Any], where: str) -> int:
+    schema_id = found.get("id")
+    if type(schema_id) is not int or not 0 <= schema_id <= SCHEMA_ID_MAX:
+        raise BadConfig(
+            f"the schema registry at {where}: expected a schema ID, found {schema_id!r:.100}"
+        )
+    return schema_id
+
+
+def _references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
+    given = found.get("references") or []
+    if not isinstance(given, list):
+        raise BadFormat(f"{what}: expected a list of references, found {type(given).__name__}")
+    references = []
+    for each in given:
+        fields = each if isinstance(each, dict) else {}
+        name, subject, version = (fields.get(key) for key in ("name", "subject", "version"))
+        if not isinstance(name, str) or not isinstance(subject, str) or type(version) is not int:
+            raise BadFormat(f"{what}: expected references with name, subject and version")
+        references.append((name, subject, version))
+    return references
+
+
+def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
+    """Return the error for an answer without a result (rule 1)."""
+    status = found.status
+    reason = found.shown
+    if reply is not None and isinstance(reply.get("message"), str):
+        reason = repr(reply["message"][:_TEXT_MAX])
+    registry = f"the schema registry at {where}"
+    if status in (401, 403):
+        return BadConfig(
+            f"{registry} rejects the credentials with status {status}: {reason}. Hint: a file with "
+            "user:password is given as auth_file, in Spark as option schemaRegistryAuthFile."
+        )
+    if status == 409:
+        return BadRequest(
+            f"{registry}: the new schema is not compatible with the subject's schemas: {reason}. "
+            "Hint: a new column must be nullable."
+        )
+    if status in (400, 422) and reply is not None:
+        return BadRequest(f"{registry} rejects the request with status {status}: {reason}")
+    if 300 <= status < 400:
+        return BadConfig(f"{registry} redirects, which is not followed. Hint: use the final URL.")
+    return BadConfig(
+        f"{where}: expected Confluent's HTTP API, found an answer of status {status}: {reason}. "
+        "Hint: check the URL of the schema registry."
+    )

@@ -1,0 +1,149 @@
+"""HTTP requests to a schema registry.
+
+Rules:
+    1. A request ends within its time limit, however slowly the peer answers: each read waits only
+       for the rest of the limit.
+    2. An answer over `ANSWER_BYTES_MAX` is rejected.
+    3. There are no redirects and no proxies: credentials reach only the host that the URL names.
+    4. Credentials are read from a file for each request, and are in no message.
+"""
+
+import base64
+import http.client
+import io
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from waltz_core.errors import BadConfig, Unavailable
+from waltz_core.schemas.registry_urls import RegistryAddress
+
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+_AUTH_BYTES_MAX: Final = 4096
+# What an answer may add to a message.
+_TEXT_MAX: Final = 300
+
+
+class HttpAnswer(NamedTuple):
+    """The status and the body of an answer."""
+
+    status: int
+    body: bytes
+
+    @property
+    def shown(self) -> str:
+        """The beginning of the body, for a message."""
+        return repr(self.body[:_TEXT_MAX].decode("utf-8", "replace"))
+
+
+def basic_auth(auth_file: str) -> str:
+    """Return the header of basic authentication from a file with `user:password`.
+
+    Raises:
+        BadConfig: the file cannot be read, or has something else.
+    """
+    try:
+        with Path(auth_file).open("rb") as file:
+            text = file.read(_AUTH_BYTES_MAX + 1).strip()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadConfig(f"schema registry: file {auth_file!r}: {reason}") from None
+    if b":" not in text or len(text) > _AUTH_BYTES_MAX or len(text.splitlines()) != 1:
+        raise BadConfig(
+            f"schema registry: file {auth_file!r}: expected one line, user:password, found "
+            "something else"
+        )
+    return f"Basic {base64.b64encode(text).decode()}"
+
+
+def request(
+    address: RegistryAddress,
+    path: str,
+    *,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    deadline_s: float,
+) -> HttpAnswer:
+    """Send a request, POST with a body and GET without, and return the answer.
+
+    Args:
+        address: where the schema registry answers.
+        path: the resource, quoted, with a slash at its beginning.
+        body: the JSON to send.
+        headers: additional headers.
+        deadline_s: when the request ends, in `time.monotonic` (rule 1).
+
+    Raises:
+        Unavailable: there is no answer in time, or none of HTTP.
+    """
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    connection = kind(address.host, address.port, timeout=_rest_s(deadline_s))
+    opened: socket.socket | None = None
+    try:
+        connection.connect()
+        opened = connection.sock
+        limited: Any = _LimitedSocket(opened, deadline_s)
+        connection.sock = limited
+        method = "GET" if body is None else "POST"
+        connection.request(method, address.path + path, body, dict(headers))
+        response = connection.getresponse()
+        found = response.read(ANSWER_BYTES_MAX + 1)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else _reason(error)
+        raise Unavailable(f"the schema registry at {address} cannot be read: {reason}") from None
+    finally:
+        connection.close()
+        if opened is not None:
+            opened.close()
+    if len(found) > ANSWER_BYTES_MAX:  # rule 2
+        raise Unavailable(
+            f"the schema registry at {address} answers with over {ANSWER_BYTES_MAX} bytes"
+        )
+    return HttpAnswer(response.status, found)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:_TEXT_MAX]}"
+
+
+def _rest_s(deadline_s: float) -> float:
+    """Return the time until a deadline; raises TimeoutError after it."""
+    rest = deadline_s - time.monotonic()
+    if rest <= 0:
+        raise TimeoutError
+    return rest
+
+
+class _LimitedSocket:
+    """What http.client uses of a socket, until a deadline; its opener closes the socket."""
+
+    def __init__(self, opened: socket.socket, deadline_s: float) -> None:
+        self._socket = opened
+        self._deadline_s = deadline_s
+
+    def sendall(self, data: bytes) -> None:
+        self._socket.settimeout(_rest_s(self._deadline_s))
+        self._socket.sendall(data)
+
+    def makefile(self, *_: object) -> io.BufferedReader:
+        return io.BufferedReader(_LimitedReader(self._socket, self._deadline_s))
+
+    def close(self) -> None:
+        pass
+
+
+class _LimitedReader(io.RawIOBase):
+    """The bytes that a socket receives until a deadline."""
+
+    def __init__(self, opened: socket.socket, deadline_s: float) -> None:
+        self._socket = opened
+        self._deadline_s = deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any writable buffer
+        self._socket.settimeout(_rest_s(self._deadline_s))
+        return self._socket.recv_into(buffer)

@@ -1,0 +1,62 @@
+"""The URLs of schema registries.
+
+Rules:
+    1. A URL has no user and no password: it is in settings, plans and logs.
+"""
+
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from waltz_core.errors import BadConfig
+
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class RegistryAddress(NamedTuple):
+    """Where a schema registry answers; `path` has no slash at its end."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.path}"
+
+
+def addresses_of(urls: str) -> tuple[RegistryAddress, ...]:
+    """Return the addresses of a list of URLs, `http://r1:8081,http://r2:8081`.
+
+    Raises:
+        BadConfig: one is not a URL of HTTP, or has a user or a password.
+    """
+    if not isinstance(urls, str):
+        raise BadConfig(f"schema registry: expected a URL, found {type(urls).__name__}")
+    found = tuple(_address(each.strip()) for each in urls.split(",") if each.strip())
+    if not found:
+        raise BadConfig("schema registry: expected a URL like http://registry:8081, found none")
+    return found
+
+
+def _address(url: str) -> RegistryAddress:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.username is not None or parts.password is not None:
+        # NB: the message must not have the URL.
+        raise BadConfig(
+            "schema registry: expected a URL without a user and a password, which plans and logs "
+            "would show. Hint: write user:password into a file, and name the file."
+        )
+    if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
+        raise BadConfig(
+            f"schema registry: expected a URL like http://registry:8081, found {url[:200]!r}"
+        )
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise BadConfig(f"schema registry: expected a URL of ASCII characters, found {url[:200]!r}")
+    return RegistryAddress(
+        parts.scheme, parts.hostname, port or _PORTS[parts.scheme], parts.path.rstrip("/")
+    )

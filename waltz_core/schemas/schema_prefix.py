@@ -1,0 +1,108 @@
+"""Confluent's wire format: the bytes before an Avro or Protobuf payload, which name its schema.
+
+    0      1                       5
+    | 0x00 | schema ID (uint32 BE) | Avro: the value
+    | 0x00 | schema ID (uint32 BE) | Protobuf: message indexes | the message
+
+Source: "Wire format" of Confluent's page about serializers and deserializers.
+
+Rules:
+    1. The message indexes are the path to a message type in its file: the index among the types of
+       the file, then among the types that are nested in this one, and so on. They are the count of
+       the path's steps, then each step; all are zigzag varints of Protobuf.
+    2. The path [0], the first type of the file, is written as the single byte 0. Readers also
+       accept the long form of it.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from waltz_core.errors import BadFormat
+
+MAGIC: Final = 0
+SCHEMA_ID_MAX: Final = (1 << 31) - 1
+_PREFIX: Final = struct.Struct(">BI")
+# protoc rejects types that are nested as deeply; it also limits what a payload can demand.
+_STEPS_MAX: Final = 32
+_VARINT_BYTES_MAX: Final = 5
+
+FIRST_MESSAGE: Final = (0,)
+
+
+def prefix_of(schema_id: int) -> bytes:
+    """Return the 5 bytes that name a schema."""
+    assert 0 <= schema_id <= SCHEMA_ID_MAX
+    return _PREFIX.pack(MAGIC, schema_id)
+
+
+def split_prefix(data: bytes) -> tuple[int, bytes]:
+    """Return the schema ID of a payload, and the bytes after it.
+
+    Raises:
+        BadFormat: the payload does not begin with this format.
+    """
+    if len(data) < _PREFIX.size:
+        raise BadFormat(
+            f"expected Confluent's wire format, which has at least {_PREFIX.size} bytes, found "
+            f"{len(data)}"
+        )
+    magic, schema_id = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise BadFormat(
+            f"expected Confluent's wire format, which begins with byte 0x00, found {magic:#04x}. "
+            "Hint: the payload was written in another format, or is encrypted."
+        )
+    if schema_id > SCHEMA_ID_MAX:
+        raise BadFormat(f"expected a schema ID up to {SCHEMA_ID_MAX}, found {schema_id}")
+    return schema_id, data[_PREFIX.size :]
+
+
+def message_indexes(path: Sequence[int]) -> bytes:
+    """Return the bytes of a path to a message type (rules 1 and 2)."""
+    assert path
+    if tuple(path) == FIRST_MESSAGE:
+        return b"\0"
+    return b"".join(_varint(each << 1) for each in (len(path), *path))
+
+
+def split_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Return the path to a message type, and the bytes of the message.
+
+    Raises:
+        BadFormat: the indexes are damaged.
+    """
+    count, at = _read_varint(body, 0)
+    if count == 0:
+        return FIRST_MESSAGE, body[at:]
+    if not 0 < count <= _STEPS_MAX:
+        raise BadFormat(f"expected 1 to {_STEPS_MAX} message indexes, found {count}")
+    path = []
+    for _ in range(count):
+        step, at = _read_varint(body, at)
+        if step < 0:
+            raise BadFormat(f"expected message indexes from 0, found {step}")
+        path.append(step)
+    return tuple(path), body[at:]
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _read_varint(body: bytes, at: int) -> tuple[int, int]:
+    """Return the zigzag varint at an offset, and the offset after it."""
+    value = 0
+    for each in range(_VARINT_BYTES_MAX):
+        if at + each >= len(body):
+            raise BadFormat("the message indexes are truncated")
+        byte = body[at + each]
+        value |= (byte & 0x7F) << (7 * each)
+        if not byte & 0x80:
+            return (value >> 1) ^ -(value & 1), at + each + 1
+    raise BadFormat(f"a message index has over {_VARINT_BYTES_MAX} bytes")

@@ -1,0 +1,124 @@
+"""Strict conversions of Python values that are written as Avro or Protobuf.
+
+Rules:
+    1. A value is accepted only if it is of its type and nothing is lost, except that a float is
+       rounded. An integer is also accepted as float and decimal.
+    2. Each conversion raises TypeError or ValueError (OverflowError) for a value that does not fit.
+"""
+
+import struct
+from collections.abc import Callable
+from decimal import Context, Decimal, Inexact
+from typing import Any, Final
+
+Convert = Callable[[Any], Any]
+
+DECIMAL_DIGITS_MAX: Final = 76
+_LIMIT: Final = 10**DECIMAL_DIGITS_MAX
+_DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
+# Numbers of twice as many digits are exact, and others an error.
+_EXACT: Final = Context(prec=2 * _DIGITS, traps=[Inexact])
+
+
+def mismatch(expected: str, value: object) -> TypeError:
+    """Return the error for a value of another type."""
+    return TypeError(f"expected {expected}, found {value!r:.100} ({type(value).__name__})")
+
+
+def null(value: Any) -> None:  # noqa: ANN401
+    """Return None."""
+    if value is not None:
+        raise mismatch("null", value)
+
+
+def boolean(value: Any) -> bool:  # noqa: ANN401
+    """Return a boolean."""
+    if not isinstance(value, bool):
+        raise mismatch("a boolean", value)
+    return value
+
+
+def integer(kind: str, low: int, high: int) -> Convert:
+    """Return the conversion to an integer low..high."""
+
+    def convert(value: Any) -> int:  # noqa: ANN401
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise mismatch(f"an integer ({kind})", value)
+        if not low <= value <= high:
+            raise ValueError(f"{value} is out of the range of {kind}")
+        return value
+
+    return convert
+
+
+def floating(layout: str, kind: str) -> Convert:
+    """Return the conversion to a float of this layout of `struct`."""
+
+    pack = struct.Struct(layout).pack
+
+    def convert(value: Any) -> float:  # noqa: ANN401
+        if isinstance(value, float):
+            number = value
+        elif isinstance(value, int) and not isinstance(value, bool):
+            number = float(value)
+            (stored,) = struct.unpack(layout, pack(number))
+            if int(stored) != value:
+                raise ValueError(f"{value} has more digits than a {kind}")
+        else:
+            raise mismatch(f"a number ({kind})", value)
+        pack(number)  # raises OverflowError
+        return number
+
+    return convert
+
+
+def binary(value: Any) -> bytes:  # noqa: ANN401
+    """Return bytes."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise mismatch("bytes", value)
+    return bytes(value)
+
+
+def text(value: Any) -> str:  # noqa: ANN401
+    """Return a text."""
+    if not isinstance(value, str):
+        raise mismatch("a text", value)
+    return value
+
+
+def unscaled_of(value: Decimal | int, scale: int) -> int:
+    """Return the integer value * 10**scale."""
+    number = Decimal(value) if isinstance(value, int) and abs(value) < _LIMIT else value
+    if not isinstance(number, Decimal) or (number and abs(number.adjusted()) > _DIGITS):
+        raise ValueError("a number is out of the range of a decimal")
+    if not number.is_finite():
+        raise ValueError(f"{value} is not a number")
+    if not number:
+        return 0
+    try:
+        scaled = number.scaleb(scale, _EXACT)
+    except Inexact:
+        raise ValueError("a number has too many digits for a decimal") from None
+    unscaled = int(scaled)
+    if unscaled != scaled:
+        raise ValueError(f"expected up to {scale} digits after the point, found {value}")
+    return unscaled
+
+
+def decimal_of(unscaled: int, scale: int) -> Decimal:
+    """Return unscaled / 10**scale.
+
+    Raises:
+        ValueError: it has more digits than any column.
+    """
+    # NB: before the conversion to Decimal, whose time is quadratic.
+    if abs(unscaled) >= 10**DECIMAL_DIGITS_MAX or abs(scale) > DECIMAL_DIGITS_MAX:
+        raise ValueError(f"expected a decimal of up to {DECIMAL_DIGITS_MAX} digits, found more")
+    sign, digits, _ = Decimal(unscaled).as_tuple()
+    return Decimal((sign, digits, -scale))
+
+
+def decimal_bytes(unscaled: int) -> bytes:
+    """Return the shortest two's complement of a number, big-endian."""
+    fewest = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
+    return unscaled.to_bytes(fewest, "big", signed=True)
