@@ -68,6 +68,7 @@ test-core:
 
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.delta_jars
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS)
 
 spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
@@ -75,6 +76,7 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	@for version in $(SPARKS); do \
 	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
 	    $(RUN) python -m tests.java_classes; \
+	    $(RUN) python -m tests.delta_jars; \
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 
@@ -86,6 +88,13 @@ check: ## Style, spelling, types, layers, and the quick tests; under a minute
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
+
+# Each tool has an environment of its own, of some hundred megabytes, so `make test` leaves them out.
+.PHONY: test-tools
+test-tools: ## The examples for Airflow and dbt, each with an installation of the tool in build/tools
+	@scripts/bootstrap dev
+	@for tool in airflow dbt; do scripts/tool_environment $$tool; done
+	@$(RUN) python -m pytest tests/tools $(ARGS)
 
 .PHONY: wheel test-wheel
 wheel: ## Build the wheels and the source distribution into build/dist

@@ -25,7 +25,7 @@ ports.keep_apart()
 
 # Tests with processes of their own, and those that try many schedules: they take minutes on a busy
 # machine. What does not end is ended all the same.
-LONG = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash")
+LONG = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash", "tools")
 # The tests of a file share a cluster or a Spark.
 BY_FILE = ("integration", "fault", "chaos", "spark")
 # The tests of a folder share what they have read or built.

@@ -265,7 +265,7 @@ class CoordinatorOutcomeUnknown(Unavailable):
 
 
 class ViewBehind(Unavailable):
-    """A context timed out before its callbacks had applied the log.
+    """A context (a computed transaction) timed out before its callbacks had applied the log.
 
     `applied` and `high_water_mark` are the positions of the callbacks and the log, and `rate_per_s`
     is the number of transactions applied per second. The context is not in the log.

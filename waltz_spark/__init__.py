@@ -1,4 +1,4 @@
-"""Waltz for Spark: `format("waltz")`, `append`, `snapshot`, lock columns.
+"""Waltz for Spark: `format("waltz")`, `append`, `snapshot`, `follow`, `upsert`, lock columns.
 
     spark.read.format("waltz").load("zk1:2181,zk2:2181/waltz/payments")
     df.write.format("waltz").mode("append").save("zk1:2181,zk2:2181/waltz/payments")
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
     from waltz_spark.failures import error_of
     from waltz_spark.lag import LagListener, lag_of
+    from waltz_spark.tables.following import follow, upsert
 
 _MODULE_OF = {
     "LagListener": "lag",
@@ -21,10 +22,12 @@ _MODULE_OF = {
     "WriteResult": "api",
     "append": "api",
     "error_of": "failures",
+    "follow": "tables.following",
     "lag_of": "lag",
     "register": "api",
     "session": "api",
     "snapshot": "api",
+    "upsert": "tables.following",
 }
 __all__ = [
     "LagListener",
@@ -32,10 +35,12 @@ __all__ = [
     "WriteResult",
     "append",
     "error_of",
+    "follow",
     "lag_of",
     "register",
     "session",
     "snapshot",
+    "upsert",
 ]
 
 

@@ -131,7 +131,7 @@ def append(
             f"argument df of append: expected a Spark DataFrame, found {type(df).__name__}"
         )
     # Spark ignores the case of options: another spelling would conflict with a default.
-    texts = {_name(name): _text(value) for name, value in options.items()}
+    texts = option_texts(options)
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
         _check_free("clientHighWaterMarks", texts, "the argument high_water_marks sets it")
@@ -235,6 +235,11 @@ def _selector(path: str) -> object:
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
     return fs.FileSelector(path, allow_not_found=True)
+
+
+def option_texts(options: Mapping[str, object]) -> dict[str, str]:
+    """Return options with the names of the table and values as texts."""
+    return {_name(name): _text(value) for name, value in options.items()}
 
 
 def _name(option: str) -> str:

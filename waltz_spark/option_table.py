@@ -310,7 +310,7 @@ OPTIONS: tuple[Option, ...] = (
         "maxRetries",
         Purpose.WRITE,
         "10",
-        "How often a row is recomputed at most, 1 to 1,000; then it is REJECTED.",
+        "Maximum number of times that a row is recomputed, 1 to 1,000; after that, it is REJECTED.",
     ),
     Option(
         "retryBackoff",

@@ -4,21 +4,16 @@ Rules:
     1. A start is exclusive, an end inclusive, like high-water marks.
     2. A mark past the end of its partition's log is data loss, unless the options allow it.
     3. Spans never overlap, and together cover exactly the requested transactions.
-    4. A start by time may be too early, but never too late: only transactions that are known to be
-       older are skipped.
-    5. Given marks must name each partition that is read: a default for the others could read or
+    4. Given marks must name each partition that is read: a default for the others could read or
        skip transactions without the user's knowledge.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
-
-UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
-UNSTAMPED_READS_MAX = 32
 
 
 class TransactionRange(NamedTuple):
@@ -68,46 +63,11 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
         )
 
 
-def first_since(
-    stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, older: int = BEFORE_FIRST
-) -> int:
-    """Return a mark up to `mark` before the first that may be committed at or after a time.
-
-    `older` is a transaction that is known to be older, or -1.
-
-    Commit stamps never decrease in a partition, so a binary search finds it. Transactions of a 0.13
-    server have none (0): only a later transaction can prove that they are older. After a few
-    such reads they count as not older (rule 4).
-    """
-    found = older
-    unstamped_left = UNSTAMPED_READS_MAX
-    parts = [(older + 1, mark)]  # the parts left to search; the last one first, as it is the latest
-    while parts:
-        low, high = parts.pop()
-        if low > high:
-            continue
-        middle = (low + high) // 2
-        stamp_ms = stamp_ms_of(middle)
-        if stamp_ms == UNSTAMPED:
-            parts.append((low, middle - 1))
-            if unstamped_left:
-                unstamped_left -= 1
-                parts.append((middle + 1, high))
-            else:
-                del parts[1:]  # rule 4
-        elif stamp_ms < since_ms:
-            # All before it are older, too.
-            found, parts = middle, [(middle + 1, high)]
-        else:
-            parts.append((low, middle - 1))
-    return found
-
-
 def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
     """Return the exclusive start of each partition in `marks` (the log's marks now).
 
     Raises:
-        BadConfig: marks were given, but none for one of the partitions (rule 5).
+        BadConfig: marks were given, but none for one of the partitions (rule 4).
         DataLoss: a mark is past the end of its log.
     """
     if options.starting == "earliest":

@@ -9,13 +9,14 @@ Rules:
     2. No other module catches an ImportError or a TypeError because of PySpark's version.
 """
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
-from pyspark.sql import datasource
+from pyspark.sql import SparkSession, datasource
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
     DataSourceStreamReader,
@@ -83,6 +84,7 @@ __all__ = [
     "ReadMaxRows",
     "SupportsTriggerAvailableNow",
     "arrow_schema",
+    "new_session",
     "stream_reader",
 ]
 
@@ -100,6 +102,22 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     if _TAKES_TIMEZONE:
         return types.to_arrow_schema(schema, timezone="UTC")
     return types.to_arrow_schema(schema)  # in UTC, before 4.3
+
+
+def new_session(spark: SparkSession) -> SparkSession:
+    """Return another session of the same Spark, with settings of its own.
+
+    With Spark Connect it is a new session of the server, by the connection of this one; from 4.1
+    on it has the artifacts of this one, too.
+    """
+    kind: Any = type(spark)
+    if not kind.__module__.startswith("pyspark.sql.connect."):
+        return spark.newSession()
+    if hasattr(kind, "cloneSession"):
+        return cast("SparkSession", kind.cloneSession(spark))
+    builder = copy.copy(spark.client._builder)
+    builder._params = {name: each for name, each in builder._params.items() if name != "session_id"}
+    return cast("SparkSession", kind(builder))
 
 
 def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:

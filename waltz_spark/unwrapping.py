@@ -24,6 +24,9 @@ from pyspark.sql import SparkSession
 from waltz_core.errors import WaltzError
 from waltz_spark.failures import trailing_error
 
+# What an action of Spark may raise: PySpark converts only some of the errors of Java.
+SPARK_ERRORS = (PySparkException, protocol.Py4JError)
+
 _log = logging.getLogger("waltz")
 
 _contexts: WeakSet[SparkContext] = WeakSet()

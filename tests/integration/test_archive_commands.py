@@ -130,7 +130,7 @@ def test_pins_are_shown_and_removed(archived: Archived):
     )
     done = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"expected a pin of cluster {UUID(int=8)}, found {restored}" in done.stderr
+    assert f"expected a pin of the cluster with key {UUID(int=8)}, found {restored}" in done.stderr
     done = run_command("archive", "unpin", str(source), "--connect", connect)
     assert f"in this ZooKeeper has the key {source}, and needs the pinned" in done.stderr
     done = run_command("archive", "unpin", str(restored), "--connect", connect)
@@ -155,7 +155,9 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected a file with CRC-32" in problem["problem"]
-        assert f"IDs {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
+        assert (
+            f"transactions {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
+        )
         assert "Hint: add --repair to replace it" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
@@ -179,12 +181,12 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--partition", "1"), "--partition: --partition: expected a partition in 0..0, found 1"),
+        (("--partition", "1"), "--partition: expected a partition in 0..0, found 1"),
         (
             ("--first", "7", "--last", "6"),
             "--first, --last: expected a range of transaction IDs, found 7..6",
         ),
-        (("--archive", "nowhere"), "archive nowhere: "),
+        (("--archive", "nowhere"), "archive nowhere cannot be used: "),
     ],
 )
 def test_verify_rejects_invalid_partitions_and_ids(

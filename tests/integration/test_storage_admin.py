@@ -161,7 +161,7 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert "ClusterKeyMismatch" in refused.text
             refused = await tool.ask(SetAssigned(8, (3,), False, True))
             assert isinstance(refused, AdminFailure)
-            assert "this storage holds" in refused.text
+            assert "this storage does not have" in refused.text
 
     def done(sequence):
         return bytes.fromhex("41000000000009 01") + struct.pack(">q", sequence)
@@ -247,7 +247,9 @@ def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             async with session(address, 5) as owner:
                 await fill(owner)
-                with pytest.raises(errors.BadRequest, match="only this one engaged in session 5"):
+                with pytest.raises(
+                    errors.BadRequest, match="the only replica in sync in store session 5"
+                ):
                     await admin.request(Done, MarkSuspect, 0, False)
                 await admin.request(Done, MarkSuspect, 0, True)
                 await owner.link.wait_closed()

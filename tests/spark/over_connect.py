@@ -1,23 +1,15 @@
 """Tests of Spark Connect, in a pytest run of their own that `test_connect.py` starts.
 
-The server is Spark's own, as `start-connect-server.sh` starts it. This process is its client: it
-has no Java, and what is done here reaches the log through the server's Python workers.
+This process is a client of a server: it has no Java, and what is done here reaches the log through
+the server's Python workers.
 """
 
-import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-import pyspark
 import pytest
 from chispa import assert_df_equality
 from pyspark.errors import AnalysisException, PySparkException
@@ -26,9 +18,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
+from tests import delta_jars
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
-from tests.ports import free_port
+from tests.spark.connect_server import server
 from tests.spark.versions import needs_pyspark, shown_first
 from waltz_core import errors
 from waltz_core.client import WaltzClient
@@ -38,50 +31,7 @@ from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
 
 pytestmark = pytest.mark.spark
 
-SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
-
-
-@contextlib.contextmanager
-def server(log: Path) -> Iterator[str]:
-    """Start a server of Spark Connect; give its address once it answers, and end it."""
-    port = free_port()
-    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-    settings = {
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.ui.enabled": "false",
-        "spark.log.level": "ERROR",
-        "spark.python.unix.domain.socket.enabled": "true",
-        "spark.sql.shuffle.partitions": "4",
-        "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
-    }
-    line = [str(submit), "--master", "local[2]", "--class", SERVER]
-    line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
-    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*line, "spark-internal"], env=environment, stdout=output, stderr=output
-        )
-    try:
-        wait_for(process, port, log)
-        yield f"sc://127.0.0.1:{port}"
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.wait(HANG_S)
-
-
-def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    paced = threading.Event()
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        assert process.poll() is None, log.read_text()
-        paced.wait(0.2)
 
 
 @pytest.fixture(scope="session")
@@ -372,3 +322,39 @@ def test_a_stream_with_wrong_columns_is_rejected(
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest
     assert "input has no column 'data'" in shown_first(output)
+
+
+@pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
+    written = waltz_spark.append(
+        rows, connect, dataFormat="msgpack", partitions=0, resultsPath=str(tmp_path / "results")
+    )
+    start = waltz_spark.snapshot(spark, connect).high_water_marks
+    start = {**start, 0: written.committed.agg(F.min("transaction_id")).collect()[0][0] - 1}
+    place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long, owner string"}
+    marks = waltz_spark.follow(spark, connect, **place, start=start, until="now")
+    assert marks[0] == start[0] + 20
+    assert spark.read.format("delta").load(place["table"]).count() == 20
+    assert waltz_spark.follow(spark, connect, **place, until="now") == marks
+    read = spark.read.format("waltz").option("startingHighWaterMarks", as_json(start))
+    df = read.schema("id long, owner string, partition int, transaction_id long")
+    df = df.option("dataFormat", "msgpack").load(connect)
+    other = {"table": str(tmp_path / "other"), "key": "id"}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    streamed = {"table": str(tmp_path / "streamed"), "key": "id"}
+    stream = spark.readStream.format("waltz").option("startingHighWaterMarks", as_json(start))
+    rows = stream.schema(df.schema).option("dataFormat", "msgpack").load(connect)
+    in_batches = rows.writeStream.foreachBatch(
+        lambda batch, _number: waltz_spark.upsert(batch, connect, **streamed)
+    )
+    checkpoint = str(tmp_path / "checkpoint")
+    query = in_batches.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    query.awaitTermination()
+    expected, *tables = [
+        spark.read.format("delta").load(each["table"]) for each in (place, other, streamed)
+    ]
+    for table in tables:
+        assert_df_equality(table, expected, ignore_row_order=True)
+    assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None

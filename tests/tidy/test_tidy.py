@@ -61,6 +61,7 @@ LIBRARY_FILES = {
     # A second CRC-32: the verifier of a disk shares no code with its writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "cryptography": ("waltz_core/encryption/envelopes.py", "waltz_core/encryption/keys.py"),
+    "deltalake": ("waltz_core/tables/delta_table.py",),
     "fastavro": ("waltz_core/schemas/avro_codec.py",),
     "google": ("waltz_core/schemas/protobuf_codec.py",),
     "kazoo": (
@@ -94,6 +95,10 @@ ARROW_FILES = (
     "waltz_core/client/api/scanning.py",
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",
+    "waltz_core/cli/client/payload_columns.py",
+    "waltz_core/tables/delta_table.py",
+    "waltz_core/tables/followed_log.py",
+    "waltz_core/tables/found_columns.py",
     "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)

@@ -181,7 +181,7 @@ def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
         for wrong in (None, Late):
             with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
-    with pytest.raises(errors.UsageError, match="Plain has plain functions: use WaltzClien"):
+    with pytest.raises(errors.UsageError, match="Plain has plain functions, but Async"):
         asyncio.run(subscribe_plain())
 
 

@@ -83,7 +83,7 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
         )
     keep_freed_memory()
     freeze_startup_objects()
-    allow_open_files(getattr(config, "connections_max", 0))
+    raise_open_files_limit(getattr(config, "connections_max", 0))
     run(config)
 
 
@@ -117,7 +117,7 @@ def freeze_startup_objects() -> None:
     gc.set_threshold(_COLLECTION_THRESHOLD, 20, 20)
 
 
-def allow_open_files(connections_max: int) -> None:
+def raise_open_files_limit(connections_max: int) -> None:
     """Raise the limit of open files to its maximum, and log if it is too low for the settings.
 
     A thousand partitions need as many connections. The default limit of a shell protects programs

@@ -297,6 +297,14 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
+    "follow": NounEntry(
+        "keep a Delta table equal to the log, exactly once",
+        "client.follow_command",
+        (
+            "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --column owner:string",
+            "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --until now",
+        ),
+    ),
     "config": NounEntry(
         "show every setting and where its value comes from",
         {

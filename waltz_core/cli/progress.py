@@ -1,13 +1,16 @@
 """The progress bar of commands.
 
 Rules:
-    1. It is shown only if standard error is a terminal, after the first second.
+    1. It is shown only if standard error is a terminal, after the first second. Without an event
+       loop, it appears with the first report after that.
     2. It is removed when the command ends.
     3. It is drawn when progress is reported, without a thread.
 """
 
 import asyncio
 import sys
+import time
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,11 +29,14 @@ class ProgressLine:
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._begin_s: float | None = None
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
+            self._begin_s = time.monotonic() + SHOW_AFTER_S
+            with suppress(RuntimeError):  # a verb without a loop
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
         return self
 
     def __exit__(
@@ -41,6 +47,7 @@ class ProgressLine:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._begin_s = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -49,9 +56,14 @@ class ProgressLine:
         """Report the progress, and what the command does or waits for."""
         self.awaited = what.removeprefix("waiting for ")
         self._progress = (done_count, count, what)
+        if self._begin_s is not None and time.monotonic() >= self._begin_s:
+            self._begin()
         self._draw()
 
     def _begin(self) -> None:
+        self._begin_s = None
+        if self._bar is not None:
+            return
         from rich.console import Console  # noqa: PLC0415 - for terminals only
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 - as above
         from rich.table import Column  # noqa: PLC0415 - as above

@@ -125,7 +125,7 @@ storage_address = argument(
 tls = click.option(
     "--tls",
     metavar="FILE",
-    help="a file with TLS settings, as ?tls=FILE in a connect string (docs/operations.md)",
+    help="a file with TLS settings, like ?tls=FILE in a connect string (docs/operations.md)",
 )
 
 

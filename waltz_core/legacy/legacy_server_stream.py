@@ -301,10 +301,7 @@ class LegacyServerPartition:
             self._to_server(messages.FeedRequest(message.req_id, self._mark))
             self._to_server(messages.FlushRequest(message.req_id))
         elif message.state == MountState.CLIENT_AHEAD and self._mark > self._known:
-            text = (
-                f"the client's high-water mark {self._mark} is above {self._known}, the last "
-                "transaction of the log"
-            )
+            text = f"the client's high-water mark {self._mark} is above the log's, {self._known}"
             self._fail_mount(text, errors.ClientAheadOfLog)
         else:
             self._fail_mount("the server is not ready for the partition")

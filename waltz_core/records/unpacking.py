@@ -82,7 +82,7 @@ class Unpacker:
             BadFormat: a payload is not a map, is damaged, has a value of another type, or has none
                 for a column that is not nullable.
         """
-        rows = self._decoded(data, where)
+        rows = self.decoded(data, where)
         for index, name in self._lacking(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
@@ -141,12 +141,12 @@ class Unpacker:
         """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self._decoded(data, _not_found), is_map
+            return self.decoded(data, _not_found), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self._decoded(data.slice(index, 1), _not_found)
+                rows += self.decoded(data.slice(index, 1), _not_found)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
@@ -164,7 +164,8 @@ class Unpacker:
             yield from self._mismatches(values[:half], each, start)
             yield from self._mismatches(values[half:], each, start + half)
 
-    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+    def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+        """Return the payloads as they are; raises BadFormat if one is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
         try:

@@ -18,10 +18,10 @@ Rules:
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from waltz_core.tables.table_marks import MarkMap
 ArrowTable: TypeAlias = pa.Table
 ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
 
+PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
 _PLACE = ("partition", "transaction_id")
 
@@ -305,6 +306,59 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     if several.num_rows:
         raise _in_two_partitions(ordered, several.slice(0, 1), key)
     return ordered.take(groups["place_max"].sort())
+
+
+def reduced(
+    batches: Iterable[pa.RecordBatch],
+    rules: ChangeRules,
+    schema: pa.Schema,
+    after: MarkMap | None = None,
+) -> ArrowTable:
+    """Return the last change of each key in batches of decoded transactions.
+
+    It needs memory for a part of `PART_BYTES`, and for the last change of each key (rule 5).
+
+    Args:
+        batches: the transactions of a part of the log.
+        rules: how they become changes; `check_rules` has accepted them.
+        schema: that of the batches.
+        after: the marks of a table; transactions up to them are dropped.
+
+    Raises:
+        Like `changes_of` and `last_changes`.
+    """
+    found = no_changes(schema)
+    for part in parts_of(batches):
+        found = with_changes(found, part if after is None else rows_after(part, after), rules)
+    return found
+
+
+def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
+    """Yield batches in parts of about `PART_BYTES`."""
+    waiting: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        waiting.append(batch)
+        size += batch.nbytes
+        if size >= PART_BYTES:
+            yield pa.Table.from_batches(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+def no_changes(schema: pa.Schema) -> ArrowTable:
+    """Return a table of changes without rows, for transactions of a schema."""
+    return schema.append(pa.field(DELETED, pa.bool_(), nullable=False)).empty_table()
+
+
+def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+    """Return the last changes of a part so far and of more rows; raises like `reduced`."""
+    changes = last_changes(changes_of(rows, rules), rules.key)
+    if not found.num_rows:  # also: a changes function may return other columns
+        return changes
+    both = pa.concat_tables([found, changes], promote_options="default")
+    return last_changes(both, rules.key)
 
 
 def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:

@@ -519,7 +519,7 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock has rejected a transaction; these transactions have written its locks since its mark.
+    """A lock caused a rejection: these transactions have written its locks since the mark.
 
     `records` are all those above the request's mark, up to `last`, that have written one of its
     write or read locks, as in the segment file, and `lengths` their lengths. Those above
@@ -983,7 +983,7 @@ class Truncate(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Engage(StorageMessage):
-    """The replica is engaged in this session in ZooKeeper: the mark is confirmed."""
+    """Confirm the mark: ZooKeeper lists the replica as engaged in this session."""
 
     code = 69
     requires = all_of(REPLICATE)
@@ -1138,7 +1138,7 @@ class LockBlocks(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Nack(StorageMessage):
-    """An error: the code is that of `errors.py`, `promised` the session that was promised.
+    """An error: a code of `errors.py`; `promised` is the session that the replica has promised.
 
     `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
     `retry_after_ms`: the pause before the request may be repeated; 0 if it is not known.
@@ -1229,7 +1229,7 @@ class SetArchived(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ResetLog(StorageMessage):
-    """Drop all records, and begin again after `last`, up to which the archive has every record.
+    """Drop all records; the empty log starts after `last`, the end of the archived records.
 
     Rejected unless the log ends before `last`, and is suspect or has no confirmed mark above it.
     """
@@ -1316,7 +1316,7 @@ class ObjectsExpired(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplaceObject(StorageMessage):
-    """Write first..last as a new object, and a manifest with it instead of `object` (rule AR 5).
+    """Write first..last as a new object; a manifest lists it instead of `object` (rule AR 5).
 
     The recorded manifest ends at `archived` with `chain`, and lists `object` with these IDs.
     `RangeArchived` follows.

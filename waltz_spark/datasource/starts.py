@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from waltz_core.client import RangeForm, ReplicaSet, WaltzClient
+from waltz_core.client import ReplicaSet, WaltzClient
+from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
@@ -50,8 +51,8 @@ def starts(
             older = older_in_archive(options.archive, partition, archived, since_ms)
             if BEFORE_FIRST < older < archived.last:
                 return max(older, firsts[partition] - 1)
-        return planning.first_since(
-            partial(_stamp_ms, client, partition), marks[partition], since_ms, older
+        return first_since(
+            partial(stamp_ms_of, client, partition), marks[partition], since_ms, older
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
@@ -161,9 +162,3 @@ def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the first available ID of each partition."""
     archives = {partition: source.archived for partition, source in sources.items()}
     return {each: int(found.first) if found else 0 for each, found in archives.items()}
-
-
-def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
-    """Return a transaction's commit stamp; 0 if a 0.13 server wrote it."""
-    chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
-    return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)

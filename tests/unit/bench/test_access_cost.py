@@ -69,9 +69,12 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["append-one", "--access-rounds", "2"], "--access-rounds: expected --tls as well"),
-        (["append-one", "--tls", "t", "--connect", "zk/w"], "expected a workload with a temporary"),
-        (["storage-open", "--tls", "t"], "expected a workload with a temporary"),
+        (["append-one", "--access-rounds", "2"], "--access-rounds also needs --tls"),
+        (
+            ["append-one", "--tls", "t", "--connect", "zk/w"],
+            "--tls needs a workload with a temporary",
+        ),
+        (["storage-open", "--tls", "t"], "--tls needs a workload with a temporary"),
     ],
 )
 def test_options_that_do_not_fit_are_rejected(capsys, words, expected):

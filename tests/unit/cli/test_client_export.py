@@ -12,7 +12,8 @@ import pytest
 
 from tests.commands import run_command
 from waltz_core.cli.client import client_export
-from waltz_core.cli.client.client_export import _schema, _sink, _write_csv, _write_json
+from waltz_core.cli.client.client_export import _sink, _write_csv, _write_json
+from waltz_core.cli.client.payload_columns import schema_of
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 
@@ -115,10 +116,11 @@ def test_an_output_that_is_no_file_is_not_replaced(tmp_path):
 
 
 def test_columns_are_those_of_the_log_or_have_a_type():
-    assert _schema(()) is None
-    found = _schema(("transaction_id", "id:int64", "header:string"))
+    assert schema_of(()) is None
+    found = schema_of(("transaction_id", "id:int64", "header:string"))
     assert found.names == ["transaction_id", "id", "header"]
     assert found.field("id").type == pa.int64()
+    assert schema_of(["price:decimal(10,2)"]).field("price").type == pa.decimal128(10, 2)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ def test_columns_are_those_of_the_log_or_have_a_type():
     [
         ("owner", "the log has no column 'owner'. Hint: use NAME:TYPE for a column of the payload"),
         ("id:int46", "--column id: expected one of the types bool"),
+        ("price:decimal(39,2)", "--column price: precision should be between 1 and 38"),
     ],
 )
 def test_a_wrong_column_is_named(column: str, message: str):

@@ -14,5 +14,5 @@ from waltz_core.cli import daemon_command
 def test_too_few_open_files_are_reported(monkeypatch, caplog, hard, connections_max, is_logged):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    daemon_command.allow_open_files(connections_max)
+    daemon_command.raise_open_files_limit(connections_max)
     assert (f"process.open_files_limit_low limit={hard}" in caplog.text) == is_logged

@@ -74,6 +74,18 @@ def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
     assert not shown or shown.endswith("\x1b[2K")
 
 
+@pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
+def test_a_verb_without_a_loop_draws_progress_when_it_reports(terminal, monkeypatch, first_shown_s):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", first_shown_s)
+    with ProgressLine() as line:
+        line.show(1, 4, "transactions applied")
+        line.show(2, 4, "transactions applied")
+    shown = terminal.getvalue()
+    assert ("2 of 4 transactions applied" in shown) == (not first_shown_s)
+    assert not shown or shown.endswith("\x1b[2K")
+
+
 def test_no_progress_is_written_to_a_file(capsys):
     async def work():
         with ProgressLine() as line:

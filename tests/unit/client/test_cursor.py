@@ -126,7 +126,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
 def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     picked = struct.pack(">2i", *offsets)
     message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
-    assert "2 picked" in cursor_of(7, 8).take(message)
+    assert "2 offsets" in cursor_of(7, 8).take(message)
 
 
 @given(

@@ -161,7 +161,7 @@ def test_a_report_round_trips():
         b'{"format":1,"reached":[],"unreachable":{"' + 5_000 * b"1" + b'":""}}',
         b'{"format":1,"reached":[' + 5_000 * b"1" + b'],"unreachable":{}}',
     ):
-        with pytest.raises(errors.BadFormat, match="reach report"):
+        with pytest.raises(errors.BadFormat, match="reachability report"):
             ReachReport.from_bytes(data)
 
 

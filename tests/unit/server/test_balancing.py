@@ -105,7 +105,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
         assert (
-            f"balance.load_unreadable error={nodes.paths.load(2)}: loads: expected" in caplog.text
+            f"balance.load_unreadable error={nodes.paths.load(2)}: published loads" in caplog.text
         )
 
     in_virtual_time(scenario())

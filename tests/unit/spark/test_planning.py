@@ -12,7 +12,6 @@ from waltz_spark.planning import (
     check_marks,
     check_order,
     chosen_partitions,
-    first_since,
     resolve_ends,
     resolve_starts,
     spans,
@@ -114,38 +113,3 @@ def test_tasks_cover_exactly_what_was_requested(
     assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]
     assert all(t.last - t.first < per_task_max for t in tasks)
     assert len(tasks) >= min(task_count_min, sum(counts))
-
-
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))
-def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_ms):
-    stamps.sort()
-    asked = []
-    found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)
-    assert found == sum(stamp < since_ms for stamp in stamps) - 1
-    assert len(asked) <= 6
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=200),
-    st.integers(1, 51),
-)
-def test_records_without_a_stamp_are_not_skipped(written, since_ms):
-    times = sorted(time for time, _ in written)
-    stamps = [time * is_stamped for time, (_, is_stamped) in zip(times, written, strict=True)]
-    asked = []
-    found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)
-    assert all(time < since_ms for time in times[: found + 1])
-    assert len(asked) <= 32 + 2 * 8
-
-
-@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
-def test_a_start_by_time_is_exact_after_a_0_13_programs_part(unstamped, stamped, since_ms):
-    stamps = [0] * unstamped + list(range(1, stamped + 1))
-    found = first_since(stamps.__getitem__, len(stamps) - 1, since_ms)
-    assert found == unstamped + min(stamped, since_ms - 1) - 1
-
-
-def test_a_log_without_stamps_is_read_completely():
-    asked = []
-    assert first_since(lambda at: asked.append(at) or 0, 10**9, 1) == -1
-    assert len(asked) < 100

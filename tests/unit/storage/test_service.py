@@ -878,7 +878,7 @@ def test_free_space_is_checked_until_there_is_enough(make):
     bench.disk.free = 50
     for _ in range(2):
         assert bench.refusal(1, owner.append(2)) is NoSpace
-        assert "expected 168 bytes" in bench.answers(1)[-1].message
+        assert "need 168 bytes" in bench.answers(1)[-1].message
         owner.next_id, owner.chain = kept
     assert bench.log.max_id == -1
     for free, is_short in ((50, True), (167, True), (168, False)):

@@ -44,7 +44,7 @@ def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5])
     disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
-    with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: .* a batch that can be read"):
+    with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: cannot shorten their batch"):
         truncation.with_intent(Slot(2), segments, 5)
     assert truncation.with_intent(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
+from waltz_core.tables import row_changes
 from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
@@ -15,6 +16,7 @@ from waltz_core.tables.row_changes import (
     check_rules,
     last_changes,
     parse_condition,
+    reduced,
     rows_after,
 )
 
@@ -182,6 +184,18 @@ def test_rows_that_the_table_has_are_dropped():
     left = rows_after(rows, {0: 1, 1: 2, 9: 5})
     found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
+
+
+def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypatch):
+    rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
+    rows = log(*((1, number % 5, "UUD"[number % 3], 0.5) for number in range(40)))
+    whole = last_changes(changes_of(rows, rules), ["id"])
+    for part_bytes in (1, 500, 1 << 20):
+        monkeypatch.setattr(row_changes, "PART_BYTES", part_bytes)
+        assert reduced(rows.to_batches(max_chunksize=3), rules, rows.schema) == whole
+    after = reduced(rows.to_batches(max_chunksize=3), rules, rows.schema, {0: 37})
+    assert after["transaction_id"].to_pylist() == [38, 39]
+    assert reduced([], rules, rows.schema).schema == whole.schema
 
 
 def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order():

@@ -14,31 +14,17 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.client import payload_columns
 from waltz_core.cli.output import one_line, print_error
 from waltz_core.cli.verbs import verb
 from waltz_core.client import Avro, Protobuf, WaltzClient
-from waltz_core.client.api.scanning import DATA_FORMATS, ArrowReader, ArrowSchema, DataFormat
-from waltz_core.config.settings import nearest
+from waltz_core.client.api.scanning import DATA_FORMATS, ArrowReader, DataFormat
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.strict_json import to_json
 
 # A row group of a Parquet file: its batches are in memory together.
 GROUP_BYTES = 64 * 1024 * 1024
 _WITH_SCHEMAS: dict[str, type[Avro] | type[Protobuf]] = {"avro": Avro, "protobuf": Protobuf}
-_TYPES = {
-    "bool": pa.bool_(),
-    "int8": pa.int8(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    "timestamp": pa.timestamp("us", "UTC"),
-}
 
 
 @verb
@@ -75,14 +61,7 @@ _TYPES = {
     metavar="ID",
     help="the last transaction to export, by its ID [default: the high-water mark]",
 )
-@click.option(
-    "--column",
-    "columns",
-    multiple=True,
-    metavar="NAME[:TYPE]",
-    help="NAME is a column of the log, NAME:TYPE a column of the payload; repeat the option for "
-    "several [default: the columns of the log]",
-)
+@payload_columns.column_option("the columns of the log")
 @click.option(
     "--data-format",
     type=options.NamedChoice([*DATA_FORMATS, *_WITH_SCHEMAS]),
@@ -116,7 +95,7 @@ def export(  # noqa: PLR0913 - one for each option
 ) -> int:
     if file_format == "parquet" and output is None and sys.stdout.isatty():
         raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
-    schema = _schema(columns)
+    schema = payload_columns.schema_of(columns)
     payloads = _data_format(data_format, schema_registry, schema_registry_auth_file)
     with WaltzClient(connect) as client:
         reader = client.scan(
@@ -133,8 +112,8 @@ def export(  # noqa: PLR0913 - one for each option
 
 
 export.details = (
-    f"Types of payload columns: {', '.join(_TYPES)}. If a payload does not have such a value, "
-    "the command fails with an error that names the transaction, and does not write FILE. "
+    f"Types of payload columns: {payload_columns.TYPES_TEXT}. If a payload does not have such a "
+    "value, the command fails with an error that names the transaction, and does not write FILE. "
     "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
     "with a backslash."
 )
@@ -150,28 +129,6 @@ def _data_format(name: str, registry: str | None, auth_file: Path | None) -> Dat
     if registry is not None or auth_file is not None:
         raise BadConfig("--schema-registry needs --data-format avro or protobuf")
     return name
-
-
-def _schema(columns: tuple[str, ...]) -> ArrowSchema | None:
-    """Return the schema of --column; None without any."""
-    fields = []
-    for each in columns:
-        name, colon, kind = each.partition(":")
-        if not colon and name in READ_SCHEMA.names:
-            fields.append(READ_SCHEMA.field(name))
-        elif not colon:
-            raise BadConfig(
-                f"--column: the log has no column {name!r}. Hint: use NAME:TYPE for a column "
-                f"of the payload; the columns of the log are {', '.join(READ_SCHEMA.names)}."
-            )
-        elif kind in _TYPES:
-            fields.append(pa.field(name, _TYPES[kind]))
-        else:
-            raise BadConfig(
-                f"--column {name}: expected one of the types {', '.join(_TYPES)}, found {kind!r}"
-                f"{nearest(kind, list(_TYPES))}"
-            )
-    return pa.schema(fields) if fields else None
 
 
 @contextmanager

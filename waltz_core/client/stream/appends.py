@@ -558,9 +558,9 @@ def error_of(
         return failed
     if outcome.reason == Reason.AHEAD:
         return errors.ClientAheadOfLog(
-            f"{where}: the client's high-water mark {row.mark} is above "
-            f"{outcome.high_water_mark}, the last transaction of the log. Hint: the client "
-            "may be connected to another cluster, or the log has lost transactions."
+            f"{where}: the client's high-water mark {row.mark} is above the log's, "
+            f"{outcome.high_water_mark}. Hint: the client may be connected to another "
+            "cluster, or the log has lost transactions."
         )
     if outcome.reason == Reason.TOO_LARGE:
         return errors.TooLarge(

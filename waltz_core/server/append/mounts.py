@@ -116,9 +116,9 @@ class Mounts:
             return BadRequest(f"{place}: expected a high-water mark of -1 or more, found {mark}")
         if mark > place.high_water_mark:
             return ClientAheadOfLog(
-                f"{place}: the client's high-water mark {mark} is above "
-                f"{place.high_water_mark}, the last transaction of the log. Hint: the client "
-                "may be connected to another cluster, or the log has lost transactions."
+                f"{place}: the client's high-water mark {mark} is above the log's, "
+                f"{place.high_water_mark}. Hint: the client may be connected to another "
+                "cluster, or the log has lost transactions."
             )
         excess = self._excess(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence

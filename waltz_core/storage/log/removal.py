@@ -43,7 +43,7 @@ _LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TE
 WIPE: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("partition", "i"),
-    Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it is removed"),
+    Field("replica is kept", "i", "1: the replica starts empty and suspect; 0: it is removed"),
     Field("promised session ID", "q"),
     Field("nonce of the promise", "16s"),
     has_crc=True,

@@ -1,0 +1,75 @@
+"""An Airflow sensor that waits until a log, or a table that follows it, has given marks.
+
+Marks are a dictionary of transaction IDs by partition, with partitions as text as in JSON:
+`{"0": 41, "1": 7}`. So a task can return them, and the sensor can take them from it.
+"""
+
+import json
+from contextlib import suppress
+
+from airflow.sdk import BaseSensorOperator, Context
+from deltalake import DeltaTable
+
+from waltz_core.client import WaltzClient
+
+
+def log_marks(connect: str) -> dict[str, int]:
+    """Return the marks of a log: everything that was committed before the call is included."""
+    with WaltzClient(connect) as client:
+        marks = client.high_water_marks(linearizable=True)
+    return {str(partition): mark for partition, mark in marks.items()}
+
+
+def table_marks(table: str, follower: str = "follow") -> dict[str, int]:
+    """Return the marks in the newest commit of a follower; none if it has not committed any."""
+    for commit in DeltaTable(table).history():
+        with suppress(ValueError, KeyError, TypeError):  # another program's metadata
+            waltz = json.loads(commit["userMetadata"])["waltz"]
+            if waltz["follower"] == follower:
+                return {str(partition): int(mark) for partition, mark in waltz["marks"].items()}
+    return {}
+
+
+class MarksSensor(BaseSensorOperator):
+    """Waits until each of the given partitions has its mark, or a later one.
+
+    Args:
+        marks: the ID of a transaction by partition; also the result of another task.
+        connect: the log, as in `WaltzClient(connect)`; or
+        table: the directory or URL of a Delta table that `waltz-core follow` keeps.
+        follower: the name of the table's follower.
+        **options: those of Airflow's sensors, such as `timeout` and `poke_interval`.
+
+    Raises:
+        ValueError: expected `connect` or `table`, found both or neither.
+    """
+
+    template_fields = ("marks", "connect", "table")
+
+    def __init__(
+        self,
+        *,
+        marks: dict[str, int],
+        connect: str | None = None,
+        table: str | None = None,
+        follower: str = "follow",
+        **options: object,
+    ) -> None:
+        super().__init__(**options)
+        if (connect is None) == (table is None):
+            raise ValueError(f"expected connect or table, found {connect=} and {table=}")
+        self.marks = marks
+        self.connect = connect
+        self.table = table
+        self.follower = follower
+
+    def poke(self, context: Context) -> bool:
+        """Return whether the marks are reached; log those that are not."""
+        if self.table is not None:
+            found = table_marks(self.table, self.follower)
+        else:
+            found = log_marks(self.connect)
+        late = {each: mark for each, mark in self.marks.items() if found.get(each, -1) < mark}
+        if late:
+            self.log.info("waiting for marks %s, found %s", late, found)
+        return not late

@@ -1,0 +1,2 @@
+select id, owner, balance, _partition, _transaction_id
+from {{ source('log', 'accounts') }}

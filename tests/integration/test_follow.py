@@ -1,0 +1,285 @@
+"""`waltz-core follow` against a local cluster: the table equals a plain replay of the log."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+
+import msgpack
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from pyarrow import fs
+
+from tests.commands import run_command
+from tests.fault.load import wait_until
+from tests.integration.archiving import (
+    STORAGES,
+    Archive,
+    archiving_cluster,
+    fill,
+    oldest_segment,
+    recorded_in,
+)
+from tests.integration.killed_follower import STEPS
+from tests.patience import HANG_S, PATIENT
+from tests.ports import free_port
+from tests.written_log import (
+    OTHER_HEADER,
+    PARTITIONS,
+    Written,
+    check_versions,
+    content,
+    ends,
+    marks_by_version,
+)
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, running
+
+TRANSACTIONS = 120
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with running(tmp_path_factory.mktemp("cluster") / "local", partition_count=PARTITIONS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(cluster: LocalCluster) -> Iterator[WaltzClient]:
+    with WaltzClient(cluster.connect, PATIENT) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def written(cluster: LocalCluster, client: WaltzClient) -> Written:
+    found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+    found.append(client, TRANSACTIONS, 1)
+    return found
+
+
+def follow(written: Written, table: Path, *more: str) -> dict[int, int]:
+    """Run the command up to the end of the log; return the marks that it prints."""
+    done = run_command(*written.command(table, "--until", "now", "--json", *more))
+    assert done.returncode == 0, done.stderr
+    return {int(each): mark for each, mark in json.loads(done.stdout)["marks"].items()}
+
+
+def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    assert follow(written, table) == ends(written)
+    check_versions(written, table)
+    assert len(marks_by_version(table)) > 3
+    assert content(table) == written.replayed(ends(written))
+    assert content(table)
+
+
+def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    words = written.command(table, "--until", "now")
+    while "--column" in words:
+        at = words.index("--column")
+        del words[at : at + 2]
+    for _ in range(2):
+        done = run_command(*words)
+        assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+    names = DeltaTable(table).schema().to_arrow().names
+    assert sorted(names) == ["_partition", "_transaction_id", "id", "op", "value"]
+
+
+def test_a_repeated_command_writes_no_commit(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    follow(written, table)
+    version = DeltaTable(table).version()
+    assert follow(written, table) == ends(written)
+    assert DeltaTable(table).version() == version
+
+
+@pytest.mark.parametrize(
+    ("step", "passes"),
+    [(step, passes) for step in STEPS for passes in (0, 2) if not passes or "create" not in step],
+)
+def test_a_follower_that_is_killed_at_a_step_continues(
+    written: Written, tmp_path: Path, step: str, passes: int
+):
+    table = tmp_path / "table"
+    command = [sys.executable, "-m", "tests.integration.killed_follower", step, str(passes)]
+    command += written.command(table, "--until", "now")
+    killed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    if table.exists():
+        check_versions(written, table)
+    follow(written, table)
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+def test_an_interrupt_ends_a_follower(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    command = [sys.executable, "-m", "waltz_core", *written.command(table)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as follower:
+        wait_until(
+            "the end of the log in the table",
+            lambda: (
+                DeltaTable.is_deltatable(str(table))
+                and ends(written) in marks_by_version(table).values()
+            ),
+        )
+        follower.send_signal(signal.SIGINT)
+        _, error = follower.communicate(timeout=HANG_S)
+    assert follower.returncode == 130
+    assert "Traceback" not in error
+    check_versions(written, table)
+
+
+def test_two_followers_at_once_apply_each_batch_once(
+    written: Written, client: WaltzClient, tmp_path: Path
+):
+    table = tmp_path / "table"
+    command = [sys.executable, "-m", "waltz_core", *written.command(table)]
+    names = [tmp_path / name for name in "ab"]
+    seeds = count()
+
+    def log_lines(event: str) -> list[int]:
+        return [each.read_text().count(event) for each in names]
+
+    def has_conflict() -> bool:
+        written.append(client, 25, next(seeds))
+        return any(log_lines("follow.commit_conflict"))
+
+    with ExitStack() as stack:
+        logs = [stack.enter_context(each.open("w")) for each in names]
+        for each in logs:
+            follower = stack.enter_context(subprocess.Popen(command, stderr=each))
+            stack.callback(follower.kill)
+        wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
+        wait_until("a conflict of their commits", has_conflict)
+        end = ends(written)
+        wait_until(
+            "the end of the log in the table", lambda: end in marks_by_version(table).values()
+        )
+    check_versions(written, table)
+
+
+def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
+    written: Written, client: WaltzClient, tmp_path: Path
+):
+    table = tmp_path / "table"
+    follow(written, table)
+    before = DeltaTable(table).version()
+    for _ in range(60):
+        written.log[0].append((OTHER_HEADER, {"other": True}))
+        client.append(msgpack.packb({"other": True}), partition=0, header=OTHER_HEADER).result()
+    assert follow(written, table) == ends(written)
+    assert DeltaTable(table).version() == before + 1
+    check_versions(written, table)
+
+
+def test_after_a_restore_another_follower_continues_from_its_marks(
+    written: Written, tmp_path: Path
+):
+    table = tmp_path / "table"
+    follow(written, table)
+    restored = marks_by_version(table)[2]
+    assert restored != ends(written)
+    DeltaTable(table).restore(2)
+    failed = run_command(*written.command(table, "--until", "now"))
+    assert failed.returncode == 1
+    assert "is a RESTORE after the last commit of follower 'follow'" in failed.stderr
+    assert content(table) == written.replayed(restored)
+    marks = json.dumps({str(each): mark for each, mark in restored.items()})
+    assert follow(written, table, "--follower", "again", "--start-marks", marks) == ends(written)
+    assert content(table) == written.replayed(ends(written))
+    follow(written, table, "--follower", "again")
+
+
+def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, tmp_path: Path):
+    marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
+    text = json.dumps({str(each): mark for each, mark in marks.items()})
+    table = tmp_path / "marks"
+    follow(written, table, "--start-marks", text)
+    assert marks_by_version(table)[0] == marks
+    again = run_command(*written.command(table, "--until", "now", "--start-marks", text))
+    assert again.returncode == 1
+    assert "a start was given, but follower 'follow' has written the table" in again.stderr
+    first = written.log[0][marks[0]]
+    stamps = client.scan(
+        0, start=marks[0], schema=pa.schema([("commit_time", pa.timestamp("us", "UTC"))])
+    )
+    since = stamps.read_all()["commit_time"][0].as_py()
+    table = tmp_path / "time"
+    follow(written, table, "--start-time", since.isoformat())
+    assert marks_by_version(table)[0][0] < marks[0], first
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the URL of a bucket; its store is a process of its own, as deltalake holds the GIL."""
+    port = free_port()
+    names = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
+    names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    place = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
+    store = fs.S3FileSystem(allow_bucket_creation=True, **place)
+
+    def is_created() -> bool:
+        with suppress(OSError):
+            store.create_dir("lake")
+            return True
+        return False
+
+    with subprocess.Popen([sys.executable, "-c", serve], stderr=subprocess.DEVNULL) as server:
+        wait_until("a bucket", is_created)
+        yield "s3://lake"
+        server.kill()
+
+
+def test_a_table_in_an_object_store_equals_a_replay(written: Written, s3: str):
+    table = f"{s3}/table"
+    command = [sys.executable, "-m", "waltz_core", *written.command(table, "--until", "now")]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
+    url = f"file://{tmp_path}/archive"
+    with archiving_cluster(tmp_path, url) as cluster:
+        count_all = len(fill(cluster, Archive(url)))
+        before = str(min(oldest_segment(cluster, each) for each in STORAGES))
+        connect = ["--connect", cluster.connect]
+        done = run_command(
+            "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
+        )
+        assert done.returncode == 0, done.stderr
+        first = recorded_in(cluster).first
+        words = ["follow", str(tmp_path / "table"), *connect, "--key", "transaction_id"]
+        words += ["--column", "transaction_id", "--column", "header", "--until", "now"]
+        expired = run_command(*words, "--start-marks", json.dumps({"0": first - 2}))
+        assert expired.returncode == 1
+        assert f"first available one in the log is {first}: " in expired.stderr
+        done = run_command(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"marks": {"0": count_all - 1}}
+    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
+    assert sorted(found) == list(range(first, count_all))
+
+
+def test_a_payload_that_does_not_fit_ends_the_command(
+    written: Written, client: WaltzClient, tmp_path: Path
+):
+    words = written.command(tmp_path / "table", "--until", "now")
+    words[words.index("value:int64")] = "value:string"
+    done = run_command(*words)
+    assert done.returncode == 1
+    assert "column 'value': expected string, found" in done.stderr
+    assert marks_by_version(tmp_path / "table") == {0: {0: -1, 1: -1}}

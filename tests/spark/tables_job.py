@@ -1,0 +1,115 @@
+"""A Spark job that follows the log with a Delta table, and is killed.
+
+    python -m tests.spark.tables_job CONNECT TABLE STEP
+
+STEP is a step of the driver, which kills itself and its Java there; or `tasks`: on a master with
+two executors (`local-cluster`), the Python worker of the first task that runs is killed, and the
+executor of the second one.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import waltz_spark
+from tests import delta_jars
+from tests.written_log import DELETE_HEADER
+from waltz_spark.tables import log_changes, merged_table
+
+STEPS = ("after create", "after marks", "before apply", "in apply", "after apply")
+BATCH = 40
+
+
+class StruckRead(log_changes.TaskRead):
+    """Kills the worker of one task, and the executor of another one, in the middle of a read."""
+
+    directory = Path(os.environ.get("STRUCK", tempfile.gettempdir()))
+
+    def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in super().__call__(numbers):
+            yield batch.slice(0, 1)
+            for victim in ("worker", "executor"):
+                try:
+                    (self.directory / victim).touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                worker = psutil.Process()
+                (worker if victim == "worker" else worker.parent().parent()).kill()
+                signal.pause()  # it dies here
+            yield batch.slice(1)
+
+
+def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[int, int]:
+    """Follow the log of `tests/written_log.py`."""
+    return waltz_spark.follow(
+        spark,
+        connect,
+        table=table,
+        key="id",
+        schema="id long, op string, value long",
+        headers=[1, DELETE_HEADER],
+        delete_headers=[DELETE_HEADER],
+        delete_where="op = 'D'",
+        **{"batch_transactions": BATCH, "until": "now", **more},
+    )
+
+
+def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
+    """Kill the driver at a step."""
+    when, name = step.split()
+    method = getattr(merged_table.MergedDeltaTable, name)
+
+    def kill_when_files_are_written() -> None:
+        known = set(table.glob("*.parquet"))
+        while set(table.glob("*.parquet")) <= known:
+            pass
+        kill()
+
+    @wraps(method)
+    def killed(*args: Any) -> Any:
+        if when == "before":
+            kill()
+        if when == "in":
+            threading.Thread(target=kill_when_files_are_written, daemon=True).start()
+        result = method(*args)
+        if when == "after":
+            kill()
+        return result
+
+    setattr(merged_table.MergedDeltaTable, name, killed)
+
+
+def main(connect: str, table: str, step: str) -> None:
+    """Run the job."""
+    is_cluster = step == "tasks"
+    settings = {"spark.sql.shuffle.partitions": "2", **delta_jars.settings()}
+    if is_cluster:
+        settings["spark.executor.memory"] = "512m"
+        log_changes.TaskRead = StruckRead  # type: ignore[misc]
+    master = "local-cluster[2,1,1024]" if is_cluster else "local[2]"
+    spark = waltz_spark.session("tables", master=master, **settings)
+    java = spark.sparkContext._gateway.proc.pid
+
+    def kill() -> None:
+        for pid in (java, os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    if not is_cluster:
+        _arm(step, kill, Path(table))
+    follow(spark, connect, table)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    main(*sys.argv[1:])

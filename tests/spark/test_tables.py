@@ -1,0 +1,368 @@
+"""Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StructField, StructType
+
+import waltz_core.local
+import waltz_spark
+from tests import delta_jars
+from tests.commands import run_command
+from tests.patience import HANG_S, PATIENT
+from tests.spark.tables_job import STEPS, follow
+from tests.written_log import (
+    DELETE_HEADER,
+    PARTITIONS,
+    Written,
+    check_versions,
+    content,
+    ends,
+    marks_by_version,
+)
+from waltz_core.client import WaltzClient
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.merged_table import MergedDeltaTable
+
+pytestmark = [pytest.mark.spark, pytest.mark.core]
+with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+
+ROOT = Path(__file__).parents[2]
+TRANSACTIONS = 120
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+    place = tmp_path_factory.mktemp("cluster") / "local"
+    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
+        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+        append(found, 1)
+        yield found
+
+
+def append(written: Written, seed: int) -> None:
+    with WaltzClient(written.connect, PATIENT) as client:
+        written.append(client, TRANSACTIONS, seed)
+
+
+def transactions(reader: object, connect: str) -> DataFrame:
+    """Return the log as a batch or a stream, with the columns for `upsert`."""
+    columns = "id long, op string, value long, header int, partition int, transaction_id long"
+    selected = reader.format("waltz").schema(columns).option("headers", f"1,{DELETE_HEADER}")
+    return selected.option("dataFormat", "msgpack").load(connect)
+
+
+def upsert(df: DataFrame, connect: str, table: str) -> dict[int, int]:
+    return waltz_spark.upsert(
+        df,
+        connect,
+        table=table,
+        key="id",
+        delete_headers=[DELETE_HEADER],
+        delete_where="op = 'D'",
+    )
+
+
+@pytest.mark.skipif(bool(delta_jars.jars()), reason="there is a library")
+def test_a_spark_without_delta_is_a_clear_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    with pytest.raises(BadConfig, match=r"no library of Delta that works with it .*\. Hint: Delta"):
+        follow(spark, written.connect, str(tmp_path / "table"))
+
+
+@with_delta
+def test_the_table_equals_a_replay_and_a_repeated_call_writes_no_commit(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    assert follow(spark, written.connect, str(table)) == ends(written)
+    check_versions(written, table)
+    found = marks_by_version(table)
+    assert len(found) > 2
+    assert content(table) == written.replayed(ends(written))
+    assert follow(spark, written.connect, str(table)) == ends(written)
+    assert marks_by_version(table) == found
+    assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
+
+
+@with_delta
+def test_a_micro_batch_that_is_repeated_writes_no_commit(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    found = []
+
+    def apply(df: DataFrame, _batch: int) -> None:
+        found.append(upsert(df, written.connect, str(table)))
+        found.append(upsert(df, written.connect, str(table)))
+
+    def run(checkpoint: str) -> None:
+        rows = transactions(
+            spark.readStream.option("startingHighWaterMarks", "earliest").option(
+                "maxTransactionsPerTrigger", TRANSACTIONS // 2
+            ),
+            written.connect,
+        )
+        query = rows.writeStream.foreachBatch(apply).trigger(availableNow=True)
+        query.option("checkpointLocation", str(tmp_path / checkpoint)).start().awaitTermination()
+
+    run("first")
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+    assert found[0] == found[1]
+    versions = marks_by_version(table)
+    run("second")  # a new checkpoint begins at the first transaction
+    assert marks_by_version(table) == versions
+
+
+@with_delta
+def test_each_follower_continues_a_table_of_the_other_one(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    follow(spark, written.connect, str(table))
+    for seed in (2, 3):
+        append(written, seed)
+        done = run_command(*written.command(table, "--until", "now"))
+        assert done.returncode == 0, done.stderr
+        append(written, seed + 10)
+        if seed == 2:
+            assert follow(spark, written.connect, str(table)) == ends(written)
+        else:
+            upsert(transactions(spark.read, written.connect), written.connect, str(table))
+    check_versions(written, table)
+    newest = max(marks_by_version(table).items())[1]
+    assert content(table) == written.replayed(newest) == written.replayed(ends(written))
+    table = tmp_path / "of upsert"
+    upsert(transactions(spark.read, written.connect), written.connect, str(table))
+    done = run_command(*written.command(table, "--until", "now"))
+    assert done.returncode == 0, done.stderr
+    check_versions(written, table)
+
+
+@with_delta
+def test_a_start_and_a_table_with_a_name(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    """The user has created the table: it has no marks and no rows."""
+    spark.sql(f"CREATE DATABASE named LOCATION '{tmp_path}/named'")
+    columns = "id BIGINT, op STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
+    spark.sql(f"CREATE TABLE named.accounts ({columns}) USING delta")
+    start = {each: end // 2 for each, end in ends(written).items()}
+    marks = follow(spark, written.connect, "named.accounts", start=start, batch_transactions=1000)
+    assert marks == ends(written)
+    table = tmp_path / "named" / "accounts"
+    rows = content(table)
+    assert rows
+    assert rows.items() <= written.replayed(marks).items()
+    assert all(place > start[partition] for _, partition, place in rows.values())
+    with pytest.raises(BadConfig, match="a start was given, but follower 'follow' has written"):
+        follow(spark, written.connect, "named.accounts", start=start)
+    assert follow(spark, written.connect, "named.created", start="2100-01-01") == ends(written)
+    assert content(tmp_path / "named" / "created") == {}
+
+
+@with_delta
+def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, connect: str) -> None:
+    with WaltzClient(connect, PATIENT) as client:
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+
+        def put(partition: int, key: int) -> None:
+            client.append(msgpack.packb({"id": key}), partition=partition).result()
+
+        place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long"}
+        put(0, 7)
+        waltz_spark.follow(spark, connect, **place, start=start, until="now")
+        put(1, 7)
+        with pytest.raises(BadRequest, match=r"the key \(7\) has .* partition 0, transaction"):
+            waltz_spark.follow(spark, connect, **place, until="now")
+        place["table"] = str(tmp_path / "other")
+        with pytest.raises(BadRequest, match=r"the key \(7\) has .* partition 0 and partition 1, "):
+            waltz_spark.follow(spark, connect, **place, start=start, until="now")
+
+
+@with_delta
+def test_a_restored_table_and_lost_marks_are_errors(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    follow(spark, written.connect, str(table), batch_transactions=50)
+    marks = marks_by_version(table)[1]
+    spark.sql(f"OPTIMIZE delta.`{table}`")
+    assert follow(spark, written.connect, str(table)) == ends(written)
+    spark.sql(f"RESTORE delta.`{table}` TO VERSION AS OF 1")
+    df = transactions(spark.read, written.connect)
+    for call in (
+        lambda: follow(spark, written.connect, str(table)),
+        lambda: upsert(df, written.connect, str(table)),
+    ):
+        with pytest.raises(BadFormat, match="is a RESTORE after the last commit of follower"):
+            call()
+    assert follow(spark, written.connect, str(table), follower="again", start=marks) == ends(
+        written
+    )
+    assert content(table) == written.replayed(ends(written))
+    # Commits without the metadata of this follower, as after a clean-up of the log.
+    for commit in sorted((table / "_delta_log").glob("*.json")):
+        commit.write_text(
+            commit.read_text().replace('\\"follower\\":\\"again\\"', '\\"follower\\":\\"x\\"')
+        )
+        (commit.parent / f".{commit.name}.crc").unlink(missing_ok=True)
+    other = spark.newSession()
+    other.sql(f"REFRESH TABLE delta.`{table}`")
+    with pytest.raises(BadFormat, match="but no commit with their high-water marks"):
+        follow(spark, written.connect, str(table), follower="again")
+
+
+@with_delta
+def test_types_are_those_of_the_other_follower(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    columns = {
+        "id": ("string", "string"),
+        "amount": ("decimal(12,2)", "decimal128(12, 2)"),
+        "seen": ("timestamp", "timestamp[us, tz=UTC]"),
+        "data_of": ("binary", "binary"),
+        "rate": ("double", "double"),
+    }
+    with WaltzClient(connect, PATIENT) as client:
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        row = {"id": "a", "amount": "1.50", "seen": 5, "data_of": b"\x00", "rate": 0.5}
+        client.append(msgpack.packb(row), partition=0).result()
+        client.append(msgpack.packb({"id": "b"}), partition=0).result()
+    schema = ", ".join(f"{name} {spark_type}" for name, (spark_type, _) in columns.items())
+    table = tmp_path / "table"
+    waltz_spark.follow(
+        spark, connect, table=str(table), key="id", schema=schema, start=start, until="now"
+    )
+    rows = DeltaTable(table).to_pyarrow_table().sort_by("id").to_pylist()
+    assert rows[0]["amount"].as_tuple().digits == (1, 5, 0)
+    assert rows[0]["seen"].microsecond == 5
+    assert rows[0]["data_of"] == b"\x00"
+    assert rows[1]["rate"] is None
+
+
+@with_delta
+def test_columns_may_be_declared_later_and_others_are_errors(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = str(tmp_path / "table")
+    place = {"table": table, "key": "id", "until": "now", "headers": [1]}
+    waltz_spark.follow(spark, written.connect, **place, schema="id long, op string")
+    append(written, 4)
+    waltz_spark.follow(spark, written.connect, **place, schema="id long, op string, value long")
+    last = spark.read.format("delta").load(table).orderBy("_transaction_id").tail(1)[0]
+    assert last["value"] is not None
+    for schema, message in (
+        ("id long, op string", "column 'value' is not declared"),
+        ("id long, op string, value int", "expected the declared type int, found bigint"),
+        ("id long, _partition int", "none of _deleted, _partition, _transaction_id"),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            waltz_spark.follow(spark, written.connect, **place, schema=schema)
+    with pytest.raises(BadConfig, match=r"expected an option of dataFormat, .*, found 'mode'"):
+        waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
+
+
+def run_job(written: Written, table: Path, step: str, **more: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), **more},
+        capture_output=True,
+        text=True,
+        timeout=2 * HANG_S,
+        check=False,
+    )
+    assert done.returncode in (0, -9), done.stderr[-4000:]
+    return done.returncode
+
+
+@with_delta
+def test_a_driver_that_is_killed_continues(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    for step in STEPS:
+        assert run_job(written, table, step) == -9
+        check_versions(written, table)
+    follow(spark, written.connect, str(table))
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+@with_delta
+def test_workers_and_executors_that_are_killed_change_nothing(
+    written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    assert run_job(written, table, "tasks", STRUCK=str(tmp_path)) == 0
+    assert (tmp_path / "worker").exists()
+    assert (tmp_path / "executor").exists()
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+@with_delta
+def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
+    page = ROOT / "docs/spark-tables.md"
+    text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
+    session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    compile(session, page, "exec")  # it starts another Spark
+    names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
+    with waltz_core.local.running(tmp_path / "local", partition_count=1) as cluster:
+        with WaltzClient(cluster.connect, PATIENT) as client:
+            for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
+                client.append(msgpack.packb(row), header=header).result()
+        for snippet in rest:
+            here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
+            exec(compile(here, page, "exec"), names)
+        names["query"].awaitTermination()
+    assert names["marks"] == {0: 2}
+    for table in ("accounts", "balances"):
+        rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
+        assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
+
+
+@with_delta
+def test_a_commit_of_a_second_follower_is_rejected_or_reported(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = StructType([StructField("id", LongType())])
+    name = TableMarks("follow", "0" * 32, {0: -1})
+
+    def table() -> MergedDeltaTable:
+        return MergedDeltaTable(spark.newSession(), str(tmp_path / "table"), schema, ["id"])
+
+    def changes(key: int) -> DataFrame:
+        return spark.createDataFrame([(key, 0, key, False)], changes_schema(schema))
+
+    def up_to(mark: int) -> TableMarks:
+        return name._replace(marks={0: mark})
+
+    first, second = table(), table()
+    assert first.marks(name) is None
+    first.create(name)
+    with pytest.raises(Superseded):
+        second.create(name._replace(follower="other"))
+    assert decode(first.marks(name).metadata) == decode(second.marks(name).metadata) == name
+    assert second.apply(changes(1), up_to(1))
+    with pytest.raises(Superseded, match="has version 1 of follower 'follow' or a later one"):
+        first.apply(changes(0), up_to(0))
+    assert first.apply(changes(2), up_to(2))
+    assert "follow.concurrent_follower" not in caplog.text
+    first.marks(name)
+    assert "follow.concurrent_follower" in caplog.text
+    assert first.apply(None, up_to(5))
+    assert decode(second.marks(name).metadata) == up_to(5)

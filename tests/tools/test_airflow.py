@@ -1,0 +1,93 @@
+"""The sensor and the DAG of examples/airflow."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import wait_until
+from tests.patience import HANG_S
+from tests.tools.conftest import Accounts, owners
+from tests.tools.environment import ROOT, environment, needs, run
+
+EXAMPLES = ROOT / "examples"
+# Looks once with sensors of the given arguments; prints what each one answers.
+LOOK = """
+import json, sys
+from marks_sensor import MarksSensor
+for number, each in enumerate(json.loads(sys.argv[1])):
+    try:
+        print("answer", MarksSensor(task_id=f"sensor_{number}", **each).poke({}))
+    except ValueError as error:
+        print("answer", error)
+"""
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    return environment(
+        *("airflow", "dbt"),
+        AIRFLOW_HOME=str(tmp_path / "airflow"),
+        AIRFLOW__CORE__DAGS_FOLDER=str(EXAMPLES / "airflow"),
+        AIRFLOW__CORE__LOAD_EXAMPLES="False",
+        DBT_PROJECT_DIR=str(EXAMPLES / "dbt"),
+        DBT_PROFILES_DIR=str(EXAMPLES / "dbt"),
+        DBT_TARGET_PATH=str(tmp_path / "target"),
+        DBT_LOG_PATH=str(tmp_path / "logs"),
+        ACCOUNTS_DATABASE=str(tmp_path / "accounts.duckdb"),
+    )
+
+
+@needs("airflow")
+def test_a_sensor_answers_whether_all_marks_are_reached(
+    accounts: Accounts, variables: dict[str, str], tmp_path: Path
+):
+    table, connect = str(accounts.table), accounts.connect
+    marks = accounts.follow()
+    later = marks | {"0": marks["0"] + 1}
+    accounts.put(2, "Ben", 60)  # partition 0: the log has it, and the table does not
+    looks: list[dict[str, object]] = [
+        {"marks": marks, "table": table},
+        {"marks": later, "table": table},
+        {"marks": later, "connect": connect},
+        {"marks": marks | {"1": 100}, "connect": connect},
+        {"marks": marks, "table": table, "follower": "other"},
+        {"marks": marks},
+    ]
+    output = run("python", "-c", LOOK, json.dumps(looks), env=variables, cwd=EXAMPLES / "airflow")
+    answers = [line for line in output.splitlines() if line.startswith("answer ")]
+    assert [each.removeprefix("answer ") for each in answers] == [
+        *("True", "False", "True", "False", "False"),
+        "expected connect or table, found connect=None and table=None",
+    ]
+
+
+@needs("airflow", "dbt")
+def test_a_dag_waits_for_the_table_and_then_builds_the_models(
+    accounts: Accounts, variables: dict[str, str], tmp_path: Path
+):
+    accounts.follow()
+    accounts.put(2, "Ben", 60)
+    variables |= {"WALTZ_CONNECT": accounts.connect, "ACCOUNTS_TABLE": str(accounts.table)}
+    run("airflow", "db", "migrate", env=variables, cwd=tmp_path)
+    log = tmp_path / "dag.log"
+    line = ["airflow", "dags", "test", "accounts"]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            line, env=variables, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            wait_until(
+                "the sensor waits",
+                lambda: "waiting for marks" in log.read_text() or process.poll() is not None,
+            )
+            assert process.poll() is None, log.read_text()
+            assert not (tmp_path / "accounts.duckdb").exists()
+            accounts.follow()
+            assert process.wait(HANG_S) == 0, log.read_text()
+        finally:
+            process.kill()
+    assert owners(tmp_path / "accounts.duckdb") == [("Anna", 2, 105), ("Ben", 1, 60)]

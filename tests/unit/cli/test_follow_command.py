@@ -1,0 +1,53 @@
+"""`waltz-core follow`: wrong options are errors before anything is opened or created."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_command
+
+WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--key", "id"], "key: expected one or more column names, each once"),
+        (["--key", "no"], "key: expected a column of the table, found 'no'. Hint: declare it."),
+        (["--column", "a:int46"], "--column a: expected one of the types"),
+        (["--column", "ID:int64"], "names that differ in more than their case"),
+        (["--delete-where", "a AND b"], "expected a column, or one comparison of a column with"),
+        (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),
+        (
+            ["--start-marks", "7"],
+            """--start-marks: expected a mark for each partition, such as {""",
+        ),
+        (["--start-marks", '{"0": -2}'], "--start-marks: expected a mark for each partition"),
+        (["--start-marks", '{"x": 1}'], "--start-marks: expected a mark for each partition"),
+        (["--start-time", "2026-11-28"], "--start-time: expected a time with a time zone"),
+        (
+            ["--start-time", "2026-11-28T10:00:00Z", "--start-marks", '{"0": 1}'],
+            "--start-marks and --start-time were both given: expected one of them",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
+    table = tmp_path / "table"
+    done = run_command("follow", str(table), *WORDS, *more)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not table.exists()
+
+
+@pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "avro"]])
+def test_an_unknown_choice_is_wrong_usage(more: list[str]):
+    assert run_command("follow", "table", *WORDS, *more).returncode == 2
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    monkeypatch.delitem(sys.modules, "waltz_core.tables.delta_table", raising=False)
+    done = run_command("follow", "table", *WORDS)
+    assert done.returncode == 1
+    assert "Hint: pip install 'waltz-spark[tables]'." in done.stderr

@@ -1,0 +1,117 @@
+"""A table and a log in memory, for tests of the loop: changes are dicts of key to value or None."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from waltz_core.errors import Superseded
+from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, decode, encode
+
+Changes = dict[str, int | None]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Version(NamedTuple):
+    """A version of the table."""
+
+    rows: dict[str, int]
+    versions: dict[str, int]  # by application
+    operation: str
+    metadata: str | None = None
+
+
+class StoredVersions(list[Version]):
+    """A table: its versions. Several followers may have it open."""
+
+    def commit(self, operation: str, rows: dict[str, int] | None = None) -> None:
+        """Commit as another program."""
+        old = self[-1]
+        self.append(Version(old.rows if rows is None else rows, old.versions, operation))
+
+
+class OpenTable:
+    """A `FollowedTable` of a follower; `on_step` is called before each step of it."""
+
+    def __init__(
+        self, stored: StoredVersions, on_step: Callable[[str], None] | None = None
+    ) -> None:
+        self.stored = stored
+        self._on_step = on_step or (lambda _step: None)
+        self._seen = -1
+
+    def create(self, start: TableMarks) -> None:
+        self._on_step("create")
+        if self.stored:
+            raise Superseded("the table exists")
+        self._append(Version({}, {start.application: start.version}, "CREATE", encode(start)))
+
+    def marks(self, follower: TableMarks) -> TableState | None:
+        self._on_step("marks")
+        if not self.stored:
+            return None
+        self._seen = len(self.stored) - 1
+        newest = self.stored[-1]
+        version = newest.versions.get(follower.application)
+        others = []
+        for at in range(self._seen, -1, -1):
+            found = decode(self.stored[at].metadata)
+            if found is not None and found.follower == follower.follower:
+                metadata = self.stored[at].metadata
+                return TableState(metadata, version, others, bool(newest.rows))
+            others.append(OtherCommit(at, self.stored[at].operation))
+        return TableState(None, version, (), bool(newest.rows))
+
+    def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
+        self._on_step("apply")
+        newest = self.stored[-1]
+        rows = dict(newest.rows)
+        for key, value in (changes or {}).items():
+            if value is None:
+                rows.pop(key, None)
+            else:
+                rows[key] = value
+        if changes is not None and rows == newest.rows:
+            return False
+        if self._seen != len(self.stored) - 1:
+            raise Superseded("another commit came first")
+        versions = {**newest.versions, marks.application: marks.version}
+        self._append(Version(rows, versions, "MERGE", encode(marks)))
+        return True
+
+    def _append(self, version: Version) -> None:
+        self.stored.append(version)
+        self._on_step("committed")
+
+
+class LogInMemory:
+    """A `FollowedLog`: the transactions of each partition, a key and its value or None each."""
+
+    def __init__(self, *partitions: list[tuple[str, int | None]]) -> None:
+        self.partitions = [list(each) for each in partitions]
+        self.firsts: dict[int, int] = {}
+        self.read: list[tuple[dict[int, int], dict[int, int]]] = []
+        self.on_wait: Callable[[], None] = _no_more
+
+    def state(self) -> LogState:
+        marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
+        return LogState(marks, self.firsts)
+
+    def changes(self, starts: MarkMap, ends: MarkMap) -> Changes:
+        self.read.append((dict(starts), dict(ends)))
+        return self.replayed(starts, ends)
+
+    def replayed(self, starts: MarkMap, ends: MarkMap) -> Changes:
+        found: Changes = {}
+        for number, end in ends.items():
+            found |= dict(self.partitions[number][starts[number] + 1 : end + 1])
+        return found
+
+    def wait(self) -> None:
+        self.on_wait()
+
+
+def _no_more() -> None:
+    raise Killed

@@ -1,0 +1,271 @@
+"""A Delta table of a follower: rows and marks in one commit, the fence, commits of others."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
+from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
+from waltz_core.tables.follower import OtherCommit
+from waltz_core.tables.row_changes import DELETED
+from waltz_core.tables.table_marks import TableMarks, decode
+
+KEY = "00112233445566778899aabbccddeeff"
+START = TableMarks("f", KEY, {0: -1, 1: -1})
+SCHEMA = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("select", pa.float64())])
+COLUMNS = [*SCHEMA.names, "partition", "transaction_id", DELETED]
+
+
+def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
+    """Return changes: the columns of the schema, the place, and whether it is a delete."""
+    fields = [*schema, ("partition", pa.int32()), ("transaction_id", pa.int64())]
+    fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
+    names = [*schema.names, "partition", "transaction_id", DELETED]
+    return pa.Table.from_pylist(
+        [dict(zip(names, row, strict=True)) for row in rows], pa.schema(fields)
+    )
+
+
+def opened(path: Path, schema: pa.Schema = SCHEMA) -> FollowedDeltaTable:
+    return FollowedDeltaTable(str(path), schema, ["Id", "day"])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "table"
+
+
+@pytest.fixture
+def table(path: Path) -> FollowedDeltaTable:
+    """Return a new table at its marks."""
+    found = opened(path)
+    assert found.marks(START) is None
+    found.create(START)
+    assert found.marks(START).version == 0
+    return found
+
+
+def up_to(*marks: int) -> TableMarks:
+    return START._replace(marks=dict(enumerate(marks)))
+
+
+def rows(path: Path) -> list[tuple]:
+    return sorted(
+        tuple(each.values()) for each in pa.table(DeltaTable(path).to_pyarrow_table()).to_pylist()
+    )
+
+
+def test_rows_and_marks_are_one_commit(path: Path, table: FollowedDeltaTable):
+    one = changes((1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True))
+    assert table.apply(one, up_to(1, 0))
+    assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
+    state = table.marks(START)
+    assert (decode(state.metadata), state.version, state.others) == (up_to(1, 0), 3, [])
+    two = changes((1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False))
+    assert table.apply(two, up_to(4, 0))
+    assert rows(path) == [(2, "a", 7.0, 0, 3), (2, "b", 8.0, 0, 4)]
+    assert DeltaTable(path).version() == 2
+
+
+def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: FollowedDeltaTable):
+    commits = sorted((path / "_delta_log").glob("*.json"))
+    actions = [json.loads(line) for line in commits[0].read_text().splitlines()]
+    info, transaction = (
+        [each[kind] for each in actions if kind in each] for kind in ("commitInfo", "txn")
+    )
+    assert json.loads(info[0]["userMetadata"])["waltz"]["marks"] == {"0": -1, "1": -1}
+    assert (transaction[0]["appId"], transaction[0]["version"]) == (f"waltz/{KEY}/f", 0)
+
+
+def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedDeltaTable):
+    assert not table.apply(changes((1, "a", 0, 0, 0, True)), up_to(0, -1))
+    assert not table.apply(changes(), up_to(0, -1))
+    assert DeltaTable(path).version() == 0
+    assert table.apply(None, up_to(0, -1))
+    assert decode(table.marks(START).metadata) == up_to(0, -1)
+    assert rows(path) == []
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_commit_is_on_top_of_the_version_that_was_read(
+    path: Path, table: FollowedDeltaTable, is_empty: bool
+):
+    other = opened(path)
+    other.marks(START)
+    change = changes((1, "a", 0.5, 0, 0, False))
+    assert other.apply(change, up_to(0, -1))
+    for _ in range(2):
+        with pytest.raises(Superseded, match="another commit came first"):
+            table.apply(None if is_empty else change, up_to(0, -1))
+    assert decode(table.marks(START).metadata) == up_to(0, -1)
+    assert table.apply(changes((1, "a", 0.6, 0, 1, False)), up_to(1, -1))
+
+
+def test_a_commit_of_another_program_also_comes_first(path: Path, table: FollowedDeltaTable):
+    write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
+    with pytest.raises(Superseded):
+        table.apply(None, up_to(0, -1))
+    assert table.marks(START).others == [OtherCommit(1, "WRITE")]
+
+
+def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
+    with pytest.raises(Superseded, match="another program has created it"):
+        opened(path).create(START)
+
+
+def test_the_newest_commit_of_the_follower_is_found_below_many_others(
+    path: Path, table: FollowedDeltaTable
+):
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    delta = DeltaTable(path)
+    for number in range(20):
+        delta.alter.set_table_properties(
+            {"delta.logRetentionDuration": f"interval {number + 1} days"}
+        )
+    delta.restore(0)
+    state = opened(path).marks(START)
+    assert decode(state.metadata) == up_to(0, -1)
+    assert [each.version for each in state.others] == list(range(22, 1, -1))
+    assert state.others[0].operation == "RESTORE"
+    assert state.others[1].operation == "SET TBLPROPERTIES"
+
+
+def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
+    path: Path, table: FollowedDeltaTable, monkeypatch: pytest.MonkeyPatch
+):
+    other = opened(path)
+    other.marks(START)
+    history = DeltaTable.history
+
+    def history_after_a_commit(delta: DeltaTable, limit: int | None) -> list[dict]:
+        monkeypatch.setattr(DeltaTable, "history", history)
+        assert other.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+        return delta.history(limit)
+
+    monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
+    late = opened(path)
+    state = late.marks(START)
+    assert (decode(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
+    assert late.apply(None, up_to(1, -1))
+
+
+def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
+    other = START._replace(follower="g")
+    state = opened(path).marks(other)
+    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), False)
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    assert opened(path).marks(other).has_rows
+
+
+def test_lost_marks_leave_the_version(path: Path, table: FollowedDeltaTable):
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    delta = DeltaTable(path)
+    delta.alter.set_table_properties({"delta.appendOnly": "false"})
+    delta.create_checkpoint()
+    for version in range(2):
+        (path / "_delta_log" / f"{version:020}.json").unlink()
+    state = opened(path).marks(START)
+    assert (state.metadata, state.version, state.has_rows) == (None, 1, True)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_key_in_two_partitions_fails_the_merge(
+    path: Path, table: FollowedDeltaTable, is_deleted: bool
+):
+    table.apply(changes((1, "a", 0.5, 0, 4, False), (2, "a", 0.5, 0, 5, False)), up_to(5, -1))
+    table.marks(START)
+    with pytest.raises(
+        BadRequest,
+        match=r"found key \(1, a\) in partition 0, transaction 4 and partition 1, transaction 7: ",
+    ):
+        table.apply(changes((3, "a", 0.5, 1, 6, False), (1, "a", 0, 1, 7, is_deleted)), up_to(5, 7))
+    assert DeltaTable(path).version() == 1
+
+
+def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTable):
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    wide = pa.schema([*SCHEMA, ("more", pa.string())])
+    wider = opened(path, wide)
+    wider.marks(START)
+    assert wider.apply(changes((2, "a", 0.5, "x", 0, 1, False), schema=wide), up_to(1, -1))
+    assert rows(path) == [(1, "a", 0.5, 0, 0, None), (2, "a", 0.5, 0, 1, "x")]
+    with pytest.raises(BadConfig, match="column 'more' is not declared"):
+        opened(path).marks(START)
+    other = pa.schema([*SCHEMA, ("more", pa.int64())])
+    with pytest.raises(BadConfig, match="column 'more': expected the declared type int64, found s"):
+        opened(path, other).marks(START)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.time32("s"),
+        pa.time64("us"),
+        pa.duration("us"),
+        pa.float16(),
+        pa.uint8(),
+        pa.uint64(),
+        pa.timestamp("ns", "UTC"),
+        pa.timestamp("us", "Europe/Berlin"),
+        pa.decimal256(39, 0),
+        pa.null(),
+        pa.list_(pa.uint64()),
+        pa.struct([("a", pa.list_(pa.time32("s")))]),
+    ],
+)
+def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
+    with pytest.raises(BadConfig, match="column 'c': Delta has no type"):
+        check_schema(pa.schema([("c", kind)]))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "expected one or more columns"),
+        (["a b"], "Delta has no names with"),
+        ([""], "Delta has no names with"),
+        (["a", "A"], "differ in more than their case"),
+        (["_Partition"], "differ in more than their case, and none of _deleted, _partition, _tr"),
+    ],
+)
+def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
+    with pytest.raises(BadConfig, match=message):
+        check_schema(pa.schema([(name, pa.int64()) for name in names]))
+
+
+def test_all_types_of_columns_survive_a_commit(path: Path):
+    kinds = {
+        "key": (pa.binary(), b"k"),
+        "a": (pa.bool_(), True),
+        "b": (pa.int8(), -1),
+        "c": (pa.decimal128(38, 2), None),
+        "d": (pa.timestamp("us", "UTC"), None),
+        "e": (pa.timestamp("us"), None),
+        "f": (pa.date32(), None),
+        "g": (pa.list_(pa.struct([("x", pa.float32())])), [{"x": 0.5}, None]),
+        "h": (pa.map_(pa.string(), pa.int64()), [("x", 1)]),
+        "i": (pa.large_string(), "text"),
+    }
+    schema = pa.schema([(name, kind) for name, (kind, _) in kinds.items()])
+    table = FollowedDeltaTable(str(path), schema, ["key"])
+    table.create(START)
+    table.marks(START)
+    values = [value for _, value in kinds.values()]
+    assert table.apply(changes((*values, 0, 0, False), schema=schema), up_to(0, -1))
+    assert FollowedDeltaTable(str(path), schema, ["key"]).marks(START).version == 1
+    assert rows(path) == [(*values, 0, 0)]
+
+
+def test_a_key_is_a_declared_column(path: Path):
+    with pytest.raises(BadConfig, match="expected a column of the table, found 'no'"):
+        FollowedDeltaTable(str(path), SCHEMA, ["Id", "no"])
+
+
+def test_errors_of_the_library_name_the_table(tmp_path: Path):
+    place = tmp_path / "file"
+    place.write_text("")
+    with pytest.raises(Unavailable, match=f"table {place}/table: .* Not a directory|NotADir"):
+        opened(place / "table").create(START)

@@ -1,0 +1,356 @@
+"""The loop of a follower, with a table and a log in memory."""
+
+import logging
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.unit.tables.fake_table import Changes, Killed, LogInMemory, OpenTable, StoredVersions
+from waltz_core.errors import (
+    BadConfig,
+    BadFormat,
+    ClusterKeyMismatch,
+    DataLoss,
+    Superseded,
+    Unavailable,
+)
+from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower
+from waltz_core.tables.table_marks import TableMarks, decode
+
+KEY = "00112233445566778899aabbccddeeff"
+NAME = TableMarks("f", KEY, {})
+
+
+def follower(log, table, name=NAME, count_max=2, **rest) -> Follower[Changes]:
+    opened = OpenTable(table) if isinstance(table, StoredVersions) else table
+    return Follower(log, opened, name, batch_transactions=count_max, **rest)
+
+
+def marks_of(table: StoredVersions) -> list[dict[int, int] | None]:
+    found = [decode(each.metadata) for each in table]
+    return [None if each is None else dict(each.marks) for each in found]
+
+
+def until_now(log: LogInMemory) -> dict[int, int]:
+    return dict(log.state().marks)
+
+
+def test_a_new_table_is_created_with_its_start_and_gets_one_version_for_each_batch():
+    log = LogInMemory([("a", 1), ("b", 2), ("a", None)], [("c", 3)])
+    table = StoredVersions()
+    steps: list[tuple[int, int]] = []
+    last = follower(log, table, on_progress=lambda *each: steps.append(each)).run(until_now(log))
+    assert marks_of(table) == [{0: -1, 1: -1}, {0: 1, 1: -1}, {0: 2, 1: 0}]
+    assert table[-1].rows == {"b": 2, "c": 3}
+    assert [each.versions[NAME.application] for each in table] == [0, 2, 4]
+    assert last == TableMarks("f", KEY, {0: 2, 1: 0})
+    assert steps == [(0, 4), (2, 4), (4, 4)]
+    assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}]
+
+
+def test_a_follower_that_runs_again_continues_and_commits_nothing_without_transactions():
+    log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
+    follower(log, table).run(until_now(log))
+    versions = list(table)
+    follower(log, table).run(until_now(log))
+    assert table == versions
+    log.partitions[0].append(("b", 4))
+    follower(log, table).run(until_now(log))
+    assert log.read[-1] == ({0: 2}, {0: 3})
+    assert marks_of(table)[-1] == {0: 3}
+
+
+def test_a_run_ends_at_its_marks_also_if_the_log_has_more():
+    log, table = LogInMemory([("a", 1), ("a", 2), ("a", 3)], [("b", 1)]), StoredVersions()
+    follower(log, table).run({0: 1, 1: -1})
+    assert marks_of(table)[-1] == {0: 1, 1: -1}
+    follower(log, table).run({0: 0, 1: -1})  # before the table marks
+    assert marks_of(table)[-1] == {0: 1, 1: -1}
+
+
+def test_a_batch_without_changes_writes_no_version_and_is_not_read_again():
+    log, table = LogInMemory([("a", None)] * 4 + [("b", 1)]), StoredVersions()
+    follower(log, table).run(until_now(log))
+    assert [ends[0] for _, ends in log.read] == [1, 3, 4]
+    assert marks_of(table) == [{0: -1}, {0: 4}]
+
+
+def test_marks_that_have_moved_are_committed_alone_at_the_end():
+    log, table = LogInMemory([("a", None)] * 3), StoredVersions()
+    follower(log, table).run(until_now(log))
+    assert marks_of(table) == [{0: -1}, {0: 2}]
+    assert table[-1].rows == {}
+
+
+def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
+    log, table = LogInMemory([("a", None)] * 3), StoredVersions()
+    now_s = 0.0
+    waits: list[int] = []
+
+    def wait() -> None:
+        nonlocal now_s
+        waits.append(len(table))
+        if len(waits) == 4:
+            raise Killed
+        now_s += MARKS_COMMIT_S / 2
+
+    log.on_wait = wait
+    with pytest.raises(Killed):
+        follower(log, table, clock_s=lambda: now_s).run()
+    assert waits == [1, 1, 2, 2]
+    assert marks_of(table) == [{0: -1}, {0: 2}]
+
+
+def test_the_ten_minutes_begin_with_the_last_commit():
+    log, table = LogInMemory([]), StoredVersions()
+    now_s = 0.0
+    at: list[tuple[float, int]] = []
+
+    def wait() -> None:
+        nonlocal now_s
+        at.append((now_s / MARKS_COMMIT_S, len(table)))
+        if len(at) == 6:
+            raise Killed
+        log.partitions[0].append(("a", 1) if len(at) == 2 else ("b", None))
+        now_s += MARKS_COMMIT_S * 0.4
+
+    log.on_wait = wait
+    with pytest.raises(Killed):
+        follower(log, table, clock_s=lambda: now_s).run()
+    assert [versions for _, versions in at] == [1, 1, 2, 2, 2, 3]
+
+
+def test_without_an_end_the_follower_waits_for_transactions():
+    log, table = LogInMemory([]), StoredVersions()
+
+    def wait() -> None:
+        if len(log.partitions[0]) == 3:
+            raise Killed
+        log.partitions[0].append(("a", len(log.partitions[0])))
+
+    log.on_wait = wait
+    with pytest.raises(Killed):
+        follower(log, table).run()
+    assert marks_of(table) == [{0: -1}, {0: 0}, {0: 1}, {0: 2}]
+
+
+def test_without_an_end_an_unavailable_log_is_tried_again(caplog):
+    log, table = LogInMemory([("a", 1)]), StoredVersions()
+    state, failures = log.state, [Unavailable("no server"), Unavailable("no server")]
+
+    def failing_state():
+        if failures:
+            raise failures.pop()
+        return state()
+
+    log.state = failing_state
+    with pytest.raises(Unavailable):
+        follower(log, table).run({0: 0})
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:
+            raise Killed
+
+    log.on_wait = wait
+    with pytest.raises(Killed):
+        follower(log, table).run()
+    assert "follow.unavailable reason=no server" in caplog.text
+    assert marks_of(table)[-1] == {0: 0}
+
+
+@pytest.mark.parametrize("step", ["marks", "create", "apply", "committed"])
+@pytest.mark.parametrize("at", range(6))
+def test_a_follower_that_is_killed_at_any_step_continues(step, at):
+    log = LogInMemory([("a", 1), ("b", 2), ("a", None), ("c", 1), ("b", 3)], [("d", 1), ("d", 2)])
+    table = StoredVersions()
+    left = at
+
+    def kill(name: str) -> None:
+        nonlocal left
+        left -= name == step
+        if left < 0:
+            raise Killed
+
+    with suppress(Killed):
+        follower(log, OpenTable(table, kill)).run(until_now(log))
+    follower(log, table).run(until_now(log))
+    assert table[-1].rows == {"b": 3, "c": 1, "d": 2}
+    check_versions(log, table)
+
+
+def check_versions(log: LogInMemory, table: StoredVersions) -> None:
+    """Each version is a replay up to its marks."""
+    for version, marks in zip(table, marks_of(table), strict=True):
+        changes = log.replayed(dict.fromkeys(marks, -1), marks)
+        assert version.rows == {key: value for key, value in changes.items() if value is not None}
+
+
+KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
+
+
+@given(
+    st.lists(KEYS, max_size=12),
+    st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 11)), max_size=6),
+)
+@example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
+def test_two_followers_at_once_leave_a_replay_of_the_log(partition, turns):
+    """Before a commit of one, the other may run: with batches of some size, up to some mark."""
+    log, table = LogInMemory(partition), StoredVersions()
+    order = iter(turns)
+
+    def run_the_other(step: str) -> None:
+        if step == "apply" and (turn := next(order, None)) is not None:
+            count_max, end = turn
+            follower(log, table, count_max=count_max).run({0: min(end, len(partition) - 1)})
+
+    follower(log, OpenTable(table, run_the_other)).run(until_now(log))
+    check_versions(log, table)
+    marks = [each[0] for each in marks_of(table)]
+    assert marks == sorted(marks)
+    assert marks[-1] == len(partition) - 1
+
+
+def test_a_conflict_with_maintenance_repeats_the_batch():
+    log, table = LogInMemory([("a", 1)]), StoredVersions()
+    steps = iter(["OPTIMIZE", "VACUUM END"])
+
+    def optimize(step: str) -> None:
+        if step == "apply" and (operation := next(steps, None)):
+            table.commit(operation)
+
+    follower(log, OpenTable(table, optimize)).run({0: 0})
+    assert [each.operation for each in table] == ["CREATE", "OPTIMIZE", "VACUUM END", "MERGE"]
+    assert table[-1].rows == {"a": 1}
+
+
+def test_a_conflict_with_each_commit_is_an_error():
+    log, table = LogInMemory([("a", 1)]), StoredVersions()
+
+    def optimize(step: str) -> None:
+        if step == "apply":
+            table.commit("OPTIMIZE")
+
+    with pytest.raises(Superseded, match="another commit came first"):
+        follower(log, OpenTable(table, optimize)).run({0: 0})
+    assert len(table) == CONFLICTS_MAX + 2
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_restore_after_the_last_commit_is_an_error(is_running):
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    follower(log, table).run({0: 1})
+    if not is_running:
+        table.commit("RESTORE", {})
+
+    def restore(step: str) -> None:
+        if is_running and step == "apply":
+            table.commit("RESTORE", {})
+
+    with pytest.raises(BadFormat, match=r"version 2 of the table is a RESTORE .* Hint: pass anoth"):
+        follower(log, OpenTable(table, restore)).run({0: 2})
+    again = TableMarks("again", KEY, {0: -1})
+    follower(log, table, again).run({0: 2})
+    assert table[-1].rows == {"a": 1, "b": 2, "c": 3}
+
+
+def test_other_commits_are_reported_once(caplog):
+    log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
+    follower(log, table).run({0: 1})
+    for operation in ("OPTIMIZE", "DELETE", "SET TBLPROPERTIES"):
+        table.commit(operation)
+    with caplog.at_level(logging.WARNING):
+        follower(log, table).run({0: 2})
+    assert caplog.messages == ["follow.other_commit version=3 operation=DELETE"]
+
+
+def test_a_start_is_for_a_table_without_marks():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    start = TableMarks("f", KEY, {0: 0})
+    follower(log, table, start).run({0: 0})
+    assert (marks_of(table), table[0].rows) == ([{0: 0}], {})
+    follower(log, table, start).run({0: 2})  # it has applied nothing yet
+    assert table[-1].rows == {"b": 2, "c": 3}
+    with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:2. Hint: omit the st"):
+        follower(log, table, start).run({0: 2})
+
+
+def test_a_start_names_each_partition():
+    log = LogInMemory([("a", 1)], [("b", 1)])
+    with pytest.raises(BadConfig, match=r"each partition of \[0, 1\], found those for \[0\]"):
+        follower(log, StoredVersions(), TableMarks("f", KEY, {0: 0})).run({0: 0})
+
+
+def test_a_start_outside_of_the_log_is_data_loss():
+    log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
+    for mark, match in ((3, "the log ends at 2"), (0, "first available one in the log is 2")):
+        log.firsts = {0: 2}
+        with pytest.raises(DataLoss, match=match):
+            follower(log, table, TableMarks("f", KEY, {0: mark})).run({0: 2})
+    assert not table, "no table with such a start is created"
+
+
+def test_a_new_table_starts_at_the_first_available_transaction():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    log.firsts = {0: 2}
+    follower(log, table).run({0: 2})
+    assert (marks_of(table), table[-1].rows) == ([{0: 1}, {0: 2}], {"c": 3})
+
+
+def test_transactions_that_expired_after_the_table_marks_are_data_loss():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    follower(log, table).run({0: 0})
+    log.firsts = {0: 2}
+    with pytest.raises(DataLoss, match="the first available one in the log is 2"):
+        follower(log, table).run({0: 2})
+
+
+def test_a_table_of_another_cluster_is_not_continued():
+    log, table = LogInMemory([("a", 1)]), StoredVersions()
+    follower(log, table).run({0: 0})
+    other = TableMarks("f", KEY[::-1], {})
+    with pytest.raises(ClusterKeyMismatch):
+        follower(log, table, other).run({0: 0})
+
+
+def test_lost_marks_must_be_passed():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    follower(log, table).run({0: 1})
+    table[:] = [table[-1]._replace(metadata=None, operation="OPTIMIZE")]
+    with pytest.raises(BadFormat, match="Hint: pass the marks"):
+        follower(log, table).run({0: 2})
+    with pytest.raises(BadFormat, match="has 2 transactions"):
+        follower(log, table, TableMarks("f", KEY, {0: 0})).run({0: 2})
+    follower(log, table, TableMarks("f", KEY, {0: 1})).run({0: 2})
+    assert log.read[-1] == ({0: 1}, {0: 2})
+    assert marks_of(table) == [None, {0: 2}]
+
+
+def test_a_table_with_rows_of_another_program_needs_a_start():
+    log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
+    follower(log, table).run({0: 0})
+    other = TableMarks("other", KEY, {})
+    with pytest.raises(BadConfig, match="the table has rows, but no marks of follower 'other'"):
+        follower(log, table, other).run({0: 1})
+    follower(log, table, other._replace(marks={0: 0})).run({0: 1})
+    assert table[-1].rows == {"a": 1, "b": 2}
+
+
+def test_a_table_that_is_removed_is_not_created_again():
+    log, table = LogInMemory([("a", 1)]), StoredVersions()
+
+    def remove(step: str) -> None:
+        if step == "committed" and len(table) == 2:
+            table.clear()
+
+    with pytest.raises(BadFormat, match="the table was removed"):
+        follower(log, OpenTable(table, remove)).run({0: 0})
+
+
+def test_a_batch_has_at_least_one_transaction():
+    with pytest.raises(BadConfig, match="batch_transactions: expected 1 or more, found 0"):
+        follower(LogInMemory([]), StoredVersions(), count_max=0)

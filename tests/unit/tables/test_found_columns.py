@@ -1,0 +1,191 @@
+"""Columns that are found in payloads do not depend on the limits of batches."""
+
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.tables.delta_table import FollowedDeltaTable
+from waltz_core.tables.followed_log import changes_in
+from waltz_core.tables.follower import Follower
+from waltz_core.tables.found_columns import with_found_columns
+from waltz_core.tables.row_changes import ChangeRules, parse_condition
+from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks
+
+KEY = "00112233445566778899aabbccddeeff"
+NONE = pa.schema([])
+
+
+def log_rows(*payloads: Any, first: int = 0) -> pa.Table:
+    """Return transactions with JSON payloads."""
+    count = len(payloads)
+    return pa.table(
+        {
+            "partition": pa.array([0] * count, pa.int32()),
+            "transaction_id": pa.array(range(first, first + count), pa.int64()),
+            "header": pa.array([0] * count, pa.int32()),
+            "data": pa.array([json.dumps(each).encode() for each in payloads], pa.binary()),
+        }
+    )
+
+
+def columns_of(*payloads: Any, known: pa.Schema = NONE) -> pa.Table:
+    found = with_found_columns(log_rows(*payloads), known, "json")
+    return found.select(found.schema.names[3:])
+
+
+def test_the_type_of_a_column_is_that_of_its_first_value():
+    found = columns_of(
+        {"id": 1, "text": None, "flag": True},
+        {"id": 2, "text": "a", "list": [None, 1.5], "map": {"a": None, "b": [{"c": 1}]}},
+        {"map": {"d": "x"}, "list": []},
+    )
+    assert found.schema == pa.schema(
+        [
+            ("id", pa.int64()),
+            ("flag", pa.bool_()),
+            ("text", pa.string()),
+            ("list", pa.list_(pa.float64())),
+            (
+                "map",
+                pa.struct([("b", pa.list_(pa.struct([("c", pa.int64())]))), ("d", pa.string())]),
+            ),
+        ]
+    )
+    assert found["map"].to_pylist() == [
+        None,
+        {"b": [{"c": 1}], "d": None},
+        {"b": None, "d": "x"},
+    ]
+    assert found["list"].to_pylist() == [None, [None, 1.5], []]
+
+
+def test_known_columns_stay_and_grow():
+    known = pa.schema([("a", pa.int64()), ("b", pa.struct([("x", pa.int64())])), ("c", pa.int32())])
+    found = columns_of({"b": {"y": 1}, "d": "x", "c": 7}, known=known)
+    grown = pa.struct([("x", pa.int64()), ("y", pa.int64())])
+    assert found.schema.names == ["a", "b", "c", "d"]
+    assert (found.schema.field("b").type, found.schema.field("c").type) == (grown, pa.int32())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (1, "a", "column 'v': expected an integer, found text"),
+        (1.5, 1, "column 'v': expected a double, found an integer"),
+        (True, 1, "column 'v': expected a boolean, found an integer"),
+        ([1], ["a"], r"column 'v\[\]': expected an integer, found text"),
+        ([1], {"a": 1}, "column 'v': expected a list, found a map"),
+        ({"a": 1}, {"a": "x"}, "column 'v.a': expected an integer, found text"),
+        ({"a": 1}, 7, "column 'v': expected a map, found an integer"),
+        (None, [], "column 'v': expected a value, found a list of nothing"),
+        (None, [None], "column 'v': expected a value, found a list of nothing"),
+        (None, {}, "column 'v': expected a value, found a map of nothing"),
+        (1, 2**63, "column 'v': expected int64, found 9223372036854775808"),
+    ],
+)
+def test_another_type_is_an_error_that_names_the_transaction(
+    first: object, second: object, message: str
+):
+    with pytest.raises(BadFormat, match=f"partition 0, transaction 1: {message}"):
+        columns_of({"v": first}, {"v": second})
+
+
+@pytest.mark.parametrize("name", ["partition", "header", "_partition", "_deleted"])
+def test_a_name_of_the_log_or_the_table_is_an_error(name: str):
+    with pytest.raises(BadFormat, match=rf"transaction 0: column '{name}': .* Hint: declare the"):
+        columns_of({name: 1})
+
+
+class FoundLog:
+    """A log of payloads in one partition."""
+
+    def __init__(self, payloads: list[dict], table: FollowedDeltaTable) -> None:
+        self._payloads, self._table = payloads, table
+        self.rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
+
+    def state(self) -> LogState:
+        return LogState({0: len(self._payloads) - 1}, {})
+
+    def changes(self, starts: MarkMap, ends: MarkMap) -> pa.Table:
+        rows = log_rows(*self._payloads[starts[0] + 1 : ends[0] + 1], first=starts[0] + 1)
+        parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
+        return changes_in(parts, self.rules, self._table.columns(), "json")
+
+    def wait(self) -> None:
+        raise AssertionError("the log has an end")
+
+
+def followed(path: Path, payloads: list[dict], ends: list[int]) -> list[dict]:
+    """Follow a log in batches; return the rows, by key."""
+    for end in ends:
+        table = FollowedDeltaTable(str(path), None, ["id"])
+        log = FoundLog(payloads, table)
+        name = TableMarks("f", KEY, {})
+        Follower(log, table, name, batch_transactions=100).run({0: end})
+    rows = pa.table(DeltaTable(path).to_pyarrow_table())
+    names = sorted(rows.schema.names)
+    return [{name: _sorted(row[name]) for name in names} for row in rows.sort_by("id").to_pylist()]
+
+
+def _sorted(value: Any) -> Any:
+    return dict(sorted(value.items())) if isinstance(value, dict) else value
+
+
+PAYLOADS = st.fixed_dictionaries(
+    {"id": st.integers(0, 2)},
+    optional={
+        "op": st.sampled_from("UD"),
+        "a": st.none() | st.integers(0, 3),
+        "b": st.text("xy", max_size=2),
+        "c": st.dictionaries(st.sampled_from("xy"), st.integers(0, 3), min_size=1),
+        "d": st.lists(st.integers(0, 3), min_size=1, max_size=2),
+    },
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(PAYLOADS, min_size=1, max_size=8), st.sets(st.integers(0, 7), max_size=4))
+def test_the_table_does_not_depend_on_the_limits_of_batches(payloads: list[dict], cuts: set[int]):
+    last = len(payloads) - 1
+    with tempfile.TemporaryDirectory() as place:
+        whole = followed(Path(place, "whole"), payloads, [last])
+        ends = sorted({min(each, last) for each in cuts} | {last})
+        assert followed(Path(place, "parts"), payloads, ends) == whole
+        schemas = [DeltaTable(Path(place, each)).schema().to_arrow() for each in ("whole", "parts")]
+        assert sorted(schemas[0].names) == sorted(schemas[1].names)
+    assert all(first <= second for first, second in pairwise(row["id"] for row in whole))
+
+
+def test_columns_are_committed_also_if_the_batch_has_no_other_effect(tmp_path: Path):
+    payloads = [{"id": 1, "op": "U"}, {"id": 2, "new": 7}, {"id": 2, "op": "D"}]
+    assert followed(tmp_path / "t", payloads, [0, 2]) == [
+        {"_partition": 0, "_transaction_id": 0, "id": 1, "new": None, "op": "U"}
+    ]
+
+
+def test_a_transaction_without_a_key_is_an_error(tmp_path: Path):
+    with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
+        followed(tmp_path / "t", [{"other": 1}], [0])
+
+
+def test_a_name_that_delta_lacks_is_an_error(tmp_path: Path):
+    with pytest.raises(BadConfig, match="column 'a b': Delta has no names"):
+        followed(tmp_path / "t", [{"id": 1, "a b": 1}], [0])
+
+
+def test_another_key_of_a_table_with_rows_is_an_error(tmp_path: Path):
+    followed(tmp_path / "t", [{"id": 1, "other": 1}], [0])
+    table = FollowedDeltaTable(str(tmp_path / "t"), None, ["new"])
+    log = FoundLog([{"id": 1, "other": 1}, {"id": 1, "new": 2}], table)
+    log.rules = ChangeRules(["new"])
+    with pytest.raises(BadConfig, match="expected a key column 'new', found id, other"):
+        Follower(log, table, TableMarks("f", KEY, {}), batch_transactions=9).run({0: 1})

@@ -1,0 +1,87 @@
+"""A log of changes of rows, and what a table that follows it must contain."""
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import msgpack
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from waltz_core.client import WaltzClient
+from waltz_core.tables.table_marks import decode
+
+PARTITIONS = 2
+KEYS = 12
+DELETE_HEADER = 9
+OTHER_HEADER = 5
+Rows = dict[int, tuple[int, int, int]]  # of an ID: value, partition, transaction
+
+
+class Written(NamedTuple):
+    """The transactions of a test, by partition: header and payload."""
+
+    connect: str
+    log: list[list[tuple[int, dict]]]
+
+    def append(self, client: WaltzClient, count: int, seed: int) -> None:
+        """Append upserts, deletes by header and by payload, and transactions of other kinds."""
+        rng = random.Random(seed)
+        futures = []
+        for _ in range(count):
+            key = rng.randrange(KEYS)
+            header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
+            row = {"id": key, "op": rng.choice("UUUD"), "value": rng.randrange(1000)}
+            if header == DELETE_HEADER:
+                row = {"id": key}
+            elif header == OTHER_HEADER:
+                row = {"other": True}
+            self.log[key % PARTITIONS].append((header, row))
+            payload = msgpack.packb(row)
+            futures.append(client.append(payload, partition=key % PARTITIONS, header=header))
+        for future in futures:
+            future.result()
+
+    def replayed(self, marks: dict[int, int]) -> Rows:
+        """Return the table by its definition."""
+        rows: Rows = {}
+        for partition, mark in marks.items():
+            for place, (header, row) in enumerate(self.log[partition][: mark + 1]):
+                if header == DELETE_HEADER or row.get("op") == "D":
+                    rows.pop(row["id"], None)
+                elif header != OTHER_HEADER:
+                    rows[row["id"]] = (row["value"], partition, place)
+        return rows
+
+    def command(self, table: Path | str, *more: str) -> list[str]:
+        return [
+            *["follow", str(table), "--connect", self.connect, "--key", "id"],
+            *["--column", "id:int64", "--column", "op:string", "--column", "value:int64"],
+            *["--header", "1", "--header", str(DELETE_HEADER)],
+            *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
+            *["--batch-transactions", "25", "--interval-s", "0.05", *more],
+        ]
+
+
+def ends(written: Written) -> dict[int, int]:
+    return {each: len(log) - 1 for each, log in enumerate(written.log)}
+
+
+def content(table: Path | str, version: int | None = None) -> Rows:
+    rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: (row["value"], row["_partition"], row["_transaction_id"]) for row in rows}
+
+
+def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
+    commits = DeltaTable(table).history()
+    return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
+
+
+def check_versions(written: Written, table: Path | str) -> None:
+    """Each version has the rows of its marks, and marks never decrease."""
+    before = dict.fromkeys(range(PARTITIONS), -1)
+    for version, marks in sorted(marks_by_version(table).items()):
+        assert content(table, version) == written.replayed(marks)
+        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        before = marks

@@ -1,0 +1,223 @@
+"""`waltz-core follow`: keeps a Delta table equal to the log.
+
+The loop is `tables/follower.py`; docs/tables.md describes its guarantees.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+import click
+
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.client import payload_columns
+from waltz_core.cli.output import print_error, print_json
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import verb
+from waltz_core.client import WaltzClient
+from waltz_core.client.read.start_times import first_since, stamp_ms_of
+from waltz_core.errors import BadConfig
+from waltz_core.tables.followed_log import ClientLog, LogPosition
+from waltz_core.tables.follower import Follower
+from waltz_core.tables.row_changes import ArrowTable, ChangeRules, parse_condition
+from waltz_core.tables.table_marks import MarkMap, TableMarks
+
+BATCH_TRANSACTIONS = 100_000
+INTERVAL_S = 1.0
+
+
+class FollowOptions(NamedTuple):
+    """The options of `follow`."""
+
+    connect: str
+    table: str
+    key: tuple[str, ...]
+    columns: tuple[str, ...]
+    data_format: str
+    headers: tuple[int, ...]
+    delete_headers: tuple[int, ...]
+    delete_where: str | None
+    follower: str
+    start_marks: str | None
+    start_time: str | None
+    until: str | None
+    batch_transactions: int
+    interval_s: float
+    as_json: bool
+
+
+@verb
+@options.gather_options(FollowOptions)
+@options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
+@click.option(
+    "--key",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="a key column; repeat the option for several",
+)
+@payload_columns.column_option("the columns are found in the payloads")
+@payload_columns.data_format
+@click.option(
+    "--header",
+    "headers",
+    type=int,
+    multiple=True,
+    metavar="H",
+    help="header of transactions of the table; repeat the option for several [default: all]",
+)
+@click.option(
+    "--delete-header",
+    "delete_headers",
+    type=int,
+    multiple=True,
+    metavar="H",
+    help="header of transactions that delete the row with their key; repeat the option for several",
+)
+@click.option(
+    "--delete-where",
+    metavar="CONDITION",
+    help="condition of other deletes: a boolean column, or a comparison such as \"op = 'D'\"",
+)
+@click.option(
+    "--follower",
+    default="follow",
+    metavar="NAME",
+    help="name of the follower in the commits of the table [default: follow]",
+)
+@click.option(
+    "--start-marks",
+    metavar="JSON",
+    help="start of a new table: the mark of each partition before its first transaction, for "
+    'example {"0": 41} [default: the first available transaction]',
+)
+@click.option(
+    "--start-time",
+    metavar="TIME",
+    help="start of a new table: a commit time with a time zone",
+)
+@click.option(
+    "--until",
+    type=options.NamedChoice(["now"]),
+    help="end at the marks of the log at the start [default: continue until interrupted]",
+)
+@click.option(
+    "--batch-transactions",
+    type=int,
+    default=BATCH_TRANSACTIONS,
+    metavar="N",
+    help=f"maximum number of transactions of a commit [default: {BATCH_TRANSACTIONS}]",
+)
+@click.option(
+    "--interval-s",
+    type=float,
+    default=INTERVAL_S,
+    metavar="S",
+    help=f"seconds between requests for new transactions [default: {INTERVAL_S:g}]",
+)
+@options.as_json
+@options.connect
+def follow(chosen: FollowOptions) -> int:
+    # deltalake is an extra, and its import takes a while.
+    from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
+
+    if chosen.interval_s <= 0:
+        raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
+    schema = payload_columns.schema_of(chosen.columns)
+    rules = ChangeRules(
+        chosen.key,
+        chosen.delete_headers,
+        None if chosen.delete_where is None else parse_condition(chosen.delete_where),
+    )
+    table = FollowedDeltaTable(chosen.table, schema, chosen.key)
+    given = _given_marks(chosen)
+    since_ms = _given_ms(chosen)
+    with WaltzClient(chosen.connect) as client, ProgressLine() as line:
+        position = LogPosition(client, interval_s=chosen.interval_s)
+        log = ClientLog(
+            client,
+            position,
+            schema=table.columns if schema is None else schema,
+            rules=rules,
+            data_format=chosen.data_format,
+            headers=chosen.headers,
+        )
+        if since_ms is not None:
+            given = _marks_since(client, position, since_ms)
+        follower: Follower[ArrowTable] = Follower(
+            log,
+            table,
+            TableMarks(chosen.follower, client.cluster().key.hex(), given),
+            batch_transactions=chosen.batch_transactions,
+            on_progress=lambda done, total: line.show(done, total, "transactions applied"),
+        )
+        found = follower.run(dict(position.state().marks) if chosen.until else None)
+    return _print_marks(chosen, found)
+
+
+follow.details = (
+    "Each batch of transactions is one commit, which also has the marks of the log, so the table "
+    "equals a replay of the log whenever the command is killed. A repeated command continues at "
+    f"the marks of the table. Types of payload columns: {payload_columns.TYPES_TEXT}."
+)
+
+
+def _given_marks(chosen: FollowOptions) -> MarkMap:
+    """Return the marks of `--start-marks`; none without the option."""
+    if chosen.start_marks is None:
+        return {}
+    if chosen.start_time is not None:
+        raise BadConfig("--start-marks and --start-time were both given: expected one of them")
+    try:
+        value = json.loads(chosen.start_marks)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not value or not all(map(_is_mark, value, value.values())):
+        raise BadConfig(
+            '--start-marks: expected a mark for each partition, such as {"0": 41, "1": -1}, found '
+            f"{chosen.start_marks!r}"
+        )
+    return {int(partition): mark for partition, mark in value.items()}
+
+
+def _is_mark(partition: str, mark: object) -> bool:
+    return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
+
+
+def _given_ms(chosen: FollowOptions) -> int | None:
+    """Return `--start-time` in ms."""
+    if chosen.start_time is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(chosen.start_time)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise BadConfig(
+            "--start-time: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
+            f"{chosen.start_time!r}"
+        )
+    return int(moment.timestamp() * 1000)
+
+
+def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> Mapping[int, int]:
+    """Return the marks before the first transactions that may be committed at or after a time."""
+    log = position.state()
+    found = {}
+    for partition, mark in log.marks.items():
+        first = log.firsts[partition]
+        at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
+        # If no available transaction is older than the time, expired ones may be as recent; the
+        # follower reports their loss.
+        found[partition] = at - 1 if 0 < first == at + 1 else at
+    return found
+
+
+def _print_marks(chosen: FollowOptions, found: TableMarks) -> int:
+    if chosen.as_json:
+        print_json({"marks": {str(each): mark for each, mark in sorted(found.marks.items())}})
+    else:
+        print_error(f"table {chosen.table} has {found.version} transactions of the log")
+    return 0

@@ -1,0 +1,59 @@
+"""Finds the start of a read by time: the mark before the first transaction at or after a time.
+
+Rules:
+    1. A start by time may be too early, but never too late: only transactions that are known to be
+       older are skipped.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.client.api.sync_client import WaltzClient
+
+UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
+UNSTAMPED_READS_MAX = 32
+
+
+def first_since(
+    stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, older: int = BEFORE_FIRST
+) -> int:
+    """Return a mark up to `mark` before the first that may be committed at or after a time.
+
+    `older` is a transaction that is known to be older, or -1.
+
+    Commit stamps never decrease in a partition, so a binary search finds it. Transactions of a 0.13
+    server have none (0): only a later transaction can prove that they are older. After a few
+    such reads they count as not older (rule 1).
+    """
+    found = older
+    unstamped_left = UNSTAMPED_READS_MAX
+    parts = [(older + 1, mark)]  # the parts left to search; the last one first, as it is the latest
+    while parts:
+        low, high = parts.pop()
+        if low > high:
+            continue
+        middle = (low + high) // 2
+        stamp_ms = stamp_ms_of(middle)
+        if stamp_ms == UNSTAMPED:
+            parts.append((low, middle - 1))
+            if unstamped_left:
+                unstamped_left -= 1
+                parts.append((middle + 1, high))
+            else:
+                del parts[1:]  # rule 1
+        elif stamp_ms < since_ms:
+            # All before it are older, too.
+            found, parts = middle, [(middle + 1, high)]
+        else:
+            parts.append((low, middle - 1))
+    return found
+
+
+def stamp_ms_of(client: "WaltzClient", partition: int, transaction_id: int) -> int:
+    """Return a transaction's commit stamp; 0 if a 0.13 server wrote it."""
+    chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
+    return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)

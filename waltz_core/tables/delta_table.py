@@ -1,0 +1,343 @@
+"""A Delta table of a follower, with the library deltalake: the only file that names it.
+
+Each commit has the marks as `userMetadata` of its `commitInfo`, as delta-spark writes them, and the
+identifier of the follower as `txn`.
+
+Rules:
+    1. A commit is version v + 1, where v is the version that `marks` has read. The library tries no
+       commit again on a newer version.
+    2. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
+       change of the row.
+    3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
+    4. Columns that are found are committed with the batch that has their first value, also if it
+       has no other effect: the columns do not depend on the limits of batches.
+    5. A type that Delta lacks is rejected before the library converts it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from waltz_core.client.api.scanning import ArrowSchema
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
+from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.row_changes import DELETED, ArrowTable
+from waltz_core.tables.table_marks import TableMarks, decode, encode
+
+try:
+    from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+    from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+except ModuleNotFoundError:
+    raise BadConfig(
+        "Delta tables need the package deltalake. Hint: pip install 'waltz-spark[tables]'."
+    ) from None
+
+# The columns of the place of the last change (rule 2), and those of the changes that they have.
+_PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
+_PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
+# Spark writes no column with one of these.
+_NO_NAME = re.compile(r"[ ,;{}()\n\t=]")
+# The text of an error that the merge raises itself (rule 3), and where the library shows it.
+_TWO_PARTITIONS: Final = "key in two partitions: "
+_FOUND_TWICE = re.compile(rf"{_TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
+
+_TYPES_OF_DELTA = (
+    pa.types.is_boolean,
+    pa.types.is_signed_integer,
+    pa.types.is_float32,
+    pa.types.is_float64,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_date32,
+)
+
+
+class FollowedDeltaTable:
+    """A Delta table, of one follower.
+
+    Args:
+        uri: a directory, or a URL of an object store.
+        schema: the declared columns; None if the columns are those of the changes.
+        key: the key columns.
+
+    Raises:
+        BadConfig: a column has a name or a type that Delta lacks, or no key column is declared.
+    """
+
+    def __init__(self, uri: str, schema: ArrowSchema | None, key: Sequence[str]) -> None:
+        self._is_declared = schema is not None
+        if schema is not None:
+            check_schema(schema)
+            if missing := [name for name in key if name not in schema.names]:
+                raise BadConfig(
+                    f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+                )
+        self._schema = _with_place(schema or pa.schema([]))
+        self._uri, self._key = uri, list(key)
+        self._table: DeltaTable | None = None
+        self._state: tuple[int, TableState] | None = None  # by version of the table
+
+    def columns(self) -> ArrowSchema:
+        """Return the columns of the version that `marks` has read, without those of the place."""
+        assert self._table is not None, "marks() was called"
+        found = pa.schema(self._table.schema().to_arrow())
+        return pa.schema([part for part in found if part.name not in _PLACE])
+
+    def create(self, start: TableMarks) -> None:
+        """Create the table, with the marks in its first commit.
+
+        Raises:
+            Superseded: the table exists.
+            Unavailable: the library reports an error.
+        """
+        with self._reported():
+            try:
+                DeltaTable.create(
+                    self._uri, self._schema, mode="error", commit_properties=_properties(start)
+                )
+            except DeltaError:
+                if DeltaTable.is_deltatable(self._uri):
+                    raise Superseded(f"table {self._uri}: another program has created it") from None
+                raise
+
+    def marks(self, follower: TableMarks) -> TableState | None:
+        """Return the state of the newest version; None if there is no table.
+
+        Raises:
+            BadConfig: a column of the table has another type than the declared one, or is not
+                declared.
+            Unavailable: the library reports an error.
+        """
+        with self._reported():
+            try:
+                if self._table is None:
+                    self._table = DeltaTable(self._uri)
+                    if self._is_declared:
+                        self._check_columns(self._table)
+                else:
+                    self._table.update_incremental()
+            except TableNotFoundError:
+                return None
+            # NB: the history may have newer commits than the loaded version, under wrong versions.
+            while self._state is None or self._state[0] != self._table.version():
+                self._state = self._table.version(), _state_of(self._table, follower)
+                self._table.update_incremental()
+            return self._state[1]
+
+    def apply(self, changes: ArrowTable | None, marks: TableMarks) -> bool:
+        """Merge changes, and commit the marks with them; return whether there is a new version.
+
+        Raises:
+            BadRequest: a key has changes in two partitions.
+            Superseded: there is a later version than the one that `marks` has read.
+            Unavailable: the library reports another error.
+        """
+        table = self._table
+        assert table is not None, "marks() was called"
+        before = table.version()
+        with self._reported():
+            if changes is None:
+                _append(table, pa.schema(table.schema().to_arrow()).empty_table(), marks)
+                return True
+            if not changes.num_rows:
+                return False
+            schema = self._schema if self._is_declared else _found_schema(changes)
+            columns = [changes[_PLACE.get(name, name)] for name in schema.names]
+            rows = pa.table(columns, schema=schema)
+            if self._has_key(table):
+                self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
+            else:
+                _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
+            return table.version() != before
+
+    def _has_key(self, table: DeltaTable) -> bool:
+        """Return whether the table has the key columns; without them, it must have no rows."""
+        missing = set(self._key) - set(self.columns().names)
+        if missing and _has_rows(table):
+            raise BadConfig(
+                f"table {self._uri}: expected a key column {min(missing)!r}, found "
+                f"{', '.join(self.columns().names)}"
+            )
+        return not missing
+
+    def _merge(self, table: DeltaTable, source: ArrowTable, marks: TableMarks) -> None:
+        values = {_quoted(name): f"source.{_quoted(name)}" for name in source.schema.names[:-1]}
+        is_deleted = f"source.{_quoted(DELETED)}"
+        is_key = (f"target.{each} = source.{each}" for each in map(_quoted, self._key))
+        merge = table.merge(
+            source,
+            predicate=" AND ".join(is_key),
+            source_alias="source",
+            target_alias="target",
+            merge_schema=True,  # NB: new columns are committed also without another effect (rule 4)
+            commit_properties=_properties(marks),
+        )
+        (
+            merge.when_matched_delete(self._checked(is_deleted))
+            .when_matched_update(values)
+            .when_not_matched_insert(values, predicate=f"NOT {is_deleted}")
+            .execute()
+        )
+
+    def _checked(self, is_deleted: str) -> str:
+        """Return a condition, which fails with the key if the row is of another partition."""
+        key = ", ', ', ".join(f"CAST(source.{_quoted(name)} AS VARCHAR)" for name in self._key)
+        places = ", ' and ', ".join(
+            f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
+            f"CAST({side}._transaction_id AS VARCHAR)"
+            for side in ("target", "source")
+        )
+        message = f"concat('{_TWO_PARTITIONS}(', {key}, ') in ', {places}, '.')"
+        return (
+            "CASE WHEN target._partition <> source._partition "
+            f"THEN CAST({message} AS BOOLEAN) ELSE {is_deleted} END"
+        )
+
+    def _check_columns(self, table: DeltaTable) -> None:
+        found = pa.schema(table.schema().to_arrow())
+        for part in found:
+            if part.name not in self._schema.names:
+                raise BadConfig(
+                    f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
+                    "columns of the table."
+                )
+            declared = self._schema.field(part.name).type
+            if _plain(part.type) != _plain(declared):
+                raise BadConfig(
+                    f"table {self._uri}: column {part.name!r}: expected the declared type "
+                    f"{declared}, found {part.type}"
+                )
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Raise errors of the library as errors of the project."""
+        try:
+            yield
+        except CommitFailedError as error:
+            raise Superseded(
+                f"table {self._uri}: another commit came first ({_line(error)})"
+            ) from error
+        except (DeltaError, OSError) as error:
+            if found := _FOUND_TWICE.search(str(error)):
+                raise BadRequest(
+                    f"table {self._uri}: expected the changes of a key in one partition, found key "
+                    f"{found[1]}: partitions have no order. Hint: use a key that includes what "
+                    "chooses the partition."
+                ) from None
+            raise Unavailable(f"table {self._uri}: {_line(error)}") from error
+
+
+def _with_place(schema: ArrowSchema) -> ArrowSchema:
+    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+
+
+def _found_schema(changes: ArrowTable) -> ArrowSchema:
+    """Return the schema of the table for changes with found columns; raises BadConfig."""
+    own = (*LOG_COLUMNS, DELETED)
+    found = pa.schema([part for part in changes.schema if part.name not in own])
+    check_schema(found)
+    return _with_place(found)
+
+
+def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks) -> None:
+    """Commit rows, which may be none, and columns that the table lacks."""
+    write_deltalake(
+        table, rows, mode="append", schema_mode="merge", commit_properties=_properties(marks)
+    )
+
+
+def check_schema(schema: ArrowSchema) -> None:
+    """Reject columns that Delta lacks (rule 5).
+
+    Raises:
+        BadConfig: names the column.
+    """
+    if not schema.names:
+        raise BadConfig("expected one or more columns of the table, found none")
+    seen = {*_PLACE, DELETED}
+    for part in schema:
+        if _NO_NAME.search(part.name) or not part.name:
+            raise BadConfig(f"column {part.name!r}: Delta has no names with a space or ,;{{}}()=")
+        if part.name.lower() in seen:
+            raise BadConfig(
+                f"column {part.name!r}: expected names that differ in more than their case, and "
+                f"none of {', '.join(sorted({*_PLACE, DELETED}))}"
+            )
+        seen.add(part.name.lower())
+        if not _is_of_delta(part.type):
+            raise BadConfig(
+                f"column {part.name!r}: Delta has no type {part.type}. Hint: declare it as int64, "
+                "decimal, text or a timestamp in microseconds."
+            )
+
+
+def _is_of_delta(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind) or pa.types.is_list(kind) or pa.types.is_map(kind):
+        return all(_is_of_delta(kind.field(each).type) for each in range(kind.num_fields))
+    if pa.types.is_timestamp(kind):
+        return kind.unit == "us" and kind.tz in (None, "UTC")
+    if pa.types.is_decimal(kind):
+        return bool(kind.precision <= 38)
+    return any(is_of(kind) for is_of in _TYPES_OF_DELTA)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the type without what Delta does not store: names of children, and 64-bit offsets."""
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(part.name, _plain(part.type)) for part in kind])
+    return kind
+
+
+def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
+    """Return the newest commit of a follower, and the later ones; reads as few as possible."""
+    version = table.transaction_version(follower.application)
+    limit: int | None = 2
+    while True:
+        commits = table.history(limit)
+        others: list[OtherCommit] = []
+        for each in commits:
+            metadata = each.get("userMetadata")
+            found = decode(metadata)
+            if found is not None and found.follower == follower.follower:
+                return TableState(metadata, version, others)
+            others.append(OtherCommit(each["version"], each.get("operation", "")))
+        if limit is None or len(commits) < limit:
+            return TableState(None, version, (), has_rows=_has_rows(table))
+        limit = None if limit > 1000 else limit * 8
+
+
+def _has_rows(table: DeltaTable) -> bool:
+    counts = pa.table(table.get_add_actions(flatten=True))["num_records"]
+    return bool(counts.null_count or pc.sum(counts).as_py())
+
+
+def _properties(marks: TableMarks) -> CommitProperties:
+    return CommitProperties(
+        custom_metadata={"userMetadata": encode(marks)},
+        app_transactions=[Transaction(marks.application, marks.version)],
+        max_commit_retries=0,  # rule 1
+    )
+
+
+def _quoted(name: str) -> str:
+    escaped = name.replace('"', '""')
+    return f'"{escaped}"'
+
+
+def _line(error: Any) -> str:  # noqa: ANN401 - an exception
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,141 @@
+"""Finds the columns of a table in payloads, for tables whose columns are not declared.
+
+Rules:
+    1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
+       binary, list or struct. It is never a guess from several values.
+    2. A later value of another type is an error, also an integer in a column of doubles: which of
+       two values is first must not depend on the limits of batches.
+    3. Null has no type, and an empty list or struct as first value is an error.
+    4. New columns, and new fields of structs, are appended to the known ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from waltz_core.client.api.scanning import ArrowSchema
+from waltz_core.errors import BadFormat
+from waltz_core.records.unpacking import Unpacker
+from waltz_core.tables.row_changes import DELETED, ArrowTable
+
+ArrowType: TypeAlias = pa.DataType
+
+# Columns of the log in the rows of a follower, and those of the place in the table.
+LOG_COLUMNS = ("partition", "transaction_id", "header")
+_RESERVED = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
+
+_TYPES: dict[type, ArrowType] = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bytes: pa.binary(),
+}
+_NAMES = {
+    pa.bool_(): "a boolean",
+    pa.int64(): "an integer",
+    pa.float64(): "a double",
+    pa.string(): "text",
+    pa.binary(): "binary",
+}
+
+
+class _Mismatch(Exception):
+    """A value that does not fit: the path of its column, what was expected, and what was found."""
+
+
+def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -> ArrowTable:
+    """Return rows with the columns of their payloads, instead of `data`.
+
+    Args:
+        rows: transactions with the columns `LOG_COLUMNS` and `data`.
+        known: the columns of the table so far; all of them are in the result.
+        data_format: `msgpack` or `json`.
+
+    Raises:
+        BadFormat: names the transaction and the column.
+    """
+    data = rows["data"].combine_chunks()
+    partitions, ids = rows["partition"], rows["transaction_id"]
+
+    def where(row: int) -> str:
+        return f"partition {partitions[row]}, transaction {ids[row]}"
+
+    types: dict[str, ArrowType] = {part.name: part.type for part in known}
+    for row, payload in enumerate(Unpacker([], data_format).decoded(data, where)):
+        try:
+            _add(types, payload)
+        except _Mismatch as error:
+            path, expected, found = error.args
+            raise BadFormat(
+                f"{where(row)}: column {path!r}: expected {expected}, found {found}. Hint: declare "
+                "the columns of the table."
+            ) from None
+    fields = [pa.field(name, kind) for name, kind in types.items()]
+    columns = Unpacker(fields, data_format, is_case_sensitive=True).columns(data, where)
+    log = rows.select(LOG_COLUMNS)
+    return pa.table([*log.columns, *columns], schema=pa.schema([*log.schema, *fields]))
+
+
+def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
+    """Add the columns of a payload."""
+    for name, value in payload.items():
+        if value is None:
+            continue
+        known = types.get(name)
+        if known is not None and _TYPES.get(type(value)) == known:
+            continue  # nearly all values
+        if not isinstance(name, str) or name in _RESERVED:
+            raise _Mismatch(
+                name, f"text that is none of {', '.join(sorted(_RESERVED))}", repr(name)
+            )
+        types[name] = _grown(known, value, name)
+
+
+def _grown(known: ArrowType | None, value: object, path: str) -> ArrowType:
+    """Return the type of a column after a value (rules 1 to 3)."""
+    if isinstance(value, list):
+        return _grown_list(known, value, path)
+    if isinstance(value, dict):
+        return _grown_struct(known, value, path)
+    found = _TYPES.get(type(value))
+    if known is not None and known not in _NAMES and not pa.types.is_nested(known):
+        return known  # of a table whose columns were declared: the conversion checks the value
+    if found is None or known not in (None, found):
+        expected = "a boolean, a number, text, binary, a list or a map" if known is None else ""
+        shown = type(value).__name__ if found is None else _NAMES[found]
+        raise _Mismatch(path, expected or _shown(known), shown)
+    return found
+
+
+def _grown_list(known: ArrowType | None, value: list[Any], path: str) -> ArrowType:
+    if known is not None and not pa.types.is_list(known):
+        raise _Mismatch(path, _shown(known), "a list")
+    item = None if known is None else known.value_type
+    for each in value:
+        if each is not None:
+            item = _grown(item, each, f"{path}[]")
+    if item is None:
+        raise _Mismatch(path, "a value", "a list of nothing, which has no type")
+    return pa.list_(item)
+
+
+def _grown_struct(known: ArrowType | None, value: dict[Any, Any], path: str) -> ArrowType:
+    if known is not None and not pa.types.is_struct(known):
+        raise _Mismatch(path, _shown(known), "a map")
+    fields = {} if known is None else {part.name: part.type for part in known}
+    for name, each in value.items():
+        if not isinstance(name, str):
+            raise _Mismatch(path, "text as key of a map", repr(name))
+        if each is not None:
+            fields[name] = _grown(fields.get(name), each, f"{path}.{name}")
+    if not fields:
+        raise _Mismatch(path, "a value", "a map of nothing, which has no type")
+    return pa.struct(list(fields.items()))
+
+
+def _shown(kind: ArrowType) -> str:
+    if pa.types.is_list(kind):
+        return "a list"
+    return "a map" if pa.types.is_struct(kind) else _NAMES.get(kind, str(kind))

@@ -1,0 +1,280 @@
+"""`follow` and `upsert`: Delta tables that equal a replay of the log up to their marks.
+
+They run in the user's Python process, as `append` and `snapshot` do.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Literal
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructField, StructType
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.follower import CONFLICTS_MAX, RESTORE, Follower
+from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
+from waltz_core.tables.table_marks import TableMarks, continued
+from waltz_spark.api import option_texts
+from waltz_spark.datasource.starts import starts
+from waltz_spark.options import parse_read
+from waltz_spark.shared_clients import client_of, sources_of, with_client
+from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.log_changes import SparkLog, changes_of_frame, last_of_tasks
+from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.tables.table_session import table_session
+
+BATCH_TRANSACTIONS = 1_000_000
+INTERVAL_S = 1.0
+_OPTIONS = (
+    "dataFormat",
+    "encryptionKeys",
+    "requireEncryption",
+    "readFrom",
+    "archive",
+    "group",
+    "minPartitions",
+    "maxTransactionsPerTask",
+)
+
+_log = logging.getLogger(__name__)
+
+
+def follow(  # noqa: PLR0913 - a caller gives four of them
+    spark: SparkSession,
+    connect: str,
+    *,
+    table: str,
+    key: str | Sequence[str],
+    schema: str | StructType,
+    headers: Sequence[int] = (),
+    delete_headers: Sequence[int] = (),
+    delete_where: str | None = None,
+    follower: str = "follow",
+    start: Mapping[int, int] | datetime | str | None = None,
+    until: Literal["now"] | Mapping[int, int] | None = None,
+    batch_transactions: int = BATCH_TRANSACTIONS,
+    interval_s: float = INTERVAL_S,
+    on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
+    **options: object,
+) -> dict[int, int]:
+    """Keep a Delta table equal to the log, batch by batch; return the marks of the table.
+
+    Each batch is one commit, which also has the marks. So the table equals a replay of the log
+    whenever the driver, an executor or a task is killed, and a repeated call continues at the
+    marks of the table. `waltz-core follow` can continue the same table without Spark.
+
+        waltz_spark.follow(spark, connect, table="/tables/accounts", key="id",
+                           schema="id long, owner string, op string", delete_where="op = 'D'")
+
+    Args:
+        spark: a session with Delta; the table is written in a session of its own.
+        connect: the cluster.
+        table: the name of the table, or its path or URL; it is created if there is none.
+        key: the key column or columns.
+        schema: the columns of the table: those of the payload, and of the log by their names. The
+            table has two more, `_partition` and `_transaction_id`.
+        headers: the headers of the transactions of the table; without any, all transactions are.
+        delete_headers: headers of transactions that delete the row with their key.
+        delete_where: the condition of other deletes: a boolean column, or a comparison of a column
+            with a literal (`op = 'D'`).
+        follower: the name of the follower in the commits of the table.
+        start: for a new table, the mark of each partition before its first transaction, or a
+            commit time. Without it, the table begins at the first available transaction.
+        until: "now" ends at the marks of the call, a mapping at its marks. Without it, the function
+            returns only with an error.
+        batch_transactions: the maximum number of transactions of a commit.
+        interval_s: seconds between requests for new transactions.
+        on_progress: is called with two numbers of transactions: those that the call has applied,
+            and those that it has to apply, as far as it knows.
+        options: options of the format: `dataFormat` (msgpack), `encryptionKeys`,
+            `requireEncryption`, `readFrom`, `archive`, `group`, `minPartitions`,
+            `maxTransactionsPerTask`.
+
+    Raises:
+        BadConfig: an argument is not valid, a start was given for a table with marks, the table has
+            other columns, or the session has no Delta.
+        BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
+            restored.
+        BadRequest: a key has changes in two partitions.
+        ClusterKeyMismatch: the table follows another cluster.
+        DataLoss: the log does not have the transactions after the table marks.
+        Unavailable: the cluster does not answer (only with `until`).
+        Superseded: another commit came first each time.
+    """
+    if interval_s <= 0:
+        raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
+    rules = _rules(key, delete_headers, delete_where)
+    if headers and (unread := set(delete_headers) - set(headers)):
+        raise BadConfig(
+            f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+            f"{sorted(headers)}. Hint: add it to them."
+        )
+    cluster = with_client(connect, lambda client: client.cluster().key.hex())
+    with table_session(spark) as session:
+        columns = session.createDataFrame([], schema).schema
+        reads = _read_options(connect, columns, headers, options)
+        position = LogPosition(client_of(connect), interval_s=interval_s)
+        loop = Follower(
+            SparkLog(session, position, columns, rules, reads),
+            MergedDeltaTable(session, table, columns, rules.key),
+            TableMarks(follower, cluster, _start_marks(connect, start, reads)),
+            batch_transactions=batch_transactions,
+            on_progress=on_progress,
+        )
+        end = dict(position.state().marks) if until == "now" else until
+        return dict(loop.run(end).marks)
+
+
+def upsert(  # noqa: PLR0913 - a caller gives four of them
+    df: DataFrame,
+    connect: str,
+    *,
+    table: str,
+    key: str | Sequence[str],
+    delete_headers: Sequence[int] = (),
+    delete_where: str | None = None,
+    follower: str = "follow",
+) -> dict[int, int]:
+    """Apply transactions to a Delta table, each once; return the marks of the table.
+
+    For a `foreachBatch` of yours. The rows and the marks after them are one commit. Rows up to the
+    marks of the table are dropped, so a repeated micro-batch writes no commit, also with a new
+    checkpoint directory.
+
+        def each(df, batch):
+            waltz_spark.upsert(df, connect, table="/tables/accounts", key="id")
+
+    Args:
+        df: transactions of the log, with the columns `partition` and `transaction_id`, with
+            `delete_headers` also `header`, and the columns of the table. A transaction may have
+            several rows, with different keys.
+        connect: the cluster of the transactions.
+        table: the name of the table, or its path or URL; it is created if there is none.
+        key: the key column or columns.
+        delete_headers: headers of transactions that delete the row with their key.
+        delete_where: the condition of other deletes, as for `follow`.
+        follower: the name of the follower in the commits of the table.
+
+    Raises:
+        BadConfig: an argument is not valid, the table has other columns, or rows without marks, or
+            the session has no Delta.
+        BadFormat: a key is null, the table marks are lost, or the table was restored.
+        BadRequest: `df` is not a DataFrame of transactions, or a key has changes in two partitions.
+        ClusterKeyMismatch: the table follows another cluster.
+        Superseded: another commit came first each time.
+    """
+    rules = _rules(key, delete_headers, delete_where)
+    columns = _columns_of_table(df, rules)
+    cluster = with_client(connect, lambda client: client.cluster().key.hex())
+    name = TableMarks(follower, cluster, {})
+    with table_session(df.sparkSession) as session:
+        target = MergedDeltaTable(session, table, columns, rules.key)
+        conflicts = 0
+        while True:
+            try:
+                return _upsert_once(df, target, columns, rules, name)
+            except Superseded as error:
+                conflicts += 1
+                if conflicts > CONFLICTS_MAX:
+                    raise
+                _log.info("follow.commit_conflict reason=%s", error)
+
+
+def _upsert_once(
+    df: DataFrame,
+    target: MergedDeltaTable,
+    columns: StructType,
+    rules: ChangeRules,
+    name: TableMarks,
+) -> dict[int, int]:
+    stored = _stored_marks(target, name)
+    parts = changes_of_frame(df, columns, rules, stored.marks)
+    # Two actions use them: the marks, and the MERGE.
+    changes = last_of_tasks(parts, rules.key).persist()
+    try:
+        with target.reported():
+            rows = changes.groupBy("partition").agg(F.max("transaction_id")).collect()
+        if not rows:
+            return dict(stored.marks)
+        marks = {**stored.marks, **dict(map(tuple, rows))}
+        target.apply(changes, name._replace(marks=marks))
+        return marks
+    finally:
+        changes.unpersist()
+
+
+def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
+    """Return the marks of the table, which is created if there is none."""
+    state = target.marks(name)
+    if state is None:
+        target.create(name)
+        state = target.marks(name)
+        assert state is not None, "it was created"
+    if state.metadata is None and state.version is None and state.has_rows:
+        raise BadConfig(
+            f"the table has rows, but no marks of follower {name.follower!r}. Hint: use another "
+            "table."
+        )
+    for version, operation in state.others:
+        if operation.upper() == RESTORE:
+            raise BadFormat(
+                f"version {version} of the table is a RESTORE after the last commit of follower "
+                f"{name.follower!r}: its rows and its marks differ. Hint: build the table again."
+            )
+    return continued(state.metadata, state.version, name)
+
+
+def _rules(
+    key: str | Sequence[str], delete_headers: Sequence[int], delete_where: str | None
+) -> ChangeRules:
+    where = None if delete_where is None else parse_condition(delete_where)
+    return ChangeRules([key] if isinstance(key, str) else list(key), tuple(delete_headers), where)
+
+
+def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
+    """Return the columns that the rows of a DataFrame of transactions have in the table."""
+    if getattr(df, "sparkSession", None) is None:
+        raise BadRequest(f"upsert: expected a DataFrame of Spark, found {type(df).__name__}")
+    types = {part.name: part.dataType.simpleString() for part in df.schema}
+    for column, expected in (("partition", "int"), ("transaction_id", "bigint")):
+        if types.get(column) != expected:
+            raise BadRequest(
+                f"upsert: expected column {column!r} with type {expected}, found "
+                f"{types.get(column, 'none')}. Hint: list it in the schema of the read."
+            )
+    check_rules(rules, arrow_schema(df.schema))
+    own = {"partition", "transaction_id", *(["header"] if rules.delete_headers else [])}
+    return StructType(
+        [StructField(part.name, part.dataType) for part in df.schema if part.name not in own]
+    )
+
+
+def _read_options(
+    connect: str, columns: StructType, headers: Sequence[int], given: Mapping[str, object]
+) -> dict[str, str]:
+    found = option_texts(given)
+    for name in found:
+        if name not in _OPTIONS:
+            raise BadConfig(f"follow: expected an option of {', '.join(_OPTIONS)}, found {name!r}")
+    found.setdefault("dataFormat", "msgpack")
+    if headers:
+        found["headers"] = ",".join(map(str, headers))
+    found["connect"] = connect
+    if all(name in parse_read(found).log_columns for name in columns.names):
+        del found["dataFormat"]  # the table has columns of the log only
+    return found
+
+
+def _start_marks(
+    connect: str, start: Mapping[int, int] | datetime | str | None, options: Mapping[str, str]
+) -> Mapping[int, int]:
+    """Return the given start as marks; none without it."""
+    if start is None or isinstance(start, Mapping):
+        return {int(partition): int(mark) for partition, mark in (start or {}).items()}
+    text = start.isoformat() if isinstance(start, datetime) else start
+    wanted = parse_read({**options, "startingTimestamp": text})
+    client, sources = sources_of(connect, range, linearizable=True)
+    return starts(client, wanted, sources)

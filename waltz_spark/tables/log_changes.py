@@ -1,0 +1,187 @@
+"""The changes in a part of the log, or in a DataFrame of it: the last change of each key.
+
+Rules:
+    1. A task reads transactions and reduces them in its Python process, so the JVM gets a row for
+       each key and task. Several tasks are reduced again, by the JVM.
+    2. DataFrames of changes have the columns of the table, then `partition`, `transaction_id` and
+       `_deleted`.
+    3. A batch contains what its two ends determine, so a repeated batch has the same changes.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import BooleanType, IntegerType, LongType, StructField, StructType
+
+from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
+from waltz_core.tables.table_marks import LogState, MarkMap
+from waltz_spark.datasource.source import WaltzDataSource
+from waltz_spark.failures import without_stack_each
+from waltz_spark.spark_version import arrow_schema
+
+# The start of the message of an error that Spark raises, and of what follows it.
+TWO_PARTITIONS = "a key in two partitions: "
+_PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
+
+
+class SparkLog:
+    """The log and the changes in it, read by the tasks of a session (`FollowedLog`).
+
+    Args:
+        session: runs the tasks.
+        position: the marks of the log.
+        schema: the columns of the table.
+        rules: how transactions become changes.
+        options: the options of the reads.
+
+    Raises:
+        BadConfig: the rules do not fit the schema.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        position: LogPosition,
+        schema: StructType,
+        rules: ChangeRules,
+        options: Mapping[str, str],
+    ) -> None:
+        self._session, self._position = session, position
+        self._options, self._rules = dict(options), rules
+        used = [*_PLACE, *([StructField("header", IntegerType())] if rules.delete_headers else [])]
+        self._read = StructType(
+            [*schema, *(each for each in used if each.name not in schema.names)]
+        )
+        check_rules(rules, arrow_schema(self._read))
+        self._schema = changes_schema(schema)
+
+    def state(self) -> LogState:
+        """Return the marks and the first available IDs; raises Unavailable."""
+        return self._position.state()
+
+    def wait(self) -> None:
+        """Wait until the next request is due."""
+        self._position.wait()
+
+    def changes(self, starts: MarkMap, ends: MarkMap) -> DataFrame:
+        """Return the last change of each key after `starts` up to `ends`, read at the next action.
+
+        Raises:
+            DataLoss: transactions have expired.
+            Unavailable: a partition does not answer.
+        """
+        options = {
+            **self._options,
+            "startingHighWaterMarks": _as_json(starts),
+            "endingHighWaterMarks": _as_json(ends),
+        }
+        reader = WaltzDataSource(options).reader(self._read)
+        tasks = reader.partitions()
+        numbers = self._session.range(0, len(tasks), 1, len(tasks))
+        read = TaskRead(reader, tasks, self._rules, arrow_schema(self._read), self._schema.names)
+        found = numbers.mapInArrow(read, self._schema)
+        return found if len(tasks) == 1 else last_of_tasks(found, self._rules.key)
+
+
+@dataclass
+class TaskRead:
+    """Reads the transactions of tasks and yields the last changes (rule 1).
+
+    Spark passes it the numbers of tasks: one to each of its own tasks.
+    """
+
+    reader: DataSourceReader
+    tasks: Sequence[InputPartition]
+    rules: ChangeRules
+    schema: pa.Schema
+    columns: list[str]
+
+    @without_stack_each
+    def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the changes in Arrow batches."""
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                rows = self.reader.read(self.tasks[number])
+                yield from reduced(rows, self.rules, self.schema).select(self.columns).to_batches()
+
+
+@dataclass
+class FrameReduction:
+    """Reduces the rows of a DataFrame to the last changes after some marks."""
+
+    rules: ChangeRules
+    schema: pa.Schema
+    columns: list[str]
+    after: MarkMap
+
+    @without_stack_each
+    def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the changes in Arrow batches."""
+        found = reduced(rows, self.rules, self.schema, self.after)
+        yield from found.select(self.columns).to_batches()
+
+
+def changes_of_frame(
+    df: DataFrame, schema: StructType, rules: ChangeRules, after: MarkMap
+) -> DataFrame:
+    """Return the last change of each key and task in a DataFrame of transactions (rule 2).
+
+    Args:
+        df: the columns of the table, and those that the rules use.
+        schema: the columns of the table.
+        rules: how transactions become changes.
+        after: the marks of the table; it has the transactions up to them.
+    """
+    found = changes_schema(schema)
+    reduction = FrameReduction(rules, arrow_schema(df.schema), found.names, dict(after))
+    return df.mapInArrow(reduction, found)
+
+
+def changes_schema(schema: StructType) -> StructType:
+    """Return the columns of changes (rule 2); a delete may have nulls in each but the key."""
+    place = [each for each in _PLACE if each.name not in schema.names]
+    columns = [StructField(each.name, each.dataType) for each in schema]
+    return StructType([*columns, *place, StructField(DELETED, BooleanType(), nullable=False)])
+
+
+def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
+    """Return the last change of each key of several tasks' last changes.
+
+    Its action fails if a key has changes in two partitions, with a message after `TWO_PARTITIONS`.
+    """
+    names = parts.columns
+    # Names of our own: a column may have any name.
+    numbered = {name: f"c{number}" for number, name in enumerate(names)}
+    keys, partition = [numbered[name] for name in key], numbered["partition"]
+    rest = [numbered[name] for name in names if name not in key]
+    latest = F.max_by(F.struct(*rest), F.col(numbered["transaction_id"]))
+    groups = (
+        parts.toDF(*numbered.values())
+        .groupBy(*keys)
+        .agg(latest.alias("last"), F.min(partition).alias("low"), F.max(partition).alias("high"))
+    )
+    shown = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
+    places = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
+    middle = F.lit(") has changes in two partitions, ")
+    error = F.raise_error(
+        F.concat(F.lit(f"{TWO_PARTITIONS}("), *shown, middle, *places, F.lit("."))
+    )
+
+    def column(name: str) -> Column:
+        number = numbered[name]
+        found = F.col(number) if name in key else F.col(f"last.{number}")
+        if name == DELETED:
+            found = F.when(F.col("low") == F.col("high"), found).otherwise(error.cast("boolean"))
+        return found.alias(name)
+
+    return groups.select(*map(column, names))
+
+
+def _as_json(marks: MarkMap) -> str:
+    return json.dumps({str(partition): mark for partition, mark in marks.items()})

@@ -1,0 +1,39 @@
+"""A session in which a table is written: Delta takes the identifier of a `MERGE` from its settings.
+
+In the session of the user, another query would inherit the identifier, and Delta would skip its
+commits as repetitions.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from waltz_spark.spark_version import new_session
+from waltz_spark.unwrapping import is_connect
+
+
+@contextlib.contextmanager
+def table_session(spark: SparkSession) -> Iterator[SparkSession]:
+    """Open a session with the settings and the current database of another one."""
+    session = new_session(spark)
+    try:
+        _copy_settings(spark, session)
+        session.catalog.setCurrentCatalog(spark.catalog.currentCatalog())
+        session.catalog.setCurrentDatabase(spark.catalog.currentDatabase())
+        yield session
+    finally:
+        if is_connect(session):
+            # Not stop(): it would end a server that this process has started.
+            with contextlib.suppress(Exception):  # it ends by itself after an hour
+                session.client.release_session()
+            session.client.close()
+
+
+def _copy_settings(spark: SparkSession, session: SparkSession) -> None:
+    found = session.conf.getAll
+    for name, value in spark.conf.getAll.items():
+        if found.get(name) != value:
+            with contextlib.suppress(PySparkException):  # a static setting: it has the same value
+                session.conf.set(name, value)
