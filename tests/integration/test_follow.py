@@ -28,6 +28,7 @@ from tests.integration.archiving import (
 from tests.integration.killed_follower import STEPS
 from tests.patience import HANG_S, PATIENT
 from tests.ports import free_port
+from tests.schema_registry import schema_registry
 from tests.written_log import (
     OTHER_HEADER,
     PARTITIONS,
@@ -37,10 +38,11 @@ from tests.written_log import (
     ends,
     marks_by_version,
 )
-from waltz_core.client import WaltzClient
+from waltz_core.client import Avro, WaltzClient
 from waltz_core.local import LocalCluster, running
 
 TRANSACTIONS = 120
+AVRO_HEADER = 6
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +274,26 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
         assert json.loads(done.stdout) == {"marks": {"0": count_all - 1}}
     found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
     assert sorted(found) == list(range(first, count_all))
+
+
+def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, tmp_path: Path):
+    fields = [{"name": "id", "type": "long"}, {"name": "owner", "type": ["null", "string"]}]
+    record = {"type": "record", "name": "account", "fields": fields}
+    with schema_registry() as registry:
+        accounts = Avro(registry.url, subject="accounts-value", schema=record)
+        for row in ({"id": 1, "owner": "Anna"}, {"id": 2, "owner": None}):
+            written.log[0].append((OTHER_HEADER, {"other": True}))
+            client.append(accounts.serialize(row), partition=0, header=AVRO_HEADER).result()
+        words = ["follow", str(tmp_path / "table"), "--connect", written.connect, "--key", "id"]
+        words += ["--header", str(AVRO_HEADER), "--until", "now"]
+        words += ["--data-format", "avro", "--schema-registry", registry.url]
+        found = run_command(*words)
+        assert (found.returncode, found.stdout) == (1, "")
+        assert "columns are found in msgpack and JSON only" in found.stderr
+        done = run_command(*words, "--column", "id:int64", "--column", "owner:string")
+        assert done.returncode == 0, done.stderr
+    rows = DeltaTable(tmp_path / "table").to_pyarrow_table().select(["id", "owner"]).to_pylist()
+    assert sorted(row["owner"] or "" for row in rows) == ["", "Anna"]
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from waltz_core.client import ReplicaSet, WaltzClient
-from waltz_core.client.api.scanning import ArrowSchema, ScanColumns
+from waltz_core.client.api.scanning import ArrowSchema, DataFormat, ScanColumns
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
@@ -76,7 +76,8 @@ class ClientLog:
         headers: the headers of the transactions of the table; without any, all transactions are.
 
     Raises:
-        BadConfig: the rules do not fit the schema, or deletes have a header that is not selected.
+        BadConfig: the rules do not fit the schema, deletes have a header that is not selected, or
+            columns cannot be found in the format.
         BadRequest: a column of the log has another type, or the format is unknown.
     """
 
@@ -87,10 +88,14 @@ class ClientLog:
         *,
         schema: ArrowSchema | Callable[[], ArrowSchema],
         rules: ChangeRules,
-        data_format: str = "msgpack",
+        data_format: DataFormat = "msgpack",
         headers: Sequence[int] = (),
     ) -> None:
         self._known = schema if callable(schema) else None
+        if callable(schema) and not isinstance(data_format, str):
+            raise BadConfig(
+                "columns are found in msgpack and JSON only. Hint: declare the columns."
+            )
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
         log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
         rows = pa.schema([*log, *declared])
@@ -103,7 +108,7 @@ class ClientLog:
             )
         self._columns = ScanColumns(rows, data_format)
         self._client, self._position = client, position
-        self._data_format = data_format
+        self._found_format = str(data_format)
         self._rules, self._headers = rules, tuple(headers)
 
     def state(self) -> LogState:
@@ -125,7 +130,7 @@ class ClientLog:
         """
         batches = self._batches(starts, ends)
         if self._known is not None:
-            return changes_in(parts_of(batches), self._rules, self._known(), self._data_format)
+            return changes_in(parts_of(batches), self._rules, self._known(), self._found_format)
         return reduced(batches, self._rules, self._columns.schema)
 
     def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:

@@ -17,14 +17,13 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
 from waltz_core.cli.output import one_line, print_error
 from waltz_core.cli.verbs import verb
-from waltz_core.client import Avro, Protobuf, WaltzClient
-from waltz_core.client.api.scanning import DATA_FORMATS, ArrowReader, DataFormat
+from waltz_core.client import WaltzClient
+from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.strict_json import to_json
 
 # A row group of a Parquet file: its batches are in memory together.
 GROUP_BYTES = 64 * 1024 * 1024
-_WITH_SCHEMAS: dict[str, type[Avro] | type[Protobuf]] = {"avro": Avro, "protobuf": Protobuf}
 
 
 @verb
@@ -62,23 +61,7 @@ _WITH_SCHEMAS: dict[str, type[Avro] | type[Protobuf]] = {"avro": Avro, "protobuf
     help="the last transaction to export, by its ID [default: the high-water mark]",
 )
 @payload_columns.column_option("the columns of the log")
-@click.option(
-    "--data-format",
-    type=options.NamedChoice([*DATA_FORMATS, *_WITH_SCHEMAS]),
-    default="msgpack",
-    help="format of the payloads, if --column names columns of the payload [default: msgpack]",
-)
-@click.option(
-    "--schema-registry",
-    metavar="URL",
-    help="schema registry of the payloads; avro and protobuf need it",
-)
-@click.option(
-    "--schema-registry-auth-file",
-    type=options.PATH,
-    metavar="FILE",
-    help="a file with user:password for the schema registry",
-)
+@payload_columns.payload_format
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
     *,
@@ -96,7 +79,7 @@ def export(  # noqa: PLR0913 - one for each option
     if file_format == "parquet" and output is None and sys.stdout.isatty():
         raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
     schema = payload_columns.schema_of(columns)
-    payloads = _data_format(data_format, schema_registry, schema_registry_auth_file)
+    payloads = payload_columns.format_of(data_format, schema_registry, schema_registry_auth_file)
     with WaltzClient(connect) as client:
         reader = client.scan(
             partitions or None,
@@ -117,18 +100,6 @@ export.details = (
     "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
     "with a backslash."
 )
-
-
-def _data_format(name: str, registry: str | None, auth_file: Path | None) -> DataFormat:
-    """Return the format of --data-format, with its schema registry."""
-    kind = _WITH_SCHEMAS.get(name)
-    if kind is not None and registry is not None:
-        return kind(registry, auth_file=None if auth_file is None else str(auth_file))
-    if kind is not None:
-        raise BadConfig(f"--data-format {name} needs --schema-registry URL")
-    if registry is not None or auth_file is not None:
-        raise BadConfig("--schema-registry needs --data-format avro or protobuf")
-    return name
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -28,7 +29,7 @@ BATCH_TRANSACTIONS = 100_000
 INTERVAL_S = 1.0
 
 
-class FollowOptions(NamedTuple):
+class FollowCommand(NamedTuple):
     """The options of `follow`."""
 
     connect: str
@@ -36,6 +37,8 @@ class FollowOptions(NamedTuple):
     key: tuple[str, ...]
     columns: tuple[str, ...]
     data_format: str
+    schema_registry: str | None
+    schema_registry_auth_file: Path | None
     headers: tuple[int, ...]
     delete_headers: tuple[int, ...]
     delete_where: str | None
@@ -49,7 +52,7 @@ class FollowOptions(NamedTuple):
 
 
 @verb
-@options.gather_options(FollowOptions)
+@options.gather_options(FollowCommand)
 @options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
 @click.option(
     "--key",
@@ -59,7 +62,7 @@ class FollowOptions(NamedTuple):
     help="a key column; repeat the option for several",
 )
 @payload_columns.column_option("the columns are found in the payloads")
-@payload_columns.data_format
+@payload_columns.payload_format
 @click.option(
     "--header",
     "headers",
@@ -119,7 +122,7 @@ class FollowOptions(NamedTuple):
 )
 @options.as_json
 @options.connect
-def follow(chosen: FollowOptions) -> int:
+def follow(chosen: FollowCommand) -> int:
     # deltalake is an extra, and its import takes a while.
     from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
 
@@ -132,6 +135,9 @@ def follow(chosen: FollowOptions) -> int:
         None if chosen.delete_where is None else parse_condition(chosen.delete_where),
     )
     table = FollowedDeltaTable(chosen.table, schema, chosen.key)
+    payloads = payload_columns.format_of(
+        chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
+    )
     given = _given_marks(chosen)
     since_ms = _given_ms(chosen)
     with WaltzClient(chosen.connect) as client, ProgressLine() as line:
@@ -141,7 +147,7 @@ def follow(chosen: FollowOptions) -> int:
             position,
             schema=table.columns if schema is None else schema,
             rules=rules,
-            data_format=chosen.data_format,
+            data_format=payloads,
             headers=chosen.headers,
         )
         if since_ms is not None:
@@ -164,7 +170,7 @@ follow.details = (
 )
 
 
-def _given_marks(chosen: FollowOptions) -> MarkMap:
+def _given_marks(chosen: FollowCommand) -> MarkMap:
     """Return the marks of `--start-marks`; none without the option."""
     if chosen.start_marks is None:
         return {}
@@ -186,7 +192,7 @@ def _is_mark(partition: str, mark: object) -> bool:
     return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
 
 
-def _given_ms(chosen: FollowOptions) -> int | None:
+def _given_ms(chosen: FollowCommand) -> int | None:
     """Return `--start-time` in ms."""
     if chosen.start_time is None:
         return None
@@ -215,7 +221,7 @@ def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> M
     return found
 
 
-def _print_marks(chosen: FollowOptions, found: TableMarks) -> int:
+def _print_marks(chosen: FollowCommand, found: TableMarks) -> int:
     if chosen.as_json:
         print_json({"marks": {str(each): mark for each, mark in sorted(found.marks.items())}})
     else:

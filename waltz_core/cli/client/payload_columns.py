@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import click
@@ -9,7 +10,8 @@ import pyarrow as pa
 from click.decorators import FC
 
 from waltz_core.cli import shared_options as options
-from waltz_core.client.api.scanning import DATA_FORMATS, ArrowSchema
+from waltz_core.client import Avro, Protobuf
+from waltz_core.client.api.scanning import DATA_FORMATS, ArrowSchema, DataFormat
 from waltz_core.config.settings import nearest
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import READ_SCHEMA
@@ -30,12 +32,48 @@ _TYPES = {
 _DECIMAL = re.compile(r"decimal\((\d{1,2}),\s*(\d{1,2})\)")
 TYPES_TEXT: Final = f"{', '.join(_TYPES)}, decimal(P,S)"
 
-data_format = click.option(
-    "--data-format",
-    type=options.NamedChoice(list(DATA_FORMATS)),
-    default="msgpack",
-    help="format of the payloads, if --column names columns of the payload [default: msgpack]",
-)
+_WITH_SCHEMAS: Final[dict[str, type[Avro] | type[Protobuf]]] = {"avro": Avro, "protobuf": Protobuf}
+
+
+def payload_format(function: FC) -> FC:
+    """Declare the options of `format_of`."""
+    for declare in (
+        click.option(
+            "--schema-registry-auth-file",
+            type=options.PATH,
+            metavar="FILE",
+            help="a file with user:password for the schema registry",
+        ),
+        click.option(
+            "--schema-registry",
+            metavar="URL",
+            help="schema registry of the payloads; avro and protobuf need it",
+        ),
+        click.option(
+            "--data-format",
+            type=options.NamedChoice([*DATA_FORMATS, *_WITH_SCHEMAS]),
+            default="msgpack",
+            help="format of the payloads, if there are columns of the payload [default: msgpack]",
+        ),
+    ):
+        function = declare(function)
+    return function
+
+
+def format_of(name: str, registry: str | None, auth_file: Path | None) -> DataFormat:
+    """Return the format of `--data-format`, with its schema registry.
+
+    Raises:
+        BadConfig: only one of the format and the registry is given.
+    """
+    kind = _WITH_SCHEMAS.get(name)
+    if kind is not None and registry is not None:
+        return kind(registry, auth_file=None if auth_file is None else str(auth_file))
+    if kind is not None:
+        raise BadConfig(f"--data-format {name} needs --schema-registry URL")
+    if registry is not None or auth_file is not None:
+        raise BadConfig("--schema-registry needs --data-format avro or protobuf")
+    return name
 
 
 def column_option(default: str) -> Callable[[FC], FC]:
