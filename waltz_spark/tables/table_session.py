@@ -25,10 +25,10 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         yield session
     finally:
         if is_connect(session):
-            # Not stop(): it would end a server that this process has started.
+            # Not stop(): it would end a server that this process has started. Nor close(): before
+            # PySpark 4.2 it ends the threads of all clients.
             with contextlib.suppress(Exception):  # it ends by itself after an hour
                 session.client.release_session()
-            session.client.close()
 
 
 def _copy_settings(spark: SparkSession, session: SparkSession) -> None:
