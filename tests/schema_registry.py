@@ -8,6 +8,7 @@ import base64
 import contextlib
 import io
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,7 +165,7 @@ class RegistryAnswers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def schema_registry() -> Iterator[RegistryInProcess]:
+def schema_registry(tls: ssl.SSLContext | None = None) -> Iterator[RegistryInProcess]:
     """Run a schema registry at `url`."""
     registry = RegistryInProcess()
     server = ThreadingHTTPServer(
@@ -173,6 +174,9 @@ def schema_registry() -> Iterator[RegistryInProcess]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     registry.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+        registry.url = registry.url.replace("http:", "https:")
     try:
         yield registry
     finally:

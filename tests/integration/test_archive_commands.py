@@ -158,7 +158,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert (
             f"transactions {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
         )
-        assert "Hint: add --repair to replace it" in messages
+        assert "Hint: add --repair to write the file again" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
         assert archived.command("verify", *words)[0] == 0

@@ -199,7 +199,9 @@ def test_a_named_write_is_written_once(
         assert (result.counts["committed"], result.already_committed) == (400, number == 1)
         assert result.results.count() == 400
     fewer = table.where("partition != 3")
-    sentence = rf"^the same write ID with different rows: write '{name}' .* 400 rows, .* 300 rows"
+    sentence = (
+        rf"^the write ID was used with different rows: write '{name}' .* 400 rows, .* 300 rows"
+    )
     with pytest.raises(errors.BadRequest, match=sentence) as caught:
         fewer.write.format("waltz").mode("append").option("writeId", name).save(connect)
     assert is_one_sentence(caught.value)
@@ -316,7 +318,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
     stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
-    with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
+    with pytest.raises(errors.BadRequest, match=r"^the input has no column 'data'") as caught:
         query.awaitTermination(HANG_S)
     assert is_one_sentence(caught.value)
     output = query.exception()

@@ -96,7 +96,7 @@ def test_the_snippets_of_the_spark_page_work(
     own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The last one needs a server of Spark Connect; test_connect.py opens such sessions.
-    first, recompute, error, stream, lag, write, _remote = snippets("docs/spark.md")
+    first, recompute, error, stream, lag, write, feed, _remote = snippets("docs/spark.md")
     reader = Reader(own, connect, "docs/spark.md")
     assert reader.run(first)["spark"].version == own.version
     marks = waltz_spark.snapshot(own, connect).high_water_marks
@@ -130,6 +130,9 @@ def test_the_snippets_of_the_spark_page_work(
         query.processAllAvailable()
     assert own.read.parquet(str(tmp_path / "r" / "batch=0")).count() == 1
     assert own.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
+
+    # tests/spark/test_change_feed.py reads feeds; the payloads of this log are no changes of rows.
+    assert "_change_type" in reader.run(feed)["changes"].columns
 
 
 def stock(spark: SparkSession, snippet: str, folder: Path) -> dict[str, object]:

@@ -108,7 +108,7 @@ def test_an_error_of_a_stream_is_raised_as_a_waltz_error(
     stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
-    with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
+    with pytest.raises(errors.BadRequest, match=r"^the input has no column 'data'") as caught:
         query.awaitTermination(HANG_S)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)

@@ -125,7 +125,7 @@ class ClientLog:
         Raises:
             BadFormat: a payload does not fit, or a key is null.
             BadRequest: a key has changes in two partitions, or the changes function is wrong.
-            BelowStart: transactions have expired.
+            BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
         batches = self._batches(starts, ends)

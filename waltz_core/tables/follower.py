@@ -127,7 +127,7 @@ class FollowedLog(Protocol[ChangesT_co]):
 
         Raises:
             Unavailable: a partition does not answer.
-            BelowStart: transactions have expired meanwhile.
+            BeforeLogStart: transactions have expired meanwhile.
             BadFormat: a payload does not fit.
         """
 

@@ -106,6 +106,7 @@ class FeedReader:
 
     def _move(self, state: FeedState, mark: int) -> None:
         """Move a state to a mark, without rows (rules 2 and 4)."""
+        state.first_available = self._span.first_available
         if state.mark > mark and state.previous > mark:
             state.clear()
         elif state.mark > mark:

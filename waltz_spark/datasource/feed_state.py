@@ -10,7 +10,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     3. One task uses a file at a time: it has an exclusive lock until it ends.
     4. A file that SQLite cannot read, that is not of this version, or that has a row with another
        checksum is damaged.
-    5. The memory of a state is its page cache, whatever the number of its keys.
+    5. A row of a transaction that the log does not have any more is absent, as in a new state.
+    6. The memory of a state is its page cache, whatever the number of its keys.
 """
 
 import logging
@@ -30,10 +31,11 @@ from waltz_core.records.record import BEFORE_FIRST
 # The size of a key: a digest. With 10^9 keys, two have the same one with a chance of 10^-21.
 KEY_BYTES = 16
 _PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
-UNUSED_S_MAX = 7 * 24 * 3600
+UNUSED_S_MAX = 8 * 24 * 3600  # a weekly query keeps its states
 # The first two letters are the project's; the number counts versions of the tables below.
 _FORMAT = 0x575A_0001
 _SUFFIX = ".sqlite"
+_JOURNAL = "-journal"  # SQLite's name
 # A key, a header and an ID.
 _HEAD = struct.Struct(f">{KEY_BYTES}siq")
 _TABLES = """
@@ -66,12 +68,15 @@ class FeedState:
     def __init__(self, database: sqlite3.Connection, *, is_private: bool) -> None:
         self._database = database
         self._is_private = is_private
-        ((self.mark, self.previous),) = database.execute("SELECT mark, previous FROM place")
-        if not isinstance(self.mark, int) or not isinstance(self.previous, int):
-            raise sqlite3.DatabaseError("a mark is no number")
+        self.first_available = 0  # the first transaction that the log has (rule 5)
+        match database.execute("SELECT mark, previous FROM place").fetchall():
+            case [(int(mark), int(previous))]:
+                self.mark, self.previous = mark, previous
+            case found:
+                raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
 
     def find(self, key: bytes) -> StoredRow | None:
-        """Return the last change of a key; None if there is none, or if it is deleted.
+        """Return the last change of a key; None if there is none, it is deleted, or has expired.
 
         Raises:
             sqlite3.DatabaseError: the state is damaged (rule 4).
@@ -88,7 +93,7 @@ class FeedState:
             is_damaged = True
         if is_damaged:
             raise sqlite3.DatabaseError("a row does not match its checksum")
-        return row
+        return row if row.transaction_id >= self.first_available else None
 
     def write(self, upserts: Iterable[tuple[bytes, StoredRow]], deletes: Iterable[bytes]) -> None:
         """Write the last change of keys."""
@@ -167,7 +172,7 @@ def cached_state(file: Path) -> FeedState | None:
     """Return the state in a file, empty if there is none or if it is damaged.
 
     None if another task uses the file, or if it cannot be opened or created. It also deletes other
-    files in the directory that no task has used for 7 days.
+    files in the directory that no task has used for 8 days.
     """
     for _ in range(2):
         try:
@@ -185,7 +190,9 @@ def discard(file: Path, error: Exception) -> None:
     """Delete a state that cannot be used."""
     _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
     with suppress(OSError):
-        _delete(file)
+        # Without its journal, which may be the one of a new file already. SQLite deletes a journal
+        # that it finds when it creates the file.
+        file.unlink(missing_ok=True)
 
 
 def _opened(file: Path) -> FeedState:
@@ -195,6 +202,8 @@ def _opened(file: Path) -> FeedState:
     try:
         database.execute(_PAGE_CACHE)
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        # Not DELETE: a task whose file was deleted would delete the journal of the next file.
+        database.execute("PRAGMA journal_mode = TRUNCATE")
         database.execute("BEGIN EXCLUSIVE")
         ((version,),) = database.execute("PRAGMA user_version")
         ((count,),) = database.execute("SELECT count(*) FROM sqlite_master")
@@ -229,8 +238,10 @@ def _create(database: sqlite3.Connection) -> None:
 
 def state_file(name: str) -> Path | None:
     """Return the file of a state; None if there is no directory that only this user can read."""
-    directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
+    directory: Path | None = None
     try:
+        # It fails if no directory is writable, or if all disks are full.
+        directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -243,16 +254,17 @@ def state_file(name: str) -> Path | None:
 
 
 def _delete_unused(used: Path) -> None:
-    """Delete states that no task has used for 7 days before this one was."""
+    """Delete states that no task has used for 8 days before this one was."""
     oldest = used.stat().st_mtime - UNUSED_S_MAX
     for file in used.parent.glob(f"*{_SUFFIX}"):
-        with suppress(OSError):  # another task may delete it at the same time
-            if file.stat().st_mtime < oldest:
-                _delete(file)
+        _delete_old(file, oldest)
+    for journal in used.parent.glob(f"*{_SUFFIX}{_JOURNAL}"):
+        # Without the journal of its last transaction, a file may be damaged.
+        if not Path(str(journal).removesuffix(_JOURNAL)).exists():
+            _delete_old(journal, oldest)
 
 
-def _delete(file: Path) -> None:
-    # In this order: SQLite ignores the journal of a file that does not exist, but a file without
-    # the journal of its last transaction may be damaged.
-    file.unlink(missing_ok=True)
-    Path(f"{file}-journal").unlink(missing_ok=True)
+def _delete_old(file: Path, oldest: float) -> None:
+    with suppress(OSError):  # another task may delete it at the same time
+        if file.stat().st_mtime < oldest:
+            file.unlink()

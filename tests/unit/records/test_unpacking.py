@@ -266,7 +266,7 @@ COLUMNS = {
 
 def rows_of_what_fits() -> list[list[str]]:
     section = DOCS.read_text(encoding="utf-8").split("### Conversions")[1]
-    lines = section.split("An array column is read")[0].splitlines()
+    lines = section.split("An array column needs")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows]
 

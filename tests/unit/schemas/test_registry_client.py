@@ -2,10 +2,12 @@
 
 import json
 import logging
+import ssl
 import time
 from collections.abc import Iterator
 
 import pytest
+import trustme
 
 from tests.patience import HANG_S
 from tests.schema_registry import RegistryInProcess, schema_registry
@@ -148,6 +150,25 @@ def test_a_registry_that_is_down_is_unavailable_and_the_next_one_is_used(registr
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be read: ConnectionRefused"):
         SchemaRegistry(down).schema(schema_id, AVRO)
     assert SchemaRegistry(f"{down}, {registry.url}").schema(schema_id, AVRO).text == TEXT
+
+
+def test_with_tls_the_certificate_must_be_valid_for_the_host(tmp_path, monkeypatch):
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for host, is_valid in (("127.0.0.1", True), ("registry.example", False)):
+        authority.issue_cert(host).configure_cert(tls)
+        with schema_registry(tls) as registry:
+            client = SchemaRegistry(registry.url)
+            schema_id = registry.add(TEXT)
+            monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+            with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                client.schema(schema_id, AVRO)
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+            if is_valid:
+                assert client.schema(schema_id, AVRO).text == TEXT
+            else:
+                with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                    client.schema(schema_id, AVRO)
 
 
 def test_credentials_are_read_from_a_file_and_are_in_no_message(registry, tmp_path, caplog):

@@ -1,6 +1,7 @@
 """Feed states: each state of the file that a task may find, and kills; the directory."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -120,6 +121,25 @@ def test_a_file_that_lacks_a_page_does_not_change_the_rows(
     micro_batch(file, 24, COUNT - 1)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM place",
+        "INSERT INTO place VALUES (1, 1)",
+        "UPDATE place SET previous = 'x'",
+        "DROP TABLE replaced",
+        "UPDATE latest SET data = CAST(x'ff' AS TEXT)",
+        "UPDATE latest SET header = NULL",
+    ],
+)
+def test_a_file_with_other_tables_does_not_change_the_rows(file: Path, change: str) -> None:
+    micro_batch(file, 9, 19)
+    database = sqlite3.connect(file, isolation_level=None)
+    database.execute(change)
+    database.close()
+    micro_batch(file, 19, 24)
+
+
 def test_a_row_with_another_payload_is_found_when_it_is_read(file: Path) -> None:
     micro_batch(file, -1, 19)
     content = file.read_bytes()
@@ -203,6 +223,34 @@ def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
     assert micro_batch(file, 19, 30) == [(20, 30)]
 
 
+def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy in the middle of a transaction is what a kill leaves."""
+    monkeypatch.setattr(feed_state, "_PAGE_CACHE", "PRAGMA cache_size = -16")
+    paused = cached_state(file)
+    assert paused is not None
+    paused.write([(bytes(16), StoredRow(0, 1, b"d"))], [])
+    file.unlink()
+    micro_batch(file, -1, 19)
+    running = cached_state(file)
+    assert running is not None
+    running.write([(n.to_bytes(16), StoredRow(0, n, bytes(1000))) for n in range(300)], [])
+    paused.commit(1, previous=-1)
+    paused.close()
+    killed = file.parent / "killed"
+    killed.mkdir()
+    for each in (file, Path(f"{file}-journal")):
+        shutil.copy(each, killed)
+    running.close()
+    assert place(killed / file.name) == (19, -1)
+    database = sqlite3.connect(killed / file.name)
+    assert (
+        database.execute("SELECT count(*) FROM latest WHERE length(data) = 1000").fetchone()[0] == 0
+    )
+    database.close()
+
+
 def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_read, "COMMIT_TRANSACTIONS", 5)
     log = Log(LOG, batch_rows=1)
@@ -231,6 +279,18 @@ def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
     # A state before it misses what has expired, as the feed does.
     assert rows_of(reader(log, 34, 36, file, first=30).rows())
     assert log.reads[2:] == [(30, 34), (35, 36)]
+
+
+def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
+    file: Path,
+) -> None:
+    micro_batch(file, 9, 19)
+    log = Log(LOG)
+    for begin, end in ((19, 22), (19, 26), (26, 39)):  # the second one runs again
+        expected = between(replayed(LOG, first=17), begin, end)
+        assert rows_of(reader(log, begin, end, file, first=17).rows()) == expected
+        assert rows_of(reader(log, begin, end, first=17).rows()) == expected
+    assert log.reads[0] == (20, 22)
 
 
 def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,16 +389,32 @@ def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert state_file("x") is None
 
 
-def test_states_that_were_not_used_for_a_week_are_deleted(file: Path) -> None:
+def test_a_state_is_private_without_a_directory_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    def fail() -> str:
+        raise FileNotFoundError("no usable temporary directory")  # a full disk is one, too
+
+    monkeypatch.setattr(feed_state.tempfile, "gettempdir", fail)
+    assert state_file("x") is None
+    assert "no usable temporary directory" in caplog.text
+
+
+def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
     names = ("old", "new")
     for name in names:
         micro_batch(file.with_name(f"{name}.sqlite"), -1, 9)
     old = file.with_name("old.sqlite")
     used = file.stat().st_mtime if file.exists() else old.stat().st_mtime
     os.utime(old, (used, used - feed_state.UNUSED_S_MAX - 60))
-    Path(f"{old}-journal").write_bytes(b"")
+    orphan = file.with_name("orphan.sqlite-journal")
+    orphan.write_bytes(b"")
+    for journal in (orphan, *(file.with_name(f"{name}.sqlite-journal") for name in names)):
+        assert journal.exists()
+        os.utime(journal, (used, used - feed_state.UNUSED_S_MAX - 60))
     micro_batch(file, -1, 9)
-    assert sorted(each.name for each in file.parent.iterdir()) == ["new.sqlite", file.name]
+    names = (name for each in ("new.sqlite", file.name) for name in (each, f"{each}-journal"))
+    assert sorted(each.name for each in file.parent.iterdir()) == list(names)
 
 
 def test_a_private_state_keeps_nothing_to_return_to() -> None:

@@ -566,7 +566,7 @@ class ZooKeeperSession:
             if identity not in administrators:
                 raise self._wrong_user(
                     f"the auth file has only user {name!r}, but {self._root} also grants "
-                    f"access to {member}: servers and storages could not read znodes that "
+                    f"access to {member!r}: servers and storages could not read znodes that "
                     "this command creates. Hint: add the line "
                     f"members:{SCHEME}:{member}:PASSWORD to the auth file"
                 )
