@@ -107,7 +107,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
         (place.path / "checkpoint" / "offsets" / name).unlink(missing_ok=True)
         (place.path / "checkpoint" / "sources" / "0" / name).unlink(missing_ok=True)
     place.put_into_first(1)
-    with pytest.raises(StreamingQueryException, match=r"finished with 60 rows, and .* 120 rows"):
+    with pytest.raises(StreamingQueryException, match=r"completed with 60 rows, but .* 120 rows"):
         place.run()
     assert place.in_log() == once(1)
 
