@@ -228,7 +228,10 @@ def test_a_named_append_reports_its_first_run_and_rejects_other_rows(
     assert again.counts == first.counts
     assert again.results.collect() == first.results.collect()
     for day, sentence in (
-        ("both", "the write ID was used with different rows: .* with 1 row, but this run has 2 rows"),
+        (
+            "both",
+            "the write ID was used with different rows: .* with 1 row, but this run has 2 rows",
+        ),
         ("tuesday", "the counts are equal, the hashes differ"),
     ):
         with pytest.raises(BadRequest, match=sentence):
