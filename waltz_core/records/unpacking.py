@@ -172,6 +172,9 @@ class Unpacker:
             rows.extend(map(self._decode, payloads))
         except (BadFormat, ValueError, TypeError, msgpack.UnpackException) as error:
             reason = str(error) or _REASONS.get(type(error), type(error).__name__)
+            if "Hint: " not in reason:
+                hint = "the payload may have another format, or is encrypted"
+                reason = f"{reason.removesuffix('.')}. Hint: {hint}."
             raise BadFormat(
                 f"{where(len(rows))}: expected a payload in {self._format}: {reason}"
             ) from None

@@ -212,7 +212,8 @@ class FollowedDeltaTable:
             if _plain(part.type) != _plain(declared):
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r}: expected the declared type "
-                    f"{declared}, found {part.type}"
+                    f"{declared}, found {part.type}. Hint: a column keeps its type; declare this "
+                    "type, or use a new table."
                 )
 
     @contextmanager

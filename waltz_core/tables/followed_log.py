@@ -174,7 +174,9 @@ def changes_in(
             place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
             raise BadFormat(
                 "partition {}, transaction {}: expected a value in key column {!r}, found none. "
-                "Hint: select the transactions of the table by header.".format(*place, missing[0])
+                "Hint: correct the key, or select the transactions of the table by header.".format(
+                    *place, missing[0]
+                )
             )
         where = rules.delete_where
         if where is not None and where.column not in known.names:

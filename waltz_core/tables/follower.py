@@ -272,8 +272,8 @@ class Follower(Generic[ChangesT]):
             return self._name._replace(marks=firsts)
         if self._given.keys() != log.marks.keys():
             raise BadConfig(
-                f"start: expected a mark for each partition of {sorted(log.marks)}, found those "
-                f"for {sorted(self._given)}. Hint: -1 is before the first transaction."
+                f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
+                f"those for {sorted(self._given)}. Hint: -1 is before the first transaction."
             )
         next_batch(self._given, log, 1)  # before a table with this start is created
         return self._name

@@ -150,7 +150,10 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 def _field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
         shown = ", ".join(schema.names[:20])
-        raise BadConfig(f"expected exactly one column {name!r}, found the columns {shown}")
+        raise BadConfig(
+            f"expected exactly one column {name!r}, found the columns {shown}. Hint: declare the "
+            "column, or correct its name in the key or in the condition for deletes."
+        )
     return schema.field(name)
 
 
@@ -242,8 +245,7 @@ def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
             row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
             raise BadFormat(
                 f"{_where(changes, row)}: expected a value in key column {name!r}, found "
-                "null. Hint: select the transactions of the table by header, or use a "
-                "changes function."
+                "null. Hint: correct the key, or select the transactions of the table by header."
             )
 
 

@@ -5,6 +5,7 @@ import datetime as dt
 import io
 import json
 import os
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -67,6 +68,16 @@ def test_json_has_a_line_for_each_transaction():
     assert first["commit_time"] == "2026-11-29T10:00:00+00:00"
     assert first["data"] == "a\n\\xff,"
     assert second["commit_time"] is None
+
+
+def test_json_has_decimals_as_text_and_dates_in_iso_8601():
+    sink = io.BytesIO()
+    values = {"price": [Decimal("-7.50"), Decimal("0.00")], "day": [dt.date(2026, 1, 31), None]}
+    assert _write_json(pa.table(values).to_reader(), sink) == 2
+    assert list(map(json.loads, sink.getvalue().splitlines())) == [
+        {"price": "-7.50", "day": "2026-01-31"},
+        {"price": "0.00", "day": None},
+    ]
 
 
 def test_json_rejects_a_number_that_it_does_not_have():

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,7 +99,7 @@ export.details = (
     f"Types of payload columns: {payload_columns.TYPES_TEXT}. If a payload does not have such a "
     "value, the command fails with an error that names the transaction, and does not write FILE. "
     "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
-    "with a backslash."
+    "with a backslash. JSON has decimals as text, and dates and timestamps in ISO 8601."
 )
 
 
@@ -192,6 +193,8 @@ def _write_json(reader: ArrowReader, sink: IO[bytes]) -> int:
 def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, Decimal):
+        return format(value, "f")  # text, because readers of JSON read numbers as doubles
     return value.isoformat() if isinstance(value, date | datetime) else value
 
 

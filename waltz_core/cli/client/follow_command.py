@@ -225,5 +225,6 @@ def _print_marks(chosen: FollowCommand, found: TableMarks) -> int:
     if chosen.as_json:
         print_json({"marks": {str(each): mark for each, mark in sorted(found.marks.items())}})
     else:
-        print_error(f"table {chosen.table} has {found.version} transactions of the log")
+        marks = ",".join(f"{each}:{mark}" for each, mark in sorted(found.marks.items()))
+        print_error(f"table {chosen.table} contains the log up to the marks {marks}")
     return 0

@@ -12,7 +12,6 @@ from click.decorators import FC
 from waltz_core.cli import shared_options as options
 from waltz_core.client import Avro, Protobuf
 from waltz_core.client.api.scanning import DATA_FORMATS, ArrowSchema, DataFormat
-from waltz_core.config.settings import nearest
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import READ_SCHEMA
 
@@ -117,7 +116,4 @@ def _type_of(name: str, kind: str) -> pa.DataType:
             return pa.decimal128(int(found[1]), int(found[2]))
         except ValueError as error:
             raise BadConfig(f"--column {name}: {error}") from None
-    raise BadConfig(
-        f"--column {name}: expected one of the types {TYPES_TEXT}, found {kind!r}"
-        f"{nearest(kind, list(_TYPES))}"
-    )
+    raise BadConfig(f"--column {name}: expected one of the types {TYPES_TEXT}, found {kind!r}")
