@@ -33,7 +33,7 @@ from waltz_core.records.record import PartitionId
 
 AGE_MS = 2 * GRACE_MS
 EVENTS = {
-    "archived ranges": re.compile(r" archive\.recorded "),
+    "archived ranges": re.compile(r" archive\.manifest_recorded "),
     "failed uploads": re.compile(r" storage\.archive_failed "),
     "failed attempts": re.compile(r" archive\.failed "),
     "removed segments": re.compile(r" storage\.segment_removed "),

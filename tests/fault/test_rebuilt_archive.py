@@ -100,7 +100,7 @@ def test_removed_transactions_are_found_in_the_archive_again(
     # An archive that is not the right one is no reason to open a log that lacks its beginning.
     code, _, messages = rebuild(cluster, "--archive", f"file://{tmp_path}/empty")
     assert code == 1
-    assert "0 partitions are open again, 1 are not: partition 0: expected a manifest" in messages
+    assert "0 partitions are open again, 1 are not: partition 0: the log of " in messages
     assert "; found none. Hint: " in messages
     refused = run_command(
         *("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect),
