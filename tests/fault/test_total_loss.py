@@ -201,7 +201,7 @@ def test_a_lost_cluster_is_restored_and_continues(
     restored = run("restore", *words)
     assert restored["cluster_key"] != source_key
     assert restored["partitions"] == {"0": [0, ROWS // 2 - 1], "1": [0, ROWS // 2 - 1], "2": None}
-    assert "there is a cluster at" in run("restore", *words, code=1)
+    assert "a cluster exists already at" in run("restore", *words, code=1)
     for name in (*STORAGES, "server-1"):
         cluster.start(name)
 

@@ -141,7 +141,7 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
     for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
         done = run_command("cluster", *words, elsewhere)
         assert done.returncode == 0, done.stderr
-    assert "waltz  key " in done.stdout
+    assert "waltz  cluster key " in done.stdout
 
 
 def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
