@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.found_columns import LEVELS_MAX, LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
@@ -46,8 +46,6 @@ _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 # Spark writes no column with one of these; the library finds no column with a control character,
 # and has columns of its own.
 _NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
-# With 60 levels, the library commits a schema that it cannot read again.
-_LEVELS_MAX: Final = 32
 # The text of an error that the merge raises itself (rule 3), and where the library shows it.
 _TWO_PARTITIONS: Final = "key in two partitions: "
 _FOUND_TWICE = re.compile(rf"{_TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
@@ -70,6 +68,7 @@ _TYPES_OF_PARTITIONS = (
     pa.types.is_string,
     pa.types.is_large_string,
     pa.types.is_date32,
+    pa.types.is_timestamp,
 )
 
 
@@ -308,9 +307,9 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
 
 def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
     """Check the names of fields and the number of levels (rule 5)."""
-    if level > _LEVELS_MAX:
+    if level > LEVELS_MAX:
         raise BadConfig(
-            f"column {path!r:.200}: expected at most {_LEVELS_MAX} levels of lists, maps and "
+            f"column {path!r:.200}: expected at most {LEVELS_MAX} levels of lists, maps and "
             "structs, found more"
         )
     if pa.types.is_struct(kind):
@@ -328,8 +327,9 @@ def _check_partitions(table: DeltaTable) -> None:
         kind = schema.field(name).type
         if not any(is_of(kind) for is_of in _TYPES_OF_PARTITIONS):
             raise BadConfig(
-                f"partition column {name!r} of the table: expected a boolean, an integer, text or "
-                f"a date, found {kind}. Hint: use a table with another partition column."
+                f"partition column {name!r} of the table: expected a boolean, an integer, text, "
+                f"a date or a timestamp, found {kind}. Hint: use another partition "
+                "column."
             )
 
 
@@ -389,9 +389,11 @@ def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
             found = decode(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, version, others)
-            others.append(OtherCommit(each["version"], each.get("operation", "")))
+            name = None if found is None else found.follower
+            others.append(OtherCommit(each["version"], each.get("operation", ""), name))
         if limit is None or len(commits) < limit:
-            return TableState(None, version, (), has_rows=_has_rows(table))
+            has_follower = any(each.follower is not None for each in others)
+            return TableState(None, version, (), has_rows=has_follower or _has_rows(table))
         limit = None if limit > 1000 else limit * 8
 
 

@@ -111,6 +111,14 @@ def test_a_commit_of_another_program_also_comes_first(path: Path, table: Followe
     assert table.marks(START).others == [OtherCommit(1, "WRITE")]
 
 
+def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDeltaTable):
+    other = START._replace(follower="other")
+    second = opened(path)
+    assert second.marks(other).has_rows, "so it needs a start"
+    assert second.apply(None, other)
+    assert table.marks(START).others == [OtherCommit(1, "WRITE", "other")]
+
+
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
     with pytest.raises(Superseded, match="another program has created it"):
         opened(path).create(START)
@@ -155,7 +163,7 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
 def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = opened(path).marks(other)
-    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), False)
+    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     assert opened(path).marks(other).has_rows
 
