@@ -31,7 +31,7 @@ from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
-from waltz_core.client.links.identities import DirectoryIdentities
+from waltz_core.client.links.identities import ClientIdentitiesInMemory
 from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, DeliveryRun
 from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
@@ -239,7 +239,9 @@ class _MemoryClient(AsyncWaltzClient):
             directory.take(client_id)
         super().__init__(directory, f"{server.address}/memory", config, client_id=client_id)
         self._gate = gate
-        self.ids = DirectoryIdentities(directory, self.links, timeout_s=1.0, given=self.ids.current)
+        self.ids = ClientIdentitiesInMemory(
+            directory, self.links, timeout_s=1.0, given=self.ids.current
+        )
 
     async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on
         """Apply the feed to any consumer, while it is not suspended."""

@@ -269,7 +269,7 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
     done(cluster, "storage", "availability", *at, "--online", "false")
     wait_until("the others go on", lambda: append(cluster, 1) > last)
     mark = replica(cluster, one)["low_water_mark"]
-    assert "partition 0 must be offline" in run_failing(
+    assert "expected partition 0 to be offline" in run_failing(
         cluster,
         *("storage", "recover-partition", "--storage", one),
         *("--partition", "0", "--from", other),

@@ -176,7 +176,7 @@ def test_other_modes_are_rejected_before_anything_runs(spark: SparkSession, conn
 
 
 def test_a_read_from_a_list_of_clusters_is_rejected(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(AnalysisException, match="a read is from one cluster"):
+    with pytest.raises(AnalysisException, match="a read uses one cluster"):
         spark.read.format("waltz").load([connect, connect]).count()
 
 

@@ -125,7 +125,7 @@ def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
     other = Write(write.connect, write.name, partitions="0,1")
     try:
         with pytest.raises(
-            BadRequest, match=r"begun for partitions 0, 1, 2, 3, and this run is for .* 0, 1\. Hint"
+            BadRequest, match=r"begun for partitions 0, 1, 2, 3, but this run is for .* 0, 1\. Hint"
         ):
             other.job().write_task(batches_of(rows), 0, 1)
     finally:
@@ -280,7 +280,8 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
     assert write.in_log() == once(rows)
     asyncio.run(forget_writes(write.connect, [write.name]))
     with pytest.raises(
-        ConnectionSuperseded, match=r"removed after writeRetention; .* run the write again"
+        ConnectionSuperseded,
+        match=r"removed its state after writeRetention; this run has appended nothing",
     ):
         write.finish(again, *tasks)
     with pytest.raises(ConnectionSuperseded, match="and its state was removed"):

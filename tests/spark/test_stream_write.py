@@ -107,7 +107,7 @@ def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
         (place.path / "checkpoint" / "offsets" / name).unlink(missing_ok=True)
         (place.path / "checkpoint" / "sources" / "0" / name).unlink(missing_ok=True)
     place.put_into_first(1)
-    with pytest.raises(StreamingQueryException, match=r"finished with 60 rows, and .* 120 rows"):
+    with pytest.raises(StreamingQueryException, match=r"completed with 60 rows, but .* 120 rows"):
         place.run()
     assert place.in_log() == once(1)
 
@@ -228,7 +228,10 @@ def test_a_named_append_reports_its_first_run_and_rejects_other_rows(
     assert again.counts == first.counts
     assert again.results.collect() == first.results.collect()
     for day, sentence in (
-        ("both", "the write ID was used with different rows: .* with 1 row, but this run has 2 rows"),
+        (
+            "both",
+            "the write ID was used with different rows: .* with 1 row, but this run has 2 rows",
+        ),
         ("tuesday", "the counts are equal, the hashes differ"),
     ):
         with pytest.raises(BadRequest, match=sentence):

@@ -164,7 +164,7 @@ class MessageReader:
 
     def __init__(self, types: MessageTypes, size: int) -> None:
         self._types = types
-        self._left = VALUES_MIN + VALUES_PER_BYTE * size
+        self._limit = self._left = VALUES_MIN + VALUES_PER_BYTE * size
 
     def value(self, message: Message) -> Any:  # noqa: ANN401
         """Return the value; raises ValueError, OverflowError, or AttributeError for a message with
@@ -176,7 +176,10 @@ class MessageReader:
         fields, defaults, lists, maps = self._types.of(message.DESCRIPTOR)
         self._left -= len(fields)
         if self._left < 0:
-            raise ValueError("its messages have too many fields for their bytes")
+            raise ValueError(
+                f"expected at most {self._limit} fields in the message and the messages in it, "
+                "the limit for a payload of its size; found more (fields that are absent count)"
+            )
         found = defaults.copy()
         for name in lists:
             found[name] = []

@@ -21,7 +21,7 @@ from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
-from waltz_core.client.links.identities import DirectoryIdentities
+from waltz_core.client.links.identities import ClientIdentitiesInMemory
 from waltz_core.client.model.callbacks import AsyncCallbacks
 from waltz_core.client.model.transaction import (
     AsyncTransaction,
@@ -311,7 +311,7 @@ class _Client(AsyncWaltzClient):
         super().__init__(directory, "simulation", CONFIG, client_id=None)
         self.random = author.rng
         self.links = _Links(author)
-        self.ids = DirectoryIdentities(directory, self.links, timeout_s=1.0)
+        self.ids = ClientIdentitiesInMemory(directory, self.links, timeout_s=1.0)
         self.requests = OwnerRequests(directory, self.links, CONFIG, author.rng)
         self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG, None)
 

@@ -220,7 +220,7 @@ def test_messages_of_many_fields_do_not_exhaust_the_process():
     field(rows, "rows", 1, MESSAGE, type_name=".Wide", label=REPEATED)
     tested = ProtobufCodec(schema_of(file))
     assert len(tested.decode(b"\x02\x02" + b"\x0a\x00" * 10)["rows"]) == 10
-    with pytest.raises(BadFormat, match="too many fields"):
+    with pytest.raises(BadFormat, match="expected at most"):
         tested.decode(b"\x02\x02" + b"\x0a\x00" * 100_000)
 
 

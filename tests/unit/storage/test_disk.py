@@ -491,7 +491,7 @@ def test_the_in_memory_disk_has_a_capacity():
 # ---- what a killed process may have left
 
 
-def test_names_next_to_an_existing_directory_are_synced_if_readable(tmp_path, monkeypatch):
+def test_making_an_existing_directory_syncs_its_parent_if_readable(tmp_path, monkeypatch):
     disk, synced = RealDisk(), []
     monkeypatch.setattr(disk, "sync_directory", synced.append)
     disk.make_directory(tmp_path / "a" / "b")

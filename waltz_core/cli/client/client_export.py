@@ -61,7 +61,7 @@ GROUP_BYTES = 64 * 1024 * 1024
     help="the last transaction to export, by its ID [default: the high-water mark]",
 )
 @payload_columns.column_option("the columns of the log")
-@payload_columns.payload_format
+@payload_columns.payload_format_options
 @options.connect
 def export(  # noqa: PLR0913 - one for each option
     *,

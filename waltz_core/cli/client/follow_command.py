@@ -62,7 +62,7 @@ class FollowCommand(NamedTuple):
     help="a key column; repeat the option for several",
 )
 @payload_columns.column_option("the columns are found in the payloads")
-@payload_columns.payload_format
+@payload_columns.payload_format_options
 @click.option(
     "--header",
     "headers",

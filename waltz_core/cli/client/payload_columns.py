@@ -35,7 +35,7 @@ TYPES_TEXT: Final = f"{', '.join(_TYPES)}, decimal(P,S)"
 _WITH_SCHEMAS: Final[dict[str, type[Avro] | type[Protobuf]]] = {"avro": Avro, "protobuf": Protobuf}
 
 
-def payload_format(function: FC) -> FC:
+def payload_format_options(function: FC) -> FC:
     """Declare the options of `format_of`."""
     for declare in (
         click.option(

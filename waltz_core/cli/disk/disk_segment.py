@@ -16,7 +16,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import (
     Deserializer,
     named_deserializer,
-    payload,
+    payload_json,
     payload_text,
     utc_text,
     uuid,
@@ -275,7 +275,7 @@ def _record_json(found: Fields, offset: int, crc: int, *, is_valid: bool) -> dic
 
 
 def _data(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
-    return {} if wanted.read is None else payload(wanted.read, data)
+    return {} if wanted.read is None else payload_json(wanted.read, data)
 
 
 def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:

@@ -65,7 +65,7 @@ def named_deserializer(name: str) -> Deserializer:
     return read  # type: ignore[no-any-return]  # the user states that it takes bytes
 
 
-def payload(read: Deserializer, data: bytes) -> dict[str, object]:
+def payload_json(read: Deserializer, data: bytes) -> dict[str, object]:
     """Return a payload for JSON: bytes as hexadecimal digits, an error as its reason."""
     try:
         value = read(data)
@@ -78,7 +78,7 @@ def payload(read: Deserializer, data: bytes) -> dict[str, object]:
 
 def payload_text(read: Deserializer, data: bytes) -> str:
     """Return a payload as one line of text."""
-    shown = payload(read, data)
+    shown = payload_json(read, data)
     if "data_error" in shown:
         return f"({shown['data_error']})"
     if "data_hex" in shown:

@@ -98,7 +98,7 @@ class ClientIdentities:
         return ClientIdentity(answer.client_id, bytes(answer.proof))
 
 
-class DirectoryIdentities(ClientIdentities):
+class ClientIdentitiesInMemory(ClientIdentities):
     """Takes IDs from the directory: for clusters in memory."""
 
     async def _issue(self, link: ServerLink) -> ClientIdentity:

@@ -604,8 +604,8 @@ class PartitionLog:
         """Replace damaged records by valid copies, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
             raise BadRequest(
-                f"partition {self.partition_id}: a write failed in this store session; the "
-                "log can be repaired in the next session"
+                f"partition {self.partition_id}: cannot repair records now, because a write has "
+                "failed in this store session. The owner can repair them in its next session."
             )
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
