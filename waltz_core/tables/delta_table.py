@@ -197,15 +197,15 @@ class FollowedDeltaTable:
             commit_properties=_properties(marks),
         )
         (
-            merge.when_matched_delete(self._checked(is_deleted))
+            merge.when_matched_delete(self._checked(source.schema, is_deleted))
             .when_matched_update(values)
             .when_not_matched_insert(values, predicate=f"NOT {is_deleted}")
             .execute()
         )
 
-    def _checked(self, is_deleted: str) -> str:
+    def _checked(self, schema: ArrowSchema, is_deleted: str) -> str:
         """Return a condition, which fails with the key if the row is of another partition."""
-        key = ", ', ', ".join(f"CAST(source.{_quoted(name)} AS VARCHAR)" for name in self._key)
+        key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
         places = ", ' and ', ".join(
             f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
             f"CAST({side}._transaction_id AS VARCHAR)"
@@ -346,6 +346,13 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
                 f"is not empty in partition column {name!r} of the table, found ''. Hint: use a "
                 "table with another partition column."
             )
+
+
+def _as_text(column: pa.Field) -> str:
+    """Return an expression of the value of a source's column as text."""
+    name = f"source.{_quoted(column.name)}"
+    is_binary = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
+    return f"encode({name}, 'hex')" if is_binary else f"CAST({name} AS VARCHAR)"
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -298,6 +298,17 @@ def test_a_partition_column_that_the_library_cannot_read_again_is_rejected(
             table.marks(START)
 
 
+def test_a_binary_key_in_two_partitions_is_shown_in_hex(path: Path):
+    schema = pa.schema([("Id", pa.binary()), ("day", pa.string())])
+    table = opened(path, schema)
+    table.create(START)
+    table.marks(START)
+    assert table.apply(changes((b"\xff\x00", "a", 0, 0, False), schema=schema), up_to(0, -1))
+    table.marks(START)
+    with pytest.raises(BadRequest, match=r"found key \(ff00, a\) in partition 0, transaction 0"):
+        table.apply(changes((b"\xff\x00", "a", 1, 0, False), schema=schema), up_to(0, 0))
+
+
 def test_all_types_of_columns_survive_a_commit(path: Path):
     kinds = {
         "key": (pa.binary(), b"k"),
