@@ -11,11 +11,14 @@ Rules:
     3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
     4. Columns that are found are committed with the batch that has their first value, also if it
        has no other effect: the columns do not depend on the limits of batches.
-    5. A type that Delta lacks is rejected before the library converts it.
+    5. A type that Delta lacks is rejected before the library converts it. So are schemas that the
+       library commits and cannot read again.
+    6. The value of a partition column is a text in the log of Delta. Types and values that are
+       different when they are read again are rejected.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -25,7 +28,7 @@ import pyarrow.compute as pc
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.found_columns import LEVELS_MAX, LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
@@ -40,8 +43,9 @@ except ModuleNotFoundError:
 # The columns of the place of the last change (rule 2), and those of the changes that they have.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
-# Spark writes no column with one of these.
-_NO_NAME = re.compile(r"[ ,;{}()\n\t=]")
+# Spark writes no column with one of these; the library finds no column with a control character,
+# and has columns of its own.
+_NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
 # The text of an error that the merge raises itself (rule 3), and where the library shows it.
 _TWO_PARTITIONS: Final = "key in two partitions: "
 _FOUND_TWICE = re.compile(rf"{_TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
@@ -56,6 +60,15 @@ _TYPES_OF_DELTA = (
     pa.types.is_binary,
     pa.types.is_large_binary,
     pa.types.is_date32,
+)
+# Rule 6: the library writes negative decimals as texts that it cannot read, and changes binaries.
+_TYPES_OF_PARTITIONS = (
+    pa.types.is_boolean,
+    pa.types.is_signed_integer,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_date32,
+    pa.types.is_timestamp,
 )
 
 
@@ -112,15 +125,17 @@ class FollowedDeltaTable:
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
-                declared.
+                declared, or a partition column has a type that the library changes.
             Unavailable: the library reports an error.
         """
         with self._reported():
             try:
                 if self._table is None:
-                    self._table = DeltaTable(self._uri)
+                    table = DeltaTable(self._uri)
+                    _check_partitions(table)
                     if self._is_declared:
-                        self._check_columns(self._table)
+                        self._check_columns(table)
+                    self._table = table
                 else:
                     self._table.update_incremental()
             except TableNotFoundError:
@@ -135,7 +150,8 @@ class FollowedDeltaTable:
         """Merge changes, and commit the marks with them; return whether there is a new version.
 
         Raises:
-            BadRequest: a key has changes in two partitions.
+            BadRequest: a key has changes in two partitions, or a value of a partition column is
+                an empty text.
             Superseded: there is a later version than the one that `marks` has read.
             Unavailable: the library reports another error.
         """
@@ -151,6 +167,7 @@ class FollowedDeltaTable:
             schema = self._schema if self._is_declared else _found_schema(changes)
             columns = [changes[_PLACE.get(name, name)] for name in schema.names]
             rows = pa.table(columns, schema=schema)
+            _check_partition_values(table, rows)
             if self._has_key(table):
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
@@ -180,15 +197,15 @@ class FollowedDeltaTable:
             commit_properties=_properties(marks),
         )
         (
-            merge.when_matched_delete(self._checked(is_deleted))
+            merge.when_matched_delete(self._checked(source.schema, is_deleted))
             .when_matched_update(values)
             .when_not_matched_insert(values, predicate=f"NOT {is_deleted}")
             .execute()
         )
 
-    def _checked(self, is_deleted: str) -> str:
+    def _checked(self, schema: ArrowSchema, is_deleted: str) -> str:
         """Return a condition, which fails with the key if the row is of another partition."""
-        key = ", ', ', ".join(f"CAST(source.{_quoted(name)} AS VARCHAR)" for name in self._key)
+        key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
         places = ", ' and ', ".join(
             f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
             f"CAST({side}._transaction_id AS VARCHAR)"
@@ -262,21 +279,85 @@ def check_schema(schema: ArrowSchema) -> None:
     """
     if not schema.names:
         raise BadConfig("expected one or more columns of the table, found none")
-    seen = {*_PLACE, DELETED}
+    _check_names(schema, "", {*_PLACE, DELETED})
     for part in schema:
-        if _NO_NAME.search(part.name) or not part.name:
-            raise BadConfig(f"column {part.name!r}: Delta has no names with a space or ,;{{}}()=")
-        if part.name.lower() in seen:
-            raise BadConfig(
-                f"column {part.name!r}: expected names that differ in more than their case, and "
-                f"none of {', '.join(sorted({*_PLACE, DELETED}))}"
-            )
-        seen.add(part.name.lower())
+        _check_nested(part.type, part.name, 1)
         if not _is_of_delta(part.type):
             raise BadConfig(
                 f"column {part.name!r}: Delta has no type {part.type}. Hint: declare it as int64, "
                 "decimal, text or a timestamp in microseconds."
             )
+
+
+def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
+    seen = set(reserved)
+    for part in fields:
+        if _NO_NAME.search(part.name) or not part.name:
+            raise BadConfig(
+                f"column {path + part.name!r}: Delta has no names with a space, a control "
+                "character or ,;{}()=, and none that start with __delta_rs_"
+            )
+        if part.name.lower() in seen:
+            none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
+            raise BadConfig(
+                f"column {path + part.name!r}: expected names that differ in more than their "
+                f"case{none_of}"
+            )
+        seen.add(part.name.lower())
+
+
+def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
+    """Check the names of fields and the number of levels (rule 5)."""
+    if level > LEVELS_MAX:
+        raise BadConfig(
+            f"column {path!r:.200}: expected at most {LEVELS_MAX} levels of lists, maps and "
+            "structs, found more"
+        )
+    if pa.types.is_struct(kind):
+        _check_names(kind, f"{path}.", set())
+    for each in range(kind.num_fields):
+        part = kind.field(each)
+        inner = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
+        _check_nested(part.type, inner, level + 1)
+
+
+def _check_partitions(table: DeltaTable) -> None:
+    """Check the types of partition columns (rule 6)."""
+    schema = pa.schema(table.schema().to_arrow())
+    for name in table.metadata().partition_columns:
+        kind = schema.field(name).type
+        if not any(is_of(kind) for is_of in _TYPES_OF_PARTITIONS):
+            raise BadConfig(
+                f"partition column {name!r} of the table: expected a boolean, an integer, text, "
+                f"a date or a timestamp, found {kind}. Hint: use another partition "
+                "column."
+            )
+
+
+def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
+    """Reject empty texts in partition columns: Delta reads them as null (rule 6)."""
+    for name in table.metadata().partition_columns:
+        if name not in rows.schema.names or not _is_text(rows.schema.field(name).type):
+            continue
+        row = pc.index(rows[name], pa.scalar("", rows.schema.field(name).type)).as_py()
+        if row >= 0:
+            partition, transaction = (rows[each][row].as_py() for each in _PLACE)
+            raise BadRequest(
+                f"partition {partition}, transaction {transaction}: expected null or a text that "
+                f"is not empty in partition column {name!r} of the table, found ''. Hint: use a "
+                "table with another partition column."
+            )
+
+
+def _as_text(column: pa.Field) -> str:
+    """Return an expression of the value of a source's column as text."""
+    name = f"source.{_quoted(column.name)}"
+    is_binary = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
+    return f"encode({name}, 'hex')" if is_binary else f"CAST({name} AS VARCHAR)"
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_of_delta(kind: pa.DataType) -> bool:
@@ -316,9 +397,11 @@ def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
             found = decode(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, version, others)
-            others.append(OtherCommit(each["version"], each.get("operation", "")))
+            name = None if found is None else found.follower
+            others.append(OtherCommit(each["version"], each.get("operation", ""), name))
         if limit is None or len(commits) < limit:
-            return TableState(None, version, (), has_rows=_has_rows(table))
+            has_follower = any(each.follower is not None for each in others)
+            return TableState(None, version, (), has_rows=has_follower or _has_rows(table))
         limit = None if limit > 1000 else limit * 8
 
 

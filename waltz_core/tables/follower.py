@@ -10,8 +10,9 @@ Rules:
        another commit came first, the follower reads the table again.
     3. A batch without changes writes no commit. The follower commits the marks alone when they have
        moved, and its last commit is old or it ends.
-    4. A `RESTORE` after the last commit of the follower is an error. Other commits, except
-       maintenance, are reported as warnings.
+    4. A `RESTORE` after the last commit of the follower is an error. So is a commit of a follower
+       with another name: each would apply old changes over the rows of the other one. Other
+       commits, except maintenance, are reported as warnings.
     5. A start is for a table without marks: it is never ignored, and never replaces marks.
 """
 
@@ -60,10 +61,11 @@ ChangesT_co = TypeVar("ChangesT_co", covariant=True)
 
 
 class OtherCommit(NamedTuple):
-    """A commit that the follower did not write."""
+    """A commit that the follower did not write; `follower` is the name of another follower."""
 
     version: int
     operation: str
+    follower: str | None = None
 
 
 class TableState(NamedTuple):
@@ -74,7 +76,7 @@ class TableState(NamedTuple):
         version: the number of transactions that the table has of the application, if any: the
             version in Delta's `txn`, not the version of the table.
         others: the commits after that commit, in any order; none if there is no such commit.
-        has_rows: whether the table has rows.
+        has_rows: whether the table has rows, or commits of another follower.
     """
 
     metadata: str | None
@@ -184,7 +186,7 @@ class Follower(Generic[ChangesT]):
 
         Raises:
             BadConfig: a start was given, and the table has marks or the start lacks a partition;
-                or no start was given, and a table without marks has rows.
+                or no start was given, and a table without marks has rows or another follower.
             ClusterKeyMismatch: the table follows another cluster.
             BadFormat: the table marks are lost, the table was restored, or a payload does not fit.
             DataLoss: the log does not have the transactions after the table marks.
@@ -245,8 +247,9 @@ class Follower(Generic[ChangesT]):
             is_new = state.version is None
             if is_new and state.has_rows and not is_given:
                 raise BadConfig(
-                    f"the table has rows, but no marks of follower {self._name.follower!r}. Hint: "
-                    "pass the marks up to which the table has the log, or use another table."
+                    "the table has rows or another follower, but no marks of follower "
+                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has the "
+                    "log, or use another table."
                 )
             if is_new or (is_given and state.version == self._name.version):
                 return self._start()
@@ -280,7 +283,8 @@ class Follower(Generic[ChangesT]):
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        for version, operation in sorted(others):
+        check_followers(others, self._name)
+        for version, operation, _ in sorted(others):
             if operation.upper() == RESTORE:
                 raise BadFormat(
                     f"version {version} of the table is a RESTORE after the last commit of "
@@ -321,6 +325,21 @@ class Follower(Generic[ChangesT]):
         applied = self._marks.version - self._first_version
         total = sum(mark + 1 for mark in ends.values()) - self._first_version
         self._on_progress(applied, max(applied, total))
+
+
+def check_followers(others: Sequence[OtherCommit], follower: TableMarks) -> None:
+    """Reject commits of another follower after the last one of this follower (rule 4).
+
+    Raises:
+        BadFormat: names the other follower.
+    """
+    for version, _, name in others:
+        if name is not None:
+            raise BadFormat(
+                f"version {version} of the table was written by follower {name!r} after the last "
+                f"commit of follower {follower.follower!r}: a table has one follower. Hint: stop "
+                f"this one, and let follower {name!r} continue, or use another table."
+            )
 
 
 def _limited(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:

@@ -21,6 +21,9 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 
 ArrowType: TypeAlias = pa.DataType
 
+# Of lists, maps and structs: deltalake commits a schema with 60 levels, and cannot read it again.
+LEVELS_MAX = 32
+
 # Columns of the log in the rows of a follower, and those of the place in the table.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
@@ -93,12 +96,14 @@ def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
         types[name] = _grown(known, value, name)
 
 
-def _grown(known: ArrowType | None, value: object, path: str) -> ArrowType:
+def _grown(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
     """Return the type of a column after a value (rules 1 to 3)."""
+    if level > LEVELS_MAX:
+        raise _Mismatch(path[:200], f"at most {LEVELS_MAX} levels of lists and maps", "more")
     if isinstance(value, list):
-        return _grown_list(known, value, path)
+        return _grown_list(known, value, path, level)
     if isinstance(value, dict):
-        return _grown_struct(known, value, path)
+        return _grown_struct(known, value, path, level)
     found = _TYPES.get(type(value))
     if known is not None and known not in _NAMES and not pa.types.is_nested(known):
         return known  # of a table whose columns were declared: the conversion checks the value
@@ -109,19 +114,21 @@ def _grown(known: ArrowType | None, value: object, path: str) -> ArrowType:
     return found
 
 
-def _grown_list(known: ArrowType | None, value: list[Any], path: str) -> ArrowType:
+def _grown_list(known: ArrowType | None, value: list[Any], path: str, level: int) -> ArrowType:
     if known is not None and not pa.types.is_list(known):
         raise _Mismatch(path, _shown(known), "a list")
     item = None if known is None else known.value_type
     for each in value:
         if each is not None:
-            item = _grown(item, each, f"{path}[]")
+            item = _grown(item, each, f"{path}[]", level + 1)
     if item is None:
         raise _Mismatch(path, "a value", "a list of nothing, which has no type")
     return pa.list_(item)
 
 
-def _grown_struct(known: ArrowType | None, value: dict[Any, Any], path: str) -> ArrowType:
+def _grown_struct(
+    known: ArrowType | None, value: dict[Any, Any], path: str, level: int
+) -> ArrowType:
     if known is not None and not pa.types.is_struct(known):
         raise _Mismatch(path, _shown(known), "a map")
     fields = {} if known is None else {part.name: part.type for part in known}
@@ -129,7 +136,7 @@ def _grown_struct(known: ArrowType | None, value: dict[Any, Any], path: str) -> 
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))
         if each is not None:
-            fields[name] = _grown(fields.get(name), each, f"{path}.{name}")
+            fields[name] = _grown(fields.get(name), each, f"{path}.{name}", level + 1)
     if not fields:
         raise _Mismatch(path, "a value", "a map of nothing, which has no type")
     return pa.struct(list(fields.items()))

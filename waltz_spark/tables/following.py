@@ -14,7 +14,7 @@ from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.follower import CONFLICTS_MAX, RESTORE, Follower
+from waltz_core.tables.follower import CONFLICTS_MAX, RESTORE, Follower, check_followers
 from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
@@ -215,10 +215,11 @@ def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
         assert state is not None, "it was created"
     if state.metadata is None and state.version is None and state.has_rows:
         raise BadConfig(
-            f"the table has rows, but no marks of follower {name.follower!r}. Hint: use another "
-            "table."
+            f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
+            "Hint: use another table."
         )
-    for version, operation in state.others:
+    check_followers(state.others, name)
+    for version, operation, _ in state.others:
         if operation.upper() == RESTORE:
             raise BadFormat(
                 f"version {version} of the table is a RESTORE after the last commit of follower "

@@ -122,7 +122,7 @@ class MergedDeltaTable:
             self._check_columns()
             self._warn_of_another(commits, follower)
             self._version = commits[0]["version"]
-            return found or self._state_without_marks(follower)
+            return found or self._state_without_marks(commits, follower)
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
         """Merge changes, and commit the marks with them; return whether there is a new version.
@@ -211,8 +211,9 @@ class MergedDeltaTable:
             return self._session.read.format("delta").load(self._name)
         return self._session.table(self._name)
 
-    def _state_without_marks(self, follower: TableMarks) -> TableState:
-        has_rows = bool(self._frame().limit(1).collect())
+    def _state_without_marks(self, commits: Sequence[Row], follower: TableMarks) -> TableState:
+        has_follower = any(decode(row["userMetadata"]) is not None for row in commits)
+        has_rows = has_follower or bool(self._frame().limit(1).collect())
         return TableState(None, self._stored_version(follower.application), (), has_rows)
 
     def _stored_version(self, application: str) -> int | None:
@@ -315,7 +316,9 @@ def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None
             assert found is not None, "it is of the follower"
             # One commit has both, so the version is that of the marks.
             return TableState(metadata, found.version, others)
-        others.append(OtherCommit(row["version"], row["operation"] or ""))
+        other = decode(row["userMetadata"])
+        name = None if other is None else other.follower
+        others.append(OtherCommit(row["version"], row["operation"] or "", name))
     return None
 
 

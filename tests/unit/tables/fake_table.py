@@ -61,8 +61,10 @@ class OpenTable:
             if found is not None and found.follower == follower.follower:
                 metadata = self.stored[at].metadata
                 return TableState(metadata, version, others, bool(newest.rows))
-            others.append(OtherCommit(at, self.stored[at].operation))
-        return TableState(None, version, (), bool(newest.rows))
+            name = None if found is None else found.follower
+            others.append(OtherCommit(at, self.stored[at].operation, name))
+        has_follower = any(each.follower is not None for each in others)
+        return TableState(None, version, (), has_follower or bool(newest.rows))
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
         self._on_step("apply")

@@ -111,6 +111,14 @@ def test_a_commit_of_another_program_also_comes_first(path: Path, table: Followe
     assert table.marks(START).others == [OtherCommit(1, "WRITE")]
 
 
+def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDeltaTable):
+    other = START._replace(follower="other")
+    second = opened(path)
+    assert second.marks(other).has_rows, "so it needs a start"
+    assert second.apply(None, other)
+    assert table.marks(START).others == [OtherCommit(1, "WRITE", "other")]
+
+
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
     with pytest.raises(Superseded, match="another program has created it"):
         opened(path).create(START)
@@ -155,7 +163,7 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
 def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = opened(path).marks(other)
-    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), False)
+    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     assert opened(path).marks(other).has_rows
 
@@ -227,6 +235,8 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
         ([], "expected one or more columns"),
         (["a b"], "Delta has no names with"),
         ([""], "Delta has no names with"),
+        (["a\x00b"], "Delta has no names with"),
+        (["__delta_rs_source"], "none that start with __delta_rs_"),
         (["a", "A"], "differ in more than their case"),
         (["_Partition"], "differ in more than their case, and none of _deleted, _partition, _tr"),
     ],
@@ -234,6 +244,69 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
 def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
     with pytest.raises(BadConfig, match=message):
         check_schema(pa.schema([(name, pa.int64()) for name in names]))
+
+
+@pytest.mark.parametrize("name", ["A", "a b", ""])
+def test_a_name_of_a_nested_field_that_delta_lacks_is_rejected(name: str):
+    fields = pa.struct([("a", pa.int64()), (name, pa.int64())])
+    for kind in (fields, pa.list_(fields), pa.struct([("x", fields)])):
+        with pytest.raises(BadConfig, match=r"column 's\.(x\.)?"):
+            check_schema(pa.schema([("s", kind)]))
+
+
+@pytest.mark.parametrize("nest", [pa.list_, lambda kind: pa.struct([("x", kind)])])
+def test_levels_that_the_library_cannot_read_again_are_rejected(path: Path, nest):
+    kind, value = pa.int64(), 1
+    for _ in range(31):
+        kind = nest(kind)
+        value = [value] if pa.types.is_list(kind) else {"x": value}
+    schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("deep", kind)])
+    table = opened(path, schema)
+    table.create(START)
+    table.marks(START)
+    assert table.apply(changes((1, "a", value, 0, 0, False), schema=schema), up_to(0, -1))
+    assert rows(path) == [(1, "a", value, 0, 0)]
+    with pytest.raises(BadConfig, match="at most 32 levels"):
+        check_schema(pa.schema([("deep", nest(nest(kind)))]))
+
+
+def partitioned(path: Path, schema: pa.Schema, by: str) -> FollowedDeltaTable:
+    place = [("_partition", pa.int32()), ("_transaction_id", pa.int64())]
+    DeltaTable.create(path, pa.schema([*schema, *place]), partition_by=[by])
+    return opened(path, schema)
+
+
+def test_an_empty_text_in_a_partition_column_is_rejected(path: Path):
+    table = partitioned(path, SCHEMA, "day")  # also a key column
+    table.marks(START)
+    assert table.apply(changes((1, "a", 1.0, 0, 0, False)), up_to(0, -1))
+    table.marks(START)
+    for is_delete in (False, True):
+        with pytest.raises(BadRequest, match="partition 0, transaction 1: expected null or a text"):
+            table.apply(changes((1, "", 1.0, 0, 1, is_delete)), up_to(1, -1))
+    assert rows(path) == [(1, "a", 1.0, 0, 0)]
+
+
+@pytest.mark.parametrize("kind", [pa.decimal128(9, 2), pa.binary(), pa.float64()])
+def test_a_partition_column_that_the_library_cannot_read_again_is_rejected(
+    path: Path, kind: pa.DataType
+):
+    schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("p", kind)])
+    table = partitioned(path, schema, "p")
+    for _ in range(2):
+        with pytest.raises(BadConfig, match="partition column 'p' of the table: expected a bool"):
+            table.marks(START)
+
+
+def test_a_binary_key_in_two_partitions_is_shown_in_hex(path: Path):
+    schema = pa.schema([("Id", pa.binary()), ("day", pa.string())])
+    table = opened(path, schema)
+    table.create(START)
+    table.marks(START)
+    assert table.apply(changes((b"\xff\x00", "a", 0, 0, False), schema=schema), up_to(0, -1))
+    table.marks(START)
+    with pytest.raises(BadRequest, match=r"found key \(ff00, a\) in partition 0, transaction 0"):
+        table.apply(changes((b"\xff\x00", "a", 1, 0, False), schema=schema), up_to(0, 0))
 
 
 def test_all_types_of_columns_survive_a_commit(path: Path):

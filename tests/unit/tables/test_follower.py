@@ -334,10 +334,28 @@ def test_a_table_with_rows_of_another_program_needs_a_start():
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
     follower(log, table).run({0: 0})
     other = TableMarks("other", KEY, {})
-    with pytest.raises(BadConfig, match="the table has rows, but no marks of follower 'other'"):
+    with pytest.raises(BadConfig, match="the table has rows or another follower, but no marks"):
         follower(log, table, other).run({0: 1})
     follower(log, table, other._replace(marks={0: 0})).run({0: 1})
     assert table[-1].rows == {"a": 1, "b": 2}
+
+
+def test_a_table_without_rows_of_another_follower_needs_a_start():
+    log, table = LogInMemory([("a", 1), ("a", None)]), StoredVersions()
+    follower(log, table).run({0: 1})
+    with pytest.raises(BadConfig, match="the table has rows or another follower"):
+        follower(log, table, TableMarks("other", KEY, {})).run({0: 1})
+
+
+def test_a_follower_ends_after_a_commit_of_a_follower_with_another_name():
+    log, table = LogInMemory([("a", 1), ("a", 2), ("b", 3), ("a", 4)]), StoredVersions()
+    follower(log, table).run({0: 2})
+    other = TableMarks("other", KEY, {0: -1})
+    follower(log, table, other, count_max=1).run({0: 0})  # an old row over a newer one
+    with pytest.raises(BadFormat, match=r"version 3 .* by follower 'other' .* has one follower"):
+        follower(log, table).run({0: 3})
+    follower(log, table, other._replace(marks={})).run({0: 3})
+    assert table[-1].rows == {"a": 4, "b": 3}
 
 
 def test_a_table_that_is_removed_is_not_created_again():

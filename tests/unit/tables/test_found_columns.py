@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,12 @@ def test_another_key_of_a_table_with_rows_is_an_error(tmp_path: Path):
     log.rules = ChangeRules(["new"])
     with pytest.raises(BadConfig, match="expected a key column 'new', found id, other"):
         Follower(log, table, TableMarks("f", KEY, {}), batch_transactions=9).run({0: 1})
+
+
+@pytest.mark.parametrize("nest", [lambda value: [value], lambda value: {"x": value}])
+def test_too_many_levels_are_an_error(tmp_path: Path, nest: Callable[[object], object]):
+    value: object = 1
+    for _ in range(400):
+        value = nest(value)
+    with pytest.raises(BadFormat, match=r"transaction 0: column 'v.* at most 32 levels of lists"):
+        followed(tmp_path / "t", [{"id": 1, "v": value}], [0])
