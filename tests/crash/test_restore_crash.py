@@ -149,7 +149,7 @@ def outcome_of(code, error):
     if "the remains of an unfinished one" in error:
         assert "delete the znodes with `waltz-core cluster delete`." in error
         return "remains"
-    assert "there is a cluster at" in error
+    assert "a cluster exists already at" in error
     return "exists"
 
 

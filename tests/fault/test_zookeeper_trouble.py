@@ -333,7 +333,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     cluster.kill("server-1", signal.SIGTERM)
     cluster.start("server-1")
     wait_until("the server is back", lambda: mark(connect) == 0)
-    assert "protected " in run_command("cluster", "protect", connect).stderr
+    assert "restricted the access to " in run_command("cluster", "protect", connect).stderr
     with WaltzClient(connect, PATIENT) as client:
         client.append(b"closed", partition=0).result(HANG_S)
         assert client.high_water_marks() == {0: 1}

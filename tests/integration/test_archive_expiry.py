@@ -95,7 +95,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         written = fill(cluster, archive)
         before = min(oldest_segment(cluster, each) for each in STORAGES)
         preview = expire(cluster, before)
-        shown = f"partition 0: the archive has transactions 0..{len(written) - 1};"
+        shown = f"partition 0: the archive has transactions 0..{len(written) - 1}"
         assert f"{shown}; those before {before} would expire\n" in preview
         assert "nothing was changed" in preview
         assert first_of(cluster) == 0

@@ -89,7 +89,7 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
         lost, repaired = problems
         assert not lost["is_repaired"]
         assert len(lost["failures"]) == len(STORAGES)
-        assert all("the first available one is" in each for each in lost["failures"]), lost[
+        assert all("the log of this storage begins at" in each for each in lost["failures"]), lost[
             "failures"
         ]
         assert f"{removed.name}: not repaired" in messages
