@@ -520,7 +520,7 @@ def test_a_storage_serves_the_partitions_that_zookeeper_assigns_to_it(tmp_path, 
                 while not await is_served(address, 5, 1):  # noqa: ASYNC110 - no event reports the opening
                     await asyncio.sleep(0.01)
             other = config_for(tmp_path / "other", connect=connect, port=port)
-            with pytest.raises(errors.StorageIdMismatch, match="is registered in ZooKeeper"):
+            with pytest.raises(errors.StorageIdMismatch, match="ZooKeeper has storage ID"):
                 await serve(other, stop=asyncio.Event())
 
     on_loop(main())
