@@ -369,7 +369,7 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
 
 
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
-    assert "is named 'local', but the command was given 'payments'" in run_failing(
+    assert "is named local, but the command was given payments" in run_failing(
         cluster, "cluster", "delete", "payments"
     )
     assert "servers or storages still run:" in run_failing(cluster, "cluster", "delete", "local")

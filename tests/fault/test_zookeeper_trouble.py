@@ -356,7 +356,7 @@ def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
     wrong.write_text("digest:waltz:another password\n")
     other = error_of("cluster", "show", f"{place}?auth={wrong}")
     assert "denies access to /waltz/local:" in other
-    assert "found 'waltz' in" in other
+    assert "the user 'waltz' in" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):
         WaltzClient(place, PATIENT)
