@@ -53,7 +53,7 @@ def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None
         assert replicas.archived.first == first
         for source in (None, replicas):  # by the server, and by this process
             begun_s = time.monotonic()
-            with pytest.raises(BeforeLogStart, match=rf"begins at transaction {first}") as caught:
+            with pytest.raises(BeforeLogStart, match=rf"(at transaction|one is) {first}") as caught:
                 read(client, first - 1, last, source)
             assert caught.value.first_available == first
             assert time.monotonic() - begun_s < HANG_S / 2, "the error is not retried"
