@@ -56,5 +56,5 @@ def run(
     kept = [data for data in EXPECTED if not data.startswith(b"task1-")]
     assert len(kept) == (TASKS - 1) * ROWS
     assert decrypted(connect, after, "without_task_1") == Counter(
-        {(data, None): 1 for data in kept} | {(None, "the key 'task1-key' does not"): ROWS}
+        {(data, None): 1 for data in kept} | {(None, "the key 'task1-key' does not exist"): ROWS}
     )

@@ -59,7 +59,7 @@ def planned(connect: str, schema: StructType = LOG, **options: str) -> None:
         ({"minPartitions": "0"}, "integer from 1 to 100000, found '0'"),
         (
             {"maxTransactionsPerTrigger": "5"},
-            "is for reading a stream, this is reading a batch",
+            "is for reading a stream, but it was used for reading a batch",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_an_error_is_shown_without_a_stack_and_with_its_class(
     [
         ("id", LongType(), {}, "columns that the log does not have"),
         ("transaction_id", StringType(), {}, "'transaction_id' of the log: expected type bigint"),
-        ("v", DayTimeIntervalType(), {"dataFormat": "msgpack"}, "column 'v' is interval day"),
+        ("v", DayTimeIntervalType(), {"dataFormat": "msgpack"}, "column 'v' has type interval day"),
         (
             "_corrupt_record",
             IntegerType(),

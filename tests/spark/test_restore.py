@@ -170,7 +170,7 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
     frame.write.format("waltz").options(**options, writeId="monday").mode("append").save(connect)
     all_rows = Counter((data, None) for data, _, _ in rows)
     remaining = Counter((data, None) for data, _, name in rows if name == "kept")
-    remaining[None, "the key 'destroyed' does not"] = 20
+    remaining[None, "the key 'destroyed' does not exist"] = 20
 
     def check() -> None:
         for directory, expected in ((keys, all_rows), (left, remaining)):
