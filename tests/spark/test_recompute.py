@@ -157,8 +157,8 @@ def test_invalid_options_are_reported_before_any_task(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     for options, text in (
-        ({"recompute": "recomputing:none_such"}, "'recomputing:none_such' cannot be imported ("),
-        ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported ("),
+        ({"recompute": "recomputing:none_such"}, "'recomputing:none_such' cannot be imported \\("),
+        ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported \\("),
         ({"recompute": "just_a_name"}, "expected 'module:function'"),
         ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
         ({"identityColumns": "nothing"}, "packs into the payload, found 'nothing'"),
