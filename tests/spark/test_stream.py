@@ -206,7 +206,10 @@ def test_a_start_by_time_reads_from_the_first_later_transaction(
 
 
 WRONG = [
-    ({"endingHighWaterMarks": "latest"}, "is for reading a batch, but it was used for reading a stream"),
+    (
+        {"endingHighWaterMarks": "latest"},
+        "is for reading a batch, but it was used for reading a stream",
+    ),
     ({"pollInterval": "soon"}, "integer from 0 to 3600000, found 'soon'"),
     ({"maxTransactionsPerTrigger": "0"}, "integer from 1"),
     ({"startingTimestamp": "yesterday"}, "expected a time such"),
