@@ -135,7 +135,7 @@ def unpacked(data: bytes) -> Any:
     """Return a payload; None if it is damaged."""
     try:
         return msgpack.unpackb(data)
-    except msgpack.UnpackException:
+    except (msgpack.UnpackException, ValueError):  # the latter for no bytes at all
         return None
 
 
