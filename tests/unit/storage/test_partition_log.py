@@ -321,7 +321,7 @@ def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
     with pytest.raises(DiskFailed):
         world.append([1])
     world.disk.fail.clear()
-    with pytest.raises(BadRequest, match="a write failed in this store session"):
+    with pytest.raises(BadRequest, match="a write has failed in this store session"):
         world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     assert world.log.damaged == (IdRange(130, 130),)
 
