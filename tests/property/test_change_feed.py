@@ -75,7 +75,7 @@ def spoil(file: Path, fault: str) -> None:
     elif fault == "cut":
         file.write_bytes(content[: len(content) // 2])
     else:
-        file.write_bytes(content[:4096] + bytes(len(content) - 4096))
+        file.write_bytes(content[:4096] + bytes(len(content[4096:])))
 
 
 @given(
