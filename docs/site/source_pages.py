@@ -71,8 +71,9 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         else:
             text = (app.srcdir / path).read_text(encoding="utf-8")
             lexer = find_lexer_class_for_filename(path)
+            # Forced: the lexer is guessed from the name (a template of SQL ends with .sql, too).
             body = app.builder.highlighter.highlight_block(
-                text, lexer.aliases[0] if lexer else "text"
+                text, lexer.aliases[0] if lexer else "text", force=True
             )
         yield page, {"title": path, "body": f"<h1>{escape(path)}</h1>{body}"}, "page.html"
 
