@@ -69,7 +69,7 @@ def check_feed_below(cluster: LocalCluster, first: int, caplog: pytest.LogCaptur
     with WaltzClient(cluster.connect) as client:
         client.subscribe(Ledger(-1), [0])
         wait_until("the feed has ended", lambda: not client.partitions)
-    assert f"the first available one is {first}" in caplog.text
+    assert f"the log begins at transaction {first}" in caplog.text
 
 
 def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> None:
