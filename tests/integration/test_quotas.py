@@ -126,7 +126,7 @@ def test_a_greedy_reader_gets_its_limit(access: Access, at_storages: bool):
 
 def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: Access):
     access.write(PERMISSIONS)
-    partition, rows, limit = PARTITIONS[GREEDY], 20_000, 40_000
+    partition, rows, limit = PARTITIONS[GREEDY], 16_000, 40_000
     locks: list[tuple[int, ...]] = [()] * rows
     payload = encode_append(
         [0] * rows, [b"x"] * rows, write_locks=locks, read_locks=locks, append_locks=locks
