@@ -21,12 +21,13 @@ from tests.patience import HANG_S, PATIENT
 from tests.spark.tables_job import STEPS, follow
 from tests.written_log import (
     DELETE_HEADER,
-    PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
     ends,
     marks_by_version,
+    running_log,
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
@@ -38,21 +39,17 @@ pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
 
 ROOT = Path(__file__).parents[2]
-TRANSACTIONS = 120
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        append(found, 1)
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
         yield found
 
 
 def append(written: Written, seed: int) -> None:
     with WaltzClient(written.connect, PATIENT) as client:
-        written.append(client, TRANSACTIONS, seed)
+        written.append(client, seed)
 
 
 def transactions(reader: object, connect: str) -> DataFrame:
