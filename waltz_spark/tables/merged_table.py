@@ -4,17 +4,17 @@ Each commit has the marks as `userMetadata`, and the identifier of the follower 
 takes both from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. Delta skips a `MERGE` whose version it has, and rejects one if a commit with the same
+    1. The `txn` version of a commit is one more than the transactions of the table before it. So
+       of all commits that were prepared on the same marks, Delta accepts the first one: it skips a
+       `MERGE` whose version the table has or had, and rejects one if a commit with the same
        identifier came between its start and its end. Both raise `Superseded`.
-    2. A commit of another follower of this name that came before the start of a `MERGE`, and after
-       `marks` has read the table, is reported as a warning. Rows may be newer than the marks then,
-       until the batches up to that commit are applied again.
+    2. Delta does not compare commits of other programs. A `RESTORE`, or a commit of a follower with
+       another name, between two commits of the follower is found when the table is read again.
     3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
 """
 
 import contextlib
-import logging
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.follower import RESTORE, OtherCommit, TableState
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.failures import error_of
@@ -64,8 +64,6 @@ _FOUND_TWICE = re.compile(
 )
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
 
-_log = logging.getLogger(__name__)
-
 
 class MergedDeltaTable:
     """A Delta table of one follower (`FollowedTable`).
@@ -90,7 +88,7 @@ class MergedDeltaTable:
         self._is_path = "/" in name
         self._sql = f"delta.{_quoted(name)}" if self._is_path else name
         self._is_checked = self._has_new_columns = False
-        self._version: int | None = None  # which `marks` has read
+        self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
 
     def create(self, start: TableMarks) -> None:
         """Create the table, with the marks in its first commit.
@@ -100,7 +98,7 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta.
         """
         with self.reported():
-            self._set_identifier(start)
+            self._set_identifier(start, start.version)
             empty = self._session.createDataFrame([], StructType([*self._schema, *_PLACE_FIELDS]))
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
@@ -120,9 +118,9 @@ class MergedDeltaTable:
             if not commits:
                 return None
             self._check_columns()
-            self._warn_of_another(commits, follower)
-            self._version = commits[0]["version"]
-            return found or self._state_without_marks(commits, follower)
+            state = found or self._state_without_marks(commits, follower)
+            self._next_version = 0 if state.version is None else state.version + 1
+            return state
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
         """Merge changes, and commit the marks with them; return whether there is a new version.
@@ -137,7 +135,7 @@ class MergedDeltaTable:
             changes = self._session.createDataFrame([], changes_schema(self._schema))
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         with self.reported():
-            self._set_identifier(marks)
+            self._set_identifier(marks, self._next_version)
             # The changes may be of another session, which shares the global views.
             changes.createOrReplaceGlobalTempView(view)
             try:
@@ -146,15 +144,14 @@ class MergedDeltaTable:
                 self._session.catalog.dropGlobalTempView(view)
         if not is_committed:
             raise Superseded(
-                f"table {self._name}: another commit has version {marks.version} of follower "
-                f"{marks.follower!r} or a later one"
+                f"table {self._name}: another commit of follower {marks.follower!r} came first"
             )
         return True
 
-    def _set_identifier(self, marks: TableMarks) -> None:
+    def _set_identifier(self, marks: TableMarks, version: int) -> None:
         self._session.conf.set(_METADATA, encode(marks))
         self._session.conf.set(_APPLICATION, marks.application)
-        self._session.conf.set(_VERSION, str(marks.version))
+        self._session.conf.set(_VERSION, str(version))
 
     def _merge(self, view: str) -> str:
         names = {
@@ -192,8 +189,9 @@ class MergedDeltaTable:
         limit = _HISTORY_LIMIT
         while True:
             commits = self._history(limit)
-            found = _state_of(commits, follower)
-            if found is not None or len(commits) < limit:
+            is_complete = len(commits) < limit
+            found = _state_of(commits, follower, is_complete=is_complete)
+            if found is not None or is_complete:
                 return commits, found
             limit *= 100
 
@@ -248,19 +246,6 @@ class MergedDeltaTable:
         self._has_new_columns = len(found) < len(declared)
         self._is_checked = True
 
-    def _warn_of_another(self, commits: Sequence[Row], follower: TableMarks) -> None:
-        """Report commits of another follower with this name, below one of this one (rule 2)."""
-        if self._version is None:
-            return
-        new = [row for row in commits if row["version"] > self._version]
-        mine = [row for row in new if _is_of(row, follower)]
-        if len(mine) > 1:
-            _log.warning(
-                "follow.concurrent_follower table=%s versions=%s",
-                self._name,
-                ",".join(str(row["version"]) for row in reversed(mine)),
-            )
-
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
         """Raise errors of tasks and of Delta as errors of the project; others are Spark's own."""
@@ -306,20 +291,29 @@ def _check_names(schema: StructType, key: Sequence[str]) -> None:
         seen.add(name.lower())
 
 
-def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None:
-    """Return the newest commit of a follower, and the later ones; None if there is none."""
-    others: list[OtherCommit] = []
-    for row in commits:
-        if _is_of(row, follower):
-            metadata = row["userMetadata"]
-            found = decode(metadata)
-            assert found is not None, "it is of the follower"
-            # One commit has both, so the version is that of the marks.
-            return TableState(metadata, found.version, others)
-        other = decode(row["userMetadata"])
-        name = None if other is None else other.follower
-        others.append(OtherCommit(row["version"], row["operation"] or "", name))
-    return None
+def _state_of(
+    commits: Sequence[Row], follower: TableMarks, *, is_complete: bool
+) -> TableState | None:
+    """Return the state in commits, newest first; None if there is none, or older ones decide."""
+    own = [place for place, row in enumerate(commits) if _is_of(row, follower)]
+    if not own:
+        return None
+    others = [_other(row) for row in commits[: own[0]]]
+    before = [_other(row) for row in commits[own[0] :] if not _is_of(row, follower)]
+    conflicts = [each for each in before if each.follower or each.operation.upper() == RESTORE]
+    oldest = commits[own[-1]]["version"]
+    if not is_complete and any(each.version < oldest for each in conflicts):
+        return None
+    others += [each for each in conflicts if each.version > oldest]  # rule 2
+    metadata = commits[own[0]]["userMetadata"]
+    found = decode(metadata)
+    assert found is not None, "it is of the follower"
+    return TableState(metadata, found.version, others)  # `txn` has this version or a lower one
+
+
+def _other(row: Row) -> OtherCommit:
+    found = decode(row["userMetadata"])
+    return OtherCommit(row["version"], row["operation"] or "", found and found.follower)
 
 
 def _is_of(row: Row, follower: TableMarks) -> bool:
