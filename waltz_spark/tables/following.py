@@ -119,7 +119,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         reads = _read_options(connect, columns, headers, options)
         position = LogPosition(client_of(connect), interval_s=interval_s)
         target = MergedDeltaTable(session, table, columns, rules.key)
-        log = SparkLog(session, position, columns or target.columns, rules, reads)
+        known = target.columns if columns is None else columns
+        log = SparkLog(session, position, known, rules, reads)
         loop = Follower(
             log,
             target,
@@ -179,7 +180,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     rules = _rules(key, delete_headers, delete_where)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
-    name = TableMarks(follower, cluster, {})
+    name = TableMarks(follower, cluster, {}, rules.stored(None))
     with table_session(df.sparkSession) as session:
         target = MergedDeltaTable(session, table, columns, rules.key)
         conflicts = 0
@@ -211,7 +212,7 @@ def _upsert_once(
             target.finish()
             return dict(stored.marks)
         marks = {**stored.marks, **dict(map(tuple, rows))}
-        target.apply(changes, name._replace(marks=marks))
+        target.apply(changes, stored._replace(marks=marks))
         return marks
     finally:
         changes.unpersist()

@@ -76,7 +76,10 @@ def _packed(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:
 
 
 def _part(task: int, columns: bytes | None, changes: bytes | None) -> pa.RecordBatch:
-    arrays = [pa.array([task], pa.int32()), *(pa.array([x], pa.binary()) for x in (columns, changes))]
+    arrays = [
+        pa.array([task], pa.int32()),
+        *(pa.array([x], pa.binary()) for x in (columns, changes)),
+    ]
     return pa.RecordBatch.from_arrays(arrays, ["task", "columns", "changes"])
 
 

@@ -193,7 +193,11 @@ class MergedDeltaTable:
 
     def _add_key(self, schema: StructType) -> None:
         """Add key columns to a table without columns: the condition of a `MERGE` needs them."""
-        new = [part for part in schema if part.name in self._key and part.name not in self._stored.names]
+        new = [
+            part
+            for part in schema
+            if part.name in self._key and part.name not in self._stored.names
+        ]
         if not new:
             return
         if self._frame().limit(1).collect():
