@@ -384,8 +384,10 @@ def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
     first, second = (opened(spark, tmp_path / "table") for _ in range(2))
     assert first.marks(NAME) is None
     first.create(NAME)
+    second.create(NAME._replace(follower="other"))
+    first.finish()
     with pytest.raises(Superseded):
-        second.create(NAME._replace(follower="other"))
+        second.finish()
     assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
     assert second.apply(change(spark, 1), up_to(1, -1))
     for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
@@ -432,6 +434,7 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
     """Also by the next process, and behind commits that change no row."""
     first, second = (opened(spark, tmp_path / "table") for _ in range(2))
     first.create(NAME)
+    first.finish()
     first.marks(NAME)
     first.apply(change(spark, 1), up_to(1, -1))
     first.marks(NAME)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSourceReader
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -21,7 +21,6 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.followed_log import changes_in
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
-from waltz_spark.datasource.batch_read import Task
 from waltz_spark.failures import error_of, without_stack_each
 from waltz_spark.unwrapping import SPARK_ERRORS
 
@@ -47,7 +46,7 @@ class FindingRead:
     """
 
     reader: DataSourceReader
-    tasks: Sequence[Task]
+    tasks: Sequence[InputPartition]
     rules: ChangeRules
     known: pa.Schema
     data_format: str
