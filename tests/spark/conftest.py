@@ -37,7 +37,8 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[waltz_core.local.LocalCluster]:
-    with waltz_core.local.running() as running:
+    """Yield a cluster of one storage; test_moving.py and test_standalone.py have three."""
+    with waltz_core.local.running(storage_count=1) as running:
         yield running
 
 
@@ -50,7 +51,8 @@ def connect(cluster: waltz_core.local.LocalCluster) -> str:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
     """Yield a log of changes of rows, in a cluster of its own."""
     place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    with waltz_core.local.running(place, **options) as cluster:
         found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
         with WaltzClient(found.connect, PATIENT) as client:
             found.append(client, TRANSACTIONS, seed=1)
