@@ -32,6 +32,7 @@ from tests.schema_registry import schema_registry
 from tests.written_log import (
     OTHER_HEADER,
     PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -41,13 +42,14 @@ from tests.written_log import (
 from waltz_core.client import Avro, WaltzClient
 from waltz_core.local import LocalCluster, running
 
-TRANSACTIONS = 120
 AVRO_HEADER = 6
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster") / "local", partition_count=PARTITIONS) as found:
+    place = tmp_path_factory.mktemp("cluster") / "local"
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    with running(place, **options) as found:
         yield found
 
 

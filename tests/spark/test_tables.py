@@ -1,10 +1,6 @@
 """Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -17,11 +13,11 @@ import waltz_core.local
 import waltz_spark
 from tests import delta_jars
 from tests.commands import run_command
-from tests.patience import HANG_S, PATIENT
-from tests.spark.tables_job import STEPS, follow
+from tests.patience import PATIENT
+from tests.spark.tables_job import IN_A_COMMIT, STEPS, ending_at, follow
 from tests.written_log import (
     DELETE_HEADER,
-    PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -39,16 +35,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
 
 ROOT = Path(__file__).parents[2]
-TRANSACTIONS = 120
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        append(found, 1)
-        yield found
 
 
 def append(written: Written, seed: int) -> None:
@@ -298,41 +284,26 @@ def test_columns_may_be_declared_later_and_others_are_errors(
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 
-def run_job(written: Written, table: Path, step: str, **more: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **more},
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_S,
-        check=False,
-    )
-    assert done.returncode in (0, -9), done.stderr[-4000:]
-    return done.returncode
+class Ended(BaseException):
+    """A follower has ended."""
 
 
 @with_delta
-def test_a_driver_that_is_killed_continues(
-    spark: SparkSession, written: Written, tmp_path: Path
+def test_another_session_continues_a_follower_that_ended_between_two_commits(
+    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "table"
-    for step in STEPS:
-        assert run_job(written, table, step) == -9
+
+    def end() -> None:
+        raise Ended
+
+    for step in (each for each in STEPS if each != IN_A_COMMIT):
+        with monkeypatch.context() as patch:
+            patch.setattr(MergedDeltaTable, *ending_at(step, end, table))
+            with pytest.raises(Ended):
+                follow(spark.newSession(), written.connect, str(table))
         check_versions(written, table)
     follow(spark, written.connect, str(table))
-    check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
-
-
-@with_delta
-def test_workers_and_executors_that_are_killed_change_nothing(
-    written: Written, tmp_path: Path
-) -> None:
-    table = tmp_path / "table"
-    assert run_job(written, table, "tasks", STRUCK=str(tmp_path)) == 0
-    assert (tmp_path / "worker").exists()
-    assert (tmp_path / "executor").exists()
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
 
