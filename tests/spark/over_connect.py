@@ -330,7 +330,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
 
 
 def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
-    """Before PySpark 4.2 all clients share them, and a session that is deleted closes its client."""
+    """Before PySpark 4.2, all clients share them, and a deleted session closes its client."""
     if hasattr(spark.client, "_release_futures"):
         pytest.skip("each client of this PySpark waits for its own tasks")
     with table_session(spark) as session:

@@ -17,20 +17,19 @@ Rules:
 import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.follower import RESTORE, OtherCommit, TableState
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.failures import error_of
-from waltz_spark.tables.log_changes import TWO_PARTITIONS, changes_schema
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
@@ -41,26 +40,10 @@ _PLACE_FIELDS = [
     StructField("_partition", IntegerType()),
     StructField("_transaction_id", LongType()),
 ]
-# How Spark and Delta report that there is no table, ...
+# How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
     r"DELTA_TABLE_NOT_FOUND|DELTA_PATH_DOES_NOT_EXIST"
-)
-_TABLE_EXISTS = re.compile(
-    r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
-)
-# ... another commit, ...
-_CONFLICT = re.compile(
-    r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]"
-)
-# ... and a Spark without a library of Delta, or with that of another version.
-_NO_LIBRARY = re.compile(
-    r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
-    r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
-    r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
-)
-_FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
 
@@ -307,34 +290,9 @@ class MergedDeltaTable:
                 )
         self._is_checked = True
 
-    @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
-        """Raise errors of tasks and of Delta as errors of the project; others are Spark's own."""
-        try:
-            yield
-        except SPARK_ERRORS as failure:
-            text = str(failure)
-            found = error_of(failure) or self._error_of_table(text)
-            if found is None:
-                raise
-            raise found from failure
-
-    def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
-        if twice := _FOUND_TWICE.search(text):
-            return BadRequest(
-                f"table {self._name}: the key {twice[1]}, and partitions have no common order. "
-                "Hint: use a key that includes the column that chooses the partition."
-            )
-        if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
-            return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")
-        if missing := _NO_LIBRARY.search(text):
-            return BadConfig(
-                f"table {self._name}: Spark {self._session.version} has no library of Delta that "
-                f"works with it ({missing[0]}). Hint: Delta 4.4.0 has one for Spark 4.0, 4.1 and "
-                "4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and none for 4.3; docs/tables.md has "
-                "the settings of the session."
-            )
-        return None
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raise errors of Spark, its tasks and Delta as errors of the project."""
+        return reported(f"table {self._name}", self._session)
 
 
 def _check_names(schema: StructType, key: Sequence[str]) -> None:
