@@ -25,10 +25,11 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
+from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.follower import RESTORE, OtherCommit, TableState
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
@@ -137,40 +138,48 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta for this Spark.
             Like `read` of the log: the changes cannot be read.
         """
-        if changes is None:
-            changes = self._session.createDataFrame([], changes_schema(self.columns()))
-        own = {*_PLACE.values(), DELETED}
-        schema = _plain([part for part in changes.schema if part.name not in own])
-        if not self._is_declared:
-            _check_names(schema, self._key)
-        is_first = self._start is not None
+        schema = self._checked_columns(changes)
+        first = changes.persist() if changes is not None and self._start is not None else None
         try:
-            with self.reported():
-                if is_first:
-                    changes = changes.persist()
-                    changes.count()  # it fails before the table exists
-                    self._schema = schema
+            if first is not None:
+                with self.reported():
+                    first.count()  # it fails before the table exists
+                self._schema = schema
             self.finish()
             with self.reported():
                 is_committed = self._is_merged(changes, schema, marks)
         finally:
-            if is_first:
-                changes.unpersist()
+            if first is not None:
+                first.unpersist()
         if not is_committed:
             raise Superseded(
                 f"table {self._name}: another commit of follower {marks.follower!r} came first"
             )
         return True
 
-    def _is_merged(self, changes: DataFrame, schema: StructType, marks: TableMarks) -> bool:
+    def _checked_columns(self, changes: DataFrame | None) -> StructType:
+        """Return the columns of changes in the table; of found ones, Delta may lack a name."""
+        own = {*_PLACE.values(), DELETED}
+        schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
+        if schema and not self._is_declared:
+            check_schema(arrow_schema(schema))
+        return schema
+
+    def _is_merged(self, changes: DataFrame | None, schema: StructType, marks: TableMarks) -> bool:
         """Merge changes; return whether Delta has not skipped it (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        self._add_key(schema)
+        into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
+        if changes is None or not set(self._key) <= set(schema.names):  # it has no rows then
+            changes = self._session.createDataFrame([], "partition int")
+            merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
+        else:
+            self._add_key(schema)
+            merge = self._merge(into, schema)
         self._set_identifier(marks, self._next_version)
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
-            return bool(self._session.sql(self._merge(f"global_temp.{view}", schema)).collect())
+            return bool(self._session.sql(merge).collect())
         finally:
             self._session.catalog.dropGlobalTempView(view)
 
@@ -197,7 +206,7 @@ class MergedDeltaTable:
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(version))
 
-    def _merge(self, view: str, schema: StructType) -> str:
+    def _merge(self, into: str, schema: StructType) -> str:
         names = {
             _quoted(name): f"source.{_quoted(_PLACE.get(name, name))}"
             for name in (*schema.names, *_PLACE)
@@ -206,8 +215,7 @@ class MergedDeltaTable:
         is_new = _types(schema).items() - _types(self._stored).items()
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
         return (  # names are quoted; the name of the table is the user's SQL
-            f"MERGE {evolving}INTO {self._sql} AS target USING {view} AS source "  # noqa: S608
-            f"ON {' AND '.join(is_key)} "
+            f"MERGE {evolving}{into} {' AND '.join(is_key)} "  # noqa: S608
             f"WHEN MATCHED AND {self._checked(f'source.{DELETED}')} THEN DELETE "
             f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
             f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
