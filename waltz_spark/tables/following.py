@@ -12,9 +12,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.follower import CONFLICTS_MAX, RESTORE, Follower, check_followers
+from waltz_core.tables.follower import CONFLICTS_MAX, Follower, check_others
 from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
@@ -132,11 +132,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         )
         end = dict(position.state().marks) if until == "now" else until
         try:
-            marks = loop.run(end).marks
-            target.finish()
+            return dict(loop.run(end).marks)
         finally:
             log.release()
-        return dict(marks)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -230,13 +228,7 @@ def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
             f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
             "Hint: use another table."
         )
-    check_followers(state.others, name)
-    for version, operation, _ in state.others:
-        if operation.upper() == RESTORE:
-            raise BadFormat(
-                f"version {version} of the table is a RESTORE after the last commit of follower "
-                f"{name.follower!r}: its rows and its marks differ. Hint: build the table again."
-            )
+    check_others(state.others, name)
     return continued(state.metadata, state.version, name)
 
 

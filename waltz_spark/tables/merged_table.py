@@ -26,7 +26,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
-from waltz_core.tables.follower import RESTORE, OtherCommit, TableState
+from waltz_core.tables.follower import OtherCommit, TableState, operation_of
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
@@ -252,7 +252,8 @@ class MergedDeltaTable:
     def _history(self, limit: int) -> list[Row]:
         try:
             found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
-            return found.select("version", "operation", "userMetadata").collect()
+            mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
+            return found.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
             if _NO_TABLE.search(str(error)):
                 return []
@@ -327,7 +328,7 @@ def _state_of(
         return None
     others = [_other(row) for row in commits[: own[0]]]
     before = [_other(row) for row in commits[own[0] :] if not _is_of(row, follower)]
-    conflicts = [each for each in before if each.follower or each.operation.upper() == RESTORE]
+    conflicts = [each for each in before if each.follower or each.is_replacement]
     oldest = commits[own[-1]]["version"]
     if not is_complete and any(each.version < oldest for each in conflicts):
         return None
@@ -340,7 +341,8 @@ def _state_of(
 
 def _other(row: Row) -> OtherCommit:
     found = decode(row["userMetadata"])
-    return OtherCommit(row["version"], row["operation"] or "", found and found.follower)
+    operation = operation_of(row["operation"] or "", row["mode"])
+    return OtherCommit(row["version"], operation, found and found.follower)
 
 
 def _is_of(row: Row, follower: TableMarks) -> bool:
