@@ -142,7 +142,7 @@ def test_two_followers_at_once_apply_each_batch_once(
         return [each.read_text().count(event) for each in names]
 
     def has_conflict() -> bool:
-        written.append(client, next(seeds), 25)
+        written.append(client, 25, next(seeds))
         return any(log_lines("follow.commit_conflict"))
 
     with ExitStack() as stack:
