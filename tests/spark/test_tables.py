@@ -233,6 +233,20 @@ def test_a_restored_table_and_lost_marks_are_errors(
 
 
 @with_delta
+def test_a_table_that_another_program_overwrites_is_an_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = str(tmp_path / "table")
+    follow(spark, written.connect, table, batch_transactions=1000)
+    rows = spark.read.format("delta").load(table)
+    rows.write.format("delta").mode("overwrite").save(table)
+    with pytest.raises(
+        BadFormat, match=r"is a WRITE \(OVERWRITE\) after the last commit of follow"
+    ):
+        follow(spark, written.connect, table)
+
+
+@with_delta
 def test_types_are_those_of_the_other_follower(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
