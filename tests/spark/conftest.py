@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 import waltz_spark
 from tests import delta_jars
+from tests.written_log import Written, running_log
 
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
@@ -34,10 +35,18 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[waltz_core.local.LocalCluster]:
-    with waltz_core.local.running() as running:
+    """Yield a cluster of one storage; test_moving.py and test_standalone.py have three."""
+    with waltz_core.local.running(storage_count=1) as running:
         yield running
 
 
 @pytest.fixture
 def connect(cluster: waltz_core.local.LocalCluster) -> str:
     return cluster.connect
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+    """Yield a log of changes of rows, in a cluster of its own."""
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
+        yield found
