@@ -284,7 +284,7 @@ class Follower(Generic[ChangesT]):
                 )
             if state.rules is not None:
                 common_rules(state.rules, self._name.rules)
-            if is_new or (is_given and state.version <= self._name.version):
+            if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start()
         stored = continued(state.metadata, state.version, self._name)
         if self._seen is None and is_given and dict(self._given) != dict(stored.marks):
