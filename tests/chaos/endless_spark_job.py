@@ -13,7 +13,7 @@ import sys
 from deltalake import DeltaTable
 
 import waltz_spark
-from tests import delta_jars
+from tests import delta_jars, java_classes
 from tests.spark.tables_job import follow
 from tests.written_log import DELETE_HEADER
 
@@ -23,6 +23,7 @@ COLUMNS = "id long, op string, value long, header int, partition int, transactio
 
 def main(connect: str, table: str, order: str = "") -> int:
     """Run the job; return the exit code."""
+    java_classes.use()
     spark = waltz_spark.session(
         "endless",
         master="local-cluster[2,1,1024]",
