@@ -142,7 +142,7 @@ def test_two_followers_at_once_apply_each_batch_once(
         return [each.read_text().count(event) for each in names]
 
     def has_conflict() -> bool:
-        written.append(client, next(seeds), 25)
+        written.append(client, 25, next(seeds))
         return any(log_lines("follow.commit_conflict"))
 
     with ExitStack() as stack:
@@ -298,8 +298,14 @@ def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, 
         found = run_command(*words)
         assert (found.returncode, found.stdout) == (1, "")
         assert "columns are found in msgpack and JSON only" in found.stderr
-        done = run_command(*words, "--column", "id:int64", "--column", "owner:string")
+        words += ["--column", "id:int64", "--column", "owner:string"]
+        done = run_command(*words)
         assert done.returncode == 0, done.stderr
+    other = f"http://127.0.0.1:{free_port()}"  # schemas of the first URL are cached
+    words[1] = str(tmp_path / "other")
+    done = run_command(*(other if word == registry.url else word for word in words))
+    assert done.returncode == 1
+    assert f"{other} cannot be read: Connection refused. Hint: check its" in done.stderr
     rows = DeltaTable(tmp_path / "table").to_pyarrow_table().select(["id", "owner"]).to_pylist()
     assert sorted(row["owner"] or "" for row in rows) == ["", "Anna"]
 
@@ -316,7 +322,7 @@ def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
             data = msgpack.packb({"id": ord(name)})
             sent = client.append(data, partition=0, header=SECRET_HEADER, encryption_key=name)
             written.log[0].append((OTHER_HEADER, {}))
-            last = sent.result().transaction_id
+            last = sent.result()
     words = ["follow", str(tmp_path / "table"), "--connect", written.connect, "--until", "now"]
     words += ["--key", "transaction_id", "--column", "transaction_id", "--column", "id:int64"]
     words += ["--header", str(SECRET_HEADER)]
@@ -341,14 +347,6 @@ def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
     words[words.index(str(SECRET_HEADER))] = "1"
     done = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
     assert "the payload is not encrypted. Hint: " in done.stderr
-
-
-def test_a_registry_that_refuses_the_connection_is_one_sentence(written: Written, tmp_path: Path):
-    url = f"http://127.0.0.1:{free_port()}"
-    words = written.command(tmp_path / "table", "--until", "now", "--data-format", "avro")
-    done = run_command(*words, "--schema-registry", url)
-    assert done.returncode == 1
-    assert "cannot be read: Connection refused. Hint: check its URL, and that it" in done.stderr
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(

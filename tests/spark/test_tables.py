@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 def append(written: Written, seed: int) -> None:
     with WaltzClient(written.connect, PATIENT) as client:
-        written.append(client, seed)
+        written.append(client, TRANSACTIONS, seed)
 
 
 def transactions(reader: object, connect: str) -> DataFrame:
