@@ -22,8 +22,8 @@ from waltz_core.tables.followed_log import LogPosition
 from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.failures import without_stack_each
 from waltz_spark.spark_version import arrow_schema
+from waltz_spark.worker_errors import without_stack_each
 
 # The start of the message of an error that Spark raises, and of what follows it.
 TWO_PARTITIONS = "a key in two partitions: "

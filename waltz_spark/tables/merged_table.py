@@ -28,9 +28,9 @@ from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.failures import error_of
+from waltz_spark.spark_errors import SPARK_ERRORS
 from waltz_spark.tables.log_changes import TWO_PARTITIONS, changes_schema
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.worker_errors import error_of
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"

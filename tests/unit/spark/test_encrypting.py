@@ -20,7 +20,7 @@ from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read, parse_write
 from waltz_spark.writer.appender import BATCH_BYTES_MAX, Appender
 from waltz_spark.writer.columns import RowShaper, check_schema
-from waltz_spark.writer.once import EarlierRecord, EarlierRows, Spool
+from waltz_spark.writer.earlier_rows import EarlierRecord, EarlierRows, Spool
 from waltz_spark.writer.row_keys import RowKeys
 
 CONNECT = {"connect": "zk1:2181/waltz/none"}

@@ -13,9 +13,11 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.transport import handover, net
+from waltz_core.transport import descriptor_passing, net
 
-pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
+pytestmark = pytest.mark.skipif(
+    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+)
 
 
 @pytest.fixture
@@ -41,9 +43,9 @@ async def offering(name, path):
         return os.open(path, os.O_RDONLY)
 
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(handover.offer(name, 4, open_asked))
+        task = tasks.create_task(descriptor_passing.offer(name, 4, open_asked))
         await asyncio.sleep(0)  # its first step binds and listens
-        assert handover.is_offered(name)
+        assert descriptor_passing.is_offered(name)
         yield task
         task.cancel()
 
@@ -59,7 +61,7 @@ def run(name, path, call):
 
 
 def take(name, question=b"this"):
-    with open(handover.take(name, question, timeout_s=HANG_S), "rb") as file:
+    with open(descriptor_passing.take(name, question, timeout_s=HANG_S), "rb") as file:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(file.fileno(), b"x")
         return file.read()
@@ -69,29 +71,29 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, nam
     run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
     gc.collect()  # what other tests have left is closed before anything is counted
     count = len(os.listdir("/proc/self/fd"))
-    found = run(name, path, lambda: [take(name) for _ in range(3 * handover.CALLERS_MAX)])
+    found = run(name, path, lambda: [take(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)])
     assert set(found) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
 
 def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
-    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=HANG_S))
+    taken = run(name, path, lambda: descriptor_passing.take(name, b"this", timeout_s=HANG_S))
     assert not os.get_inheritable(taken)
     path.unlink()
     with open(taken, "rb") as file:
         assert file.read() == b"here"
-    assert not handover.is_offered(name)
+    assert not descriptor_passing.is_offered(name)
 
 
 def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
-        handover.take(name, b"this", timeout_s=HANG_S)
+        descriptor_passing.take(name, b"this", timeout_s=HANG_S)
     path = tmp_path / "none"
 
     def take_with_idle_callers():
         for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
-                handover.take(name, question, timeout_s=HANG_S)
+                descriptor_passing.take(name, question, timeout_s=HANG_S)
 
     run(name, path, take_with_idle_callers)
 
@@ -154,21 +156,21 @@ def test_a_file_from_another_user_is_rejected(name):
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"listening\n"
-            assert not handover.is_offered(name)
+            assert not descriptor_passing.is_offered(name)
             with pytest.raises(errors.Unreachable, match="untrusted user 65534"):
-                handover.take(name, b"this", timeout_s=HANG_S)
+                descriptor_passing.take(name, b"this", timeout_s=HANG_S)
         finally:
             other.kill()
 
 
 def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypatch):
-    monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(descriptor_passing, "REQUEST_TIMEOUT_S", 0.5)
 
     def take_with_idle_callers():
         with contextlib.ExitStack() as opened:
             silent = [
                 opened.enter_context(socket.socket(socket.AF_UNIX))
-                for _ in range(handover.CALLERS_MAX)
+                for _ in range(descriptor_passing.CALLERS_MAX)
             ]
             for each in silent:
                 each.connect(f"\0{name}")
@@ -183,7 +185,9 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
     late_s = [0.0]
 
     async def open_slowly(_question):
-        late_s[0] = 2 * handover.REQUEST_TIMEOUT_S  # which has passed, as the loop's clock has it
+        late_s[0] = (
+            2 * descriptor_passing.REQUEST_TIMEOUT_S
+        )  # which has passed, as the loop's clock has it
         for _ in range(5):
             await asyncio.sleep(0)
         return await asyncio.to_thread(os.open, path, os.O_RDONLY)
@@ -192,7 +196,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
         loop = asyncio.get_running_loop()
         loop.time = lambda: time.monotonic() + late_s[0]
         async with asyncio.TaskGroup() as tasks:
-            offered = tasks.create_task(handover.offer(name, 4, open_slowly))
+            offered = tasks.create_task(descriptor_passing.offer(name, 4, open_slowly))
             await asyncio.sleep(0)
             assert await asyncio.to_thread(take, name) == b"here"
             offered.cancel()
@@ -211,15 +215,15 @@ def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
 
 
 def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
-    monkeypatch.setattr(handover, "IS_POSSIBLE", False)
-    net.run(handover.offer(name, 4, None))
-    assert not handover.is_offered(name)
+    monkeypatch.setattr(descriptor_passing, "IS_POSSIBLE", False)
+    net.run(descriptor_passing.offer(name, 4, None))
+    assert not descriptor_passing.is_offered(name)
     with pytest.raises(errors.Unreachable, match="does not support abstract Unix sockets"):
-        handover.take(name, b"this", timeout_s=1)
+        descriptor_passing.take(name, b"this", timeout_s=1)
 
 
 def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkeypatch):
-    monkeypatch.setattr(handover, "PAUSE_S", 0.01)
+    monkeypatch.setattr(descriptor_passing, "PAUSE_S", 0.01)
     failures = [OSError(24, "Too many open files")]
 
     async def main():
@@ -231,7 +235,7 @@ def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkey
                 raise failures.pop()
             return await accept(listening)
 
-        monkeypatch.setattr(handover, "_accept", fails_once)
+        monkeypatch.setattr(descriptor_passing, "_accept", fails_once)
         async with offering(name, path):
             assert await asyncio.to_thread(take, name) == b"here"
 

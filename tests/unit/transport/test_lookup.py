@@ -9,7 +9,7 @@ import pytest
 from tests.loops import until
 from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
-from waltz_core.transport import lookup, net
+from waltz_core.transport import dns_lookup, net
 from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
@@ -44,15 +44,15 @@ def dns(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_numeric_address_is_not_looked_up(dns: Dns):
-    assert asyncio.run(lookup.addresses_of("127.0.0.1")) == ["127.0.0.1"]
-    assert asyncio.run(lookup.addresses_of("::1")) == ["::1"]
+    assert asyncio.run(dns_lookup.addresses_of("127.0.0.1")) == ["127.0.0.1"]
+    assert asyncio.run(dns_lookup.addresses_of("::1")) == ["::1"]
     assert dns.asked == []
 
 
 def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
-            callers = [tasks.create_task(lookup.addresses_of("slow-1")) for _ in range(20)]
+            callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
             await until(lambda: dns.asked)
             for each in callers[:10]:
                 each.cancel()
@@ -60,7 +60,7 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
             assert dns.asked == ["slow-1"]
             dns.may_end.set()
         assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
-        assert await lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
+        assert await dns_lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
         assert dns.asked == ["slow-1", "slow-1"]
 
     asyncio.run(run())
@@ -70,9 +70,9 @@ def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             names = [f"slow-{each}" for each in range(40)]
-            slow = [tasks.create_task(lookup.addresses_of(each)) for each in names]
+            slow = [tasks.create_task(dns_lookup.addresses_of(each)) for each in names]
             await asyncio.sleep(0)
-            assert "127.0.0.1" in await lookup.addresses_of("localhost")
+            assert "127.0.0.1" in await dns_lookup.addresses_of("localhost")
             assert not any(each.done() for each in slow)
             dns.may_end.set()
 
@@ -82,20 +82,20 @@ def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
 def test_the_errors_of_a_lookup_name_the_host(dns: Dns, monkeypatch: pytest.MonkeyPatch):
     dns.may_end.set()
     with pytest.raises(socket.gaierror, match="not known"):
-        asyncio.run(lookup.addresses_of("slow-and-unknown"))
+        asyncio.run(dns_lookup.addresses_of("slow-and-unknown"))
     for impossible in ("a..b", "localhost\0x", "a\ud800", ""):
         with pytest.raises(OSError, match="is not a valid host name"):
-            asyncio.run(lookup.addresses_of(impossible))
+            asyncio.run(dns_lookup.addresses_of(impossible))
 
     def refuse(_thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        found = lookup.begin("localhost")
+        found = dns_lookup.begin("localhost")
     with pytest.raises(OSError, match="resolve the host name localhost: no thread"):
         found.result()
-    assert lookup.begin("localhost").result()
+    assert dns_lookup.begin("localhost").result()
 
 
 @pytest.mark.parametrize(
