@@ -25,8 +25,8 @@ from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.option_table import BY_KEY
+from waltz_spark.session_errors import is_connect, unwrap
 from waltz_spark.shared_clients import with_client
-from waltz_spark.spark_errors import is_connect, unwrap
 from waltz_spark.worker_errors import error_of
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (

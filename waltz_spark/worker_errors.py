@@ -87,7 +87,7 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     It has the class and the message, but no other attributes.
     """
     if isinstance(failure, errors.WaltzError):
-        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see spark_errors.py
+        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
         return plain
     found = _SENTENCE.findall(str(failure))
     return _made(*found[-1]) if found else None

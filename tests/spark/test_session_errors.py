@@ -15,7 +15,7 @@ import waltz_spark
 from tests.patience import HANG_S
 from tests.spark.versions import shown_first
 from waltz_core import errors
-from waltz_spark import spark_errors
+from waltz_spark import session_errors
 from waltz_spark.functions import lock
 
 pytestmark = pytest.mark.spark
@@ -176,13 +176,13 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) ->
 def test_a_plain_spark_session_raises_the_error_of_spark(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spark_errors, "_contexts", set())
+    monkeypatch.setattr(session_errors, "_contexts", set())
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     assert not isinstance(caught.value, errors.WaltzError)
     assert type(waltz_spark.error_of(caught.value)) is errors.BadConfig
-    spark_errors.unwrap(spark)
-    spark_errors.unwrap(spark)
+    session_errors.unwrap(spark)
+    session_errors.unwrap(spark)
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     # Once, however often: the cause is Spark's.
@@ -195,12 +195,12 @@ def test_unwrapping_survives_changed_internals_of_pyspark(
     def changed(*_: object) -> None:
         raise AttributeError("no such method any more")
 
-    monkeypatch.setattr(spark_errors, "convert_exception", changed)
+    monkeypatch.setattr(session_errors, "convert_exception", changed)
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     assert isinstance(caught.value.__cause__, Py4JJavaError)
-    monkeypatch.setattr(spark_errors, "trailing_error", changed)
+    monkeypatch.setattr(session_errors, "trailing_error", changed)
     with pytest.raises(AnalysisException, match="startingHighWaterMarks"):
         read(spark, connect, startingHighWaterMarks="x")
-    monkeypatch.setattr(spark_errors, "_unwrap_gateway", changed)
-    spark_errors.unwrap(spark)  # does nothing, and says so to the log only
+    monkeypatch.setattr(session_errors, "_unwrap_gateway", changed)
+    session_errors.unwrap(spark)  # does nothing, and says so to the log only
