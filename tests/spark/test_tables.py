@@ -26,8 +26,8 @@ from tests.written_log import (
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
+from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.tables.merged_table import MergedDeltaTable
-from waltz_spark.unwrapping import SPARK_ERRORS
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
