@@ -31,7 +31,6 @@ from waltz_core.tables.followed_log import LogPosition
 from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.worker_errors import without_stack_each
 from waltz_spark.options import ERROR_COLUMN
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.found_changes import FindingRead, FoundChanges
