@@ -29,7 +29,7 @@ class Written(NamedTuple):
     connect: str
     log: list[list[tuple[int, dict]]]
 
-    def append(self, client: WaltzClient, count: int, seed: int) -> None:
+    def append(self, client: WaltzClient, seed: int, count: int = TRANSACTIONS) -> None:
         """Append upserts, deletes by header and by payload, and transactions of other kinds."""
         rng = random.Random(seed)
         futures = []
@@ -70,12 +70,12 @@ class Written(NamedTuple):
 
 @contextmanager
 def running_log(place: Path) -> Iterator[Written]:
-    """Run a cluster in a directory, and append the first transactions."""
+    """Run a local cluster in a directory, and append the first transactions."""
     options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
     with running(place, **options) as cluster:
         found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
         with WaltzClient(cluster.connect, PATIENT) as client:
-            found.append(client, TRANSACTIONS, seed=1)
+            found.append(client, 1)
         yield found
 
 

@@ -153,7 +153,7 @@ class ClientLog:
             with closing(chunks):  # a traceback would keep the range open
                 for chunk in chunks:
                     for batch in self._columns.batches(chunk, partition):
-                        _check_decrypted(batch)
+                        check_decrypted(batch)
                         yield batch.select(self._rows.names)
 
 
@@ -170,7 +170,7 @@ def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> S
     return ScanColumns(rows.append(ERROR_FIELD), data_format, has_keys=True)
 
 
-def _check_decrypted(batch: pa.RecordBatch) -> None:
+def check_decrypted(batch: pa.RecordBatch) -> None:
     """Raise BadFormat for the first payload that could not be decrypted (rule 4)."""
     if ERROR_FIELD.name not in batch.schema.names:
         return

@@ -100,14 +100,14 @@ def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
         if grown == known:
             continue
         types[name] = grown
-        if _count(types.values()) > COLUMNS_MAX:
+        if field_count(types.values()) > COLUMNS_MAX:
             raise _Mismatch(name[:200], f"at most {COLUMNS_MAX} columns and fields of maps", "more")
 
 
-def _count(types: Iterable[ArrowType]) -> int:
+def field_count(types: Iterable[ArrowType]) -> int:
     """Return the number of columns with these types and of the fields in them (rule 5)."""
     return sum(
-        1 + _count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
+        1 + field_count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
     )
 
 

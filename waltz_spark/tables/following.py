@@ -18,7 +18,7 @@ from waltz_core.tables.follower import CONFLICTS_MAX, Follower, check_others
 from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema
