@@ -166,7 +166,7 @@ def changes_in(
         BadFormat: a payload does not fit, or a key is null.
         BadRequest: a key has changes in two partitions.
     """
-    found = no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]))
+    found = no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]), rules)
     for part in parts:
         rows = with_found_columns(part, known, data_format)
         known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])

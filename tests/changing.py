@@ -1,0 +1,46 @@
+"""Changes functions for tests, and the changes that they make of one transaction of `Written`."""
+
+import pyarrow as pa
+
+from tests.written_log import DELETE_HEADER, OTHER_HEADER
+
+PAIRS = "tests.changing:pairs"
+_COLUMNS = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("transaction_id", pa.int64()),
+        ("id", pa.int64()),
+        ("value", pa.int64()),
+        ("_deleted", pa.bool_()),
+    ]
+)
+
+
+def changes_of(header: int, row: dict) -> list[tuple[int, int | None]]:
+    """Return the changes of a transaction: none to three keys, with a value or None for a delete.
+
+    The last two of three have the same key.
+    """
+    if header == OTHER_HEADER:
+        return []
+    key = 10 * row["id"]
+    if header == DELETE_HEADER or row["op"] == "D":
+        return [(key, None), (key + 1, None)]
+    value = row["value"]
+    return [(key, value), (key + 1, None), (key + 1, -value)][: 1 + value % 3]
+
+
+def pairs(rows: pa.Table) -> pa.Table:
+    """Return the changes of transactions."""
+    found = [
+        {
+            "partition": row["partition"],
+            "transaction_id": row["transaction_id"],
+            "id": key,
+            "value": value,
+            "_deleted": value is None,
+        }
+        for row in rows.to_pylist()
+        for key, value in changes_of(row["header"], row)
+    ]
+    return pa.Table.from_pylist(found, _COLUMNS)
