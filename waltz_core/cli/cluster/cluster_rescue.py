@@ -438,7 +438,7 @@ async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: A
 rebuild_metadata.details = (
     "The storages do not record whether the cluster had permissions. If it had, restore them "
     "with --access-file. Otherwise the cluster has no permissions, and daemons with access "
-    "control wait for `access import`."
+    "control reject all requests until `access import` has restored them."
 )
 
 
