@@ -292,7 +292,7 @@ OF_ROWS = f"result of the changes function {NAME} for transactions from partitio
         ),
         (
             lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),
-            rf"from partition 0, transaction 0 on: .* found ZeroDivisionError: .*{FILE}, line \d+\)",
+            rf"partition 0, transaction 0 on: .* found ZeroDivisionError: .*{FILE}, line \d+\)",
         ),
     ],
 )
