@@ -200,6 +200,23 @@ def test_after_a_restore_another_follower_continues_from_its_marks(
     follow(written, table, "--follower", "again")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("id", "value"), ("op = 'D'", "op = 'U'"), ("--delete-header", "--header")],
+)
+def test_another_rule_for_an_existing_table_is_an_error(
+    written: Written, tmp_path: Path, old: str, new: str
+):
+    table = tmp_path / "table"
+    follow(written, table)
+    version = DeltaTable(table).version()
+    words = [new if word == old else word for word in written.command(table, "--until", "now")]
+    done = run_command(*words)
+    assert done.returncode == 1
+    assert "as in the commits of the table, found " in done.stderr
+    assert DeltaTable(table).version() == version
+
+
 def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, tmp_path: Path):
     marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
     text = json.dumps({str(each): mark for each, mark in marks.items()})

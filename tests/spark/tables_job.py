@@ -55,12 +55,16 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
         spark,
         connect,
         table=table,
-        key="id",
         schema="id long, op string, value long",
-        headers=[1, DELETE_HEADER],
         delete_headers=[DELETE_HEADER],
         delete_where="op = 'D'",
-        **{"batch_transactions": BATCH, "until": "now", **more},
+        **{
+            "key": "id",
+            "headers": [1, DELETE_HEADER],
+            "batch_transactions": BATCH,
+            "until": "now",
+            **more,
+        },
     )
 
 

@@ -62,12 +62,12 @@ def transactions(reader: object, connect: str) -> DataFrame:
     return selected.option("dataFormat", "msgpack").load(connect)
 
 
-def upsert(df: DataFrame, connect: str, table: str) -> dict[int, int]:
+def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int, int]:
     return waltz_spark.upsert(
         df,
         connect,
         table=table,
-        key="id",
+        key=key,
         delete_headers=[DELETE_HEADER],
         delete_where="op = 'D'",
     )
@@ -149,6 +149,28 @@ def test_each_follower_continues_a_table_of_the_other_one(
     done = run_command(*written.command(table, "--until", "now"))
     assert done.returncode == 0, done.stderr
     check_versions(written, table)
+
+
+@with_delta
+def test_another_rule_for_an_existing_table_is_an_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    """A table of `upsert` has no headers until `follow` has written it."""
+    table, other = str(tmp_path / "table"), str(tmp_path / "other")
+    follow(spark, written.connect, table)
+    upsert(transactions(spark.read, written.connect), written.connect, other)
+    follow(spark, written.connect, other)
+    df = transactions(spark.read, written.connect)
+    for place in (table, other):
+        versions = marks_by_version(place)
+        rejected = pytest.raises(BadConfig, match="as in the commits of the table, found ")
+        with rejected:
+            follow(spark, written.connect, place, key="value")
+        with rejected:
+            follow(spark, written.connect, place, headers=[DELETE_HEADER])
+        with rejected:
+            upsert(df, written.connect, place, "value")
+        assert marks_by_version(place) == versions
 
 
 @with_delta

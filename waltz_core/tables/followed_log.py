@@ -32,7 +32,7 @@ from waltz_core.tables.row_changes import (
     no_changes,
     with_changes,
 )
-from waltz_core.tables.table_marks import LogState, MarkMap
+from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
 
 
 class LogPosition:
@@ -112,6 +112,11 @@ class LoggedTable:
             self._columns = ScanColumns(rows, data_format)
         self._found_format = str(data_format)
         self._rules = rules
+
+    @property
+    def stored_rules(self) -> StoredRules:
+        """The rules in the form in which the table stores them."""
+        return self._rules.stored(self.headers)
 
     @property
     def form(self) -> RangeForm:

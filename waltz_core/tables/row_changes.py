@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
-from waltz_core.tables.table_marks import MarkMap
+from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
 
 ArrowTable: TypeAlias = pa.Table
@@ -63,8 +63,9 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": pc.greater,
     ">=": pc.greater_equal,
 }
+_PLAIN_NAME = re.compile(r"[^\W\d]\w*")
 _CONDITION = re.compile(
-    r"\s*(?:(?P<plain>[^\W\d]\w*)|`(?P<quoted>[^`]+)`)\s*"
+    rf"\s*(?:(?P<plain>{_PLAIN_NAME.pattern})|`(?P<quoted>[^`]+)`)\s*"
     r"(?:(?P<operator>=|!=|<>|<=|>=|<|>)\s*"
     r"(?:'(?P<text>(?:[^']|'')*)'|(?P<number>[+-]?\d+(?:\.\d+)?)|(?P<flag>(?i:true|false)))\s*)?"
 )
@@ -76,6 +77,19 @@ class Condition(NamedTuple):
     column: str
     operator: str = "="
     literal: str | Decimal | bool = True
+
+    def __str__(self) -> str:
+        """Return the text that is the same for all forms of the condition."""
+        column, operator, literal = self
+        name = column if _PLAIN_NAME.fullmatch(column) else f"`{column}`"
+        if isinstance(literal, bool):
+            shown = str(literal).lower()
+        elif isinstance(literal, Decimal):
+            shown = f"{literal.normalize():f}"
+        else:
+            escaped = literal.replace("'", "''")
+            shown = f"'{escaped}'"
+        return f"{name} {'!=' if operator == '<>' else operator} {shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +157,16 @@ class ChangeRules:
                 f"expected either the changes function {self.function.name} or rules for deletes, "
                 f"found both. Hint: let the function return a boolean column {DELETED!r}."
             )
+
+    def stored(self, headers: Iterable[int] | None) -> StoredRules:
+        """Return the form in which a table stores these rules and the headers of its log."""
+        return StoredRules(
+            tuple(sorted(self.key)),
+            None if headers is None else tuple(sorted(set(headers))),
+            tuple(sorted(set(self.delete_headers))),
+            None if self.delete_where is None else str(self.delete_where),
+            None if self.function is None else self.function.name,
+        )
 
 
 def parse_condition(text: str) -> Condition:

@@ -120,7 +120,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         loop = Follower(
             SparkLog(session, position, columns, rules, reads),
             MergedDeltaTable(session, table, columns, rules.key),
-            TableMarks(follower, cluster, _start_marks(connect, start, reads)),
+            TableMarks(
+                follower, cluster, _start_marks(connect, start, reads), rules.stored(headers)
+            ),
             batch_transactions=batch_transactions,
             on_progress=on_progress,
         )
@@ -169,7 +171,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     rules = _rules(key, delete_headers, delete_where)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
-    name = TableMarks(follower, cluster, {})
+    name = TableMarks(follower, cluster, {}, rules.stored(None))
     with table_session(df.sparkSession) as session:
         target = MergedDeltaTable(session, table, columns, rules.key)
         conflicts = 0
@@ -200,7 +202,7 @@ def _upsert_once(
         if not rows:
             return dict(stored.marks)
         marks = {**stored.marks, **dict(map(tuple, rows))}
-        target.apply(changes, name._replace(marks=marks))
+        target.apply(changes, stored._replace(marks=marks))
         return marks
     finally:
         changes.unpersist()

@@ -252,8 +252,8 @@ class World:
         return [each.message for each in self.answers if isinstance(each.message, kind)]
 
 
-def ready() -> World:
-    world = World()
+def ready(**limits: int) -> World:
+    world = World(**limits)
     world.open()
     world.mount()
     return world

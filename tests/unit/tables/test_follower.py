@@ -18,7 +18,7 @@ from waltz_core.errors import (
     Unavailable,
 )
 from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower, TableProgress
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
 
 KEY = "00112233445566778899aabbccddeeff"
 NAME = TableMarks("f", KEY, {})
@@ -344,6 +344,26 @@ def test_a_table_of_another_cluster_is_not_continued():
     other = TableMarks("f", KEY[::-1], {})
     with pytest.raises(ClusterKeyMismatch):
         follower(log, table, other).run({0: 0})
+
+
+def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    name = NAME._replace(rules=StoredRules(("id",)))
+    other = NAME._replace(rules=StoredRules(("other",)))
+    follower(log, table, name).run({0: 0})
+    assert decode(table[-1].metadata).rules == name.rules
+    versions = list(table)
+    with pytest.raises(BadConfig, match=r"key: expected id, as in .* found other"):
+        follower(log, table, other).run({0: 1})
+    assert table == versions
+
+    def create(step: str) -> None:
+        if step == "create":
+            follower(log, second, other).run({0: 0})
+
+    second = StoredVersions()
+    with pytest.raises(BadConfig, match=r"key: expected other, as in .* found id"):
+        follower(log, OpenTable(second, create), name).run({0: 1})
 
 
 def test_lost_marks_must_be_passed():

@@ -170,7 +170,10 @@ def follow(chosen: FollowCommand) -> int:
         name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
         follower = Follower(
             ClientLog(client, position, [logged for _, logged in opened]),
-            [TableProgress(table, logged.place, name) for table, logged in opened],
+            [
+                TableProgress(table, logged.place, name._replace(rules=logged.stored_rules))
+                for table, logged in opened
+            ],
             batch_transactions=chosen.batch_transactions,
             on_progress=lambda done, total: line.show(done, total, "transactions applied"),
         )

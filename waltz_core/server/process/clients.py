@@ -365,15 +365,10 @@ class Clients:
     def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
         if client.link.pauses_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
-            self._loop.call_soon(self._post_congested, connection)
+            # Now: a partition may take a turn of its feeds before the loop's next turn.
+            for host in list(client.hosts.values()):
+                host.post(Congested(connection))
         self._note_backlog(connection, client)  # last: flow must know about the congestion, too
-
-    def _post_congested(self, connection: ConnectionId) -> None:
-        client = self._clients.get(connection)
-        if client is None or not client.is_feed_paused:
-            return
-        for host in list(client.hosts.values()):
-            host.post(Congested(connection))
 
     def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
         self._flow.backlog(
