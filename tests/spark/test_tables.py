@@ -30,6 +30,7 @@ from tests.written_log import (
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.table_marks import TableMarks, decode
 from waltz_spark.tables.log_changes import changes_schema
 from waltz_spark.tables.merged_table import MergedDeltaTable
@@ -357,34 +358,131 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
 
 
-@with_delta
-def test_a_commit_of_a_second_follower_is_rejected_or_reported(
-    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def opened(spark: SparkSession, table: Path) -> MergedDeltaTable:
+    """Return a table of one column `id`, in a session of its own."""
     schema = StructType([StructField("id", LongType())])
-    name = TableMarks("follow", "0" * 32, {0: -1})
+    return MergedDeltaTable(spark.newSession(), str(table), schema, ["id"])
 
-    def table() -> MergedDeltaTable:
-        return MergedDeltaTable(spark.newSession(), str(tmp_path / "table"), schema, ["id"])
 
-    def changes(key: int) -> DataFrame:
-        return spark.createDataFrame([(key, 0, key, False)], changes_schema(schema))
+def change(spark: SparkSession, key: int) -> DataFrame:
+    schema = changes_schema(StructType([StructField("id", LongType())]))
+    return spark.createDataFrame([(key, 0, key, False)], schema)
 
-    def up_to(mark: int) -> TableMarks:
-        return name._replace(marks={0: mark})
 
-    first, second = table(), table()
-    assert first.marks(name) is None
-    first.create(name)
+NAME = TableMarks("follow", "0" * 32, {0: -1, 1: -1})
+
+
+def up_to(*marks: int) -> TableMarks:
+    return NAME._replace(marks=dict(enumerate(marks)))
+
+
+@with_delta
+def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Also if the marks of the later one cover more transactions, in other partitions."""
+    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    assert first.marks(NAME) is None
+    first.create(NAME)
     with pytest.raises(Superseded):
-        second.create(name._replace(follower="other"))
-    assert decode(first.marks(name).metadata) == decode(second.marks(name).metadata) == name
-    assert second.apply(changes(1), up_to(1))
-    with pytest.raises(Superseded, match="has version 1 of follower 'follow' or a later one"):
-        first.apply(changes(0), up_to(0))
-    assert first.apply(changes(2), up_to(2))
-    assert "follow.concurrent_follower" not in caplog.text
-    first.marks(name)
-    assert "follow.concurrent_follower" in caplog.text
-    assert first.apply(None, up_to(5))
-    assert decode(second.marks(name).metadata) == up_to(5)
+        second.create(NAME._replace(follower="other"))
+    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
+    assert second.apply(change(spark, 1), up_to(1, -1))
+    for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
+        with pytest.raises(Superseded, match="another commit of follower 'follow' came first"):
+            first.apply(change(spark, 0), marks)
+    second.marks(NAME)
+    assert second.apply(None, up_to(1, 0))
+    second.marks(NAME)
+    assert second.apply(None, up_to(2, 0))
+    with pytest.raises(Superseded):
+        first.apply(change(spark, 0), up_to(0, 60))
+    assert decode(first.marks(NAME).metadata) == up_to(2, 0)
+    assert first.apply(change(spark, 3), up_to(3, 0))
+    assert [
+        row["id"] for row in spark.read.format("delta").load(f"{tmp_path}/table").collect()
+    ] == [1, 3]
+
+
+@with_delta
+def test_a_table_without_marks_accepts_one_first_commit(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """The user has created it, and two followers have other starts."""
+    table = tmp_path / "table"
+    spark.sql(
+        f"CREATE TABLE delta.`{table}` (id BIGINT, _partition INT, _transaction_id BIGINT) "
+        "USING delta"
+    )
+    first, second = (opened(spark, table) for _ in range(2))
+    for each in (first, second):
+        assert each.marks(NAME).metadata is None
+    assert second.apply(change(spark, 1), up_to(1, -1))
+    with pytest.raises(Superseded):
+        first.apply(change(spark, 0), up_to(8, 50))
+    first.marks(NAME)
+    assert first.apply(change(spark, 2), up_to(2, -1))
+
+
+@with_delta
+@pytest.mark.parametrize("other", ["restore", "follower"])
+def test_another_commit_between_a_read_and_a_merge_is_found(
+    spark: SparkSession, tmp_path: Path, other: str
+) -> None:
+    """Also by the next process, and behind commits that change no row."""
+    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    first.create(NAME)
+    first.marks(NAME)
+    first.apply(change(spark, 1), up_to(1, -1))
+    first.marks(NAME)
+    place = f"delta.`{tmp_path}/table`"
+    if other == "restore":
+        spark.sql(f"RESTORE {place} TO VERSION AS OF 0")
+    else:
+        name = NAME._replace(follower="other")
+        second.marks(name)
+        second.apply(change(spark, 7), name)
+    for number in range(5):
+        spark.sql(f"ALTER TABLE {place} SET TBLPROPERTIES ('a' = '{number}')")
+    assert first.apply(change(spark, 2), up_to(2, -1))
+    for each in (first, opened(spark, tmp_path / "table")):
+        state = each.marks(NAME)
+        expected = (
+            OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
+        )
+        assert state.others == [expected]
+    # A follower that starts after it has no such commit.
+    third = NAME._replace(follower="third")
+    second.marks(third)
+    second.apply(None, third)
+    assert second.marks(third).others == []
+
+
+@with_delta
+def test_two_followers_at_once(
+    spark: SparkSession,
+    written: Written,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each version is a replay of its marks, although the second one commits before each MERGE."""
+    table = str(tmp_path / "table")
+    apply = MergedDeltaTable.apply
+    ends_of_second = iter([{0: 3, 1: 40}, {0: 45, 1: 41}, {0: 46, 1: 70}])
+    depth = []
+
+    def applied_second(self: MergedDeltaTable, *args: object) -> bool:
+        until = None if depth else next(ends_of_second, None)
+        if until is not None:
+            depth.append(until)
+            follow(spark, written.connect, table, until=until, batch_transactions=30)
+            depth.clear()
+        return apply(self, *args)
+
+    monkeypatch.setattr(MergedDeltaTable, "apply", applied_second)
+    with caplog.at_level("INFO", logger="waltz_core.tables.follower"):
+        assert follow(spark, written.connect, table) == ends(written)
+    assert caplog.text.count("follow.commit_conflict") == 3
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))

@@ -48,7 +48,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     *,
     table: str,
     key: str | Sequence[str],
-    schema: str | StructType,
+    schema: str | StructType | None = None,
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
@@ -75,7 +75,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         table: the name of the table, or its path or URL; it is created if there is none.
         key: the key column or columns.
         schema: the columns of the table: those of the payload, and of the log by their names. The
-            table has two more, `_partition` and `_transaction_id`.
+            table has two more, `_partition` and `_transaction_id`. Without it, columns are found in
+            msgpack or JSON payloads.
         headers: the headers of the transactions of the table; without any, all transactions are.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes: a boolean column, or a comparison of a column
@@ -114,12 +115,15 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         )
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
-        columns = session.createDataFrame([], schema).schema
+        columns = None if schema is None else session.createDataFrame([], schema).schema
         reads = _read_options(connect, columns, headers, options)
         position = LogPosition(client_of(connect), interval_s=interval_s)
+        target = MergedDeltaTable(session, table, columns, rules.key)
+        known = target.columns if columns is None else columns
+        log = SparkLog(session, position, known, rules, reads)
         loop = Follower(
-            SparkLog(session, position, columns, rules, reads),
-            MergedDeltaTable(session, table, columns, rules.key),
+            log,
+            target,
             TableMarks(
                 follower, cluster, _start_marks(connect, start, reads), rules.stored(headers)
             ),
@@ -127,7 +131,12 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             on_progress=on_progress,
         )
         end = dict(position.state().marks) if until == "now" else until
-        return dict(loop.run(end).marks)
+        try:
+            marks = loop.run(end).marks
+            target.finish()
+        finally:
+            log.release()
+        return dict(marks)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -200,6 +209,7 @@ def _upsert_once(
         with target.reported():
             rows = changes.groupBy("partition").agg(F.max("transaction_id")).collect()
         if not rows:
+            target.finish()
             return dict(stored.marks)
         marks = {**stored.marks, **dict(map(tuple, rows))}
         target.apply(changes, stored._replace(marks=marks))
@@ -256,7 +266,7 @@ def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
 
 
 def _read_options(
-    connect: str, columns: StructType, headers: Sequence[int], given: Mapping[str, object]
+    connect: str, columns: StructType | None, headers: Sequence[int], given: Mapping[str, object]
 ) -> dict[str, str]:
     found = option_texts(given)
     for name in found:
@@ -266,7 +276,7 @@ def _read_options(
     if headers:
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
-    if all(name in parse_read(found).log_columns for name in columns.names):
+    if columns and all(name in parse_read(found).log_columns for name in columns.names):
         del found["dataFormat"]  # the table has columns of the log only
     return found
 
