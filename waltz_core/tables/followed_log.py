@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
@@ -30,6 +29,7 @@ from waltz_core.tables.row_changes import (
     ChangeRules,
     check_rules,
     no_changes,
+    selected_rows,
     with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
@@ -149,20 +149,15 @@ class LoggedTable:
                 batch
                 for partition, chunk in chunks
                 for batch in self._columns.batches(
-                    chunk, partition, partial(self._own, starts[partition])
+                    chunk,
+                    partition,
+                    partial(selected_rows, after=starts[partition], headers=self.headers),
                 )
             ]
             part = pa.Table.from_batches(batches, schema=self._columns.schema)
             if self._known is not None:
                 return with_found_changes(found, part, self._rules, self._found_format)
             return with_changes(found, part, self._rules)
-
-    def _own(self, after: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the transactions of the table after a mark."""
-        is_own = rows["transaction_id"].to_numpy() > after
-        if self.headers:
-            is_own &= np.isin(rows["header"].to_numpy(), self.headers)
-        return rows if is_own.all() else rows.filter(pa.array(is_own))
 
 
 def transactions_schema(declared: ArrowSchema) -> ArrowSchema:

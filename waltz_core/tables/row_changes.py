@@ -271,6 +271,14 @@ def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     return rows if is_new.all() else rows.filter(pa.array(is_new))
 
 
+def selected_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
+    """Return the transactions of a partition after a mark, with some headers; with none, all."""
+    is_selected = batch["transaction_id"].to_numpy() > after
+    if headers:
+        is_selected &= np.isin(batch["header"].to_numpy(), headers)
+    return batch if is_selected.all() else batch.filter(pa.array(is_selected))
+
+
 def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Return the changes of decoded transactions, which `check_rules` has accepted.
 
