@@ -363,7 +363,7 @@ def _called(name: str, rows: ArrowTable) -> ArrowTable:
     function = load_function(
         name,
         "changes function",
-        "Hint: it must be a function in a module that this process can import.",
+        "Hint: it must be a function in a module that each process can import (Spark: --py-files).",
     )
     try:
         found = function(rows)

@@ -3,5 +3,6 @@
 `following.py` has both functions. `log_changes.py` reads and reduces transactions in tasks,
 `shared_read.py` does so once for several tables. `merged_table.py` commits changes with their marks
 by `MERGE`, and `table_session.py` opens a session for it. The loop is that of the core
-(`waltz_core/tables/follower.py`), so either follower continues a table of the other one. docs/decisions/049-tables-that-follow-the-log.md has the design.
+(`waltz_core/tables/follower.py`), so either follower continues a table of the other one.
+docs/decisions/049-tables-that-follow-the-log.md has the design.
 """
