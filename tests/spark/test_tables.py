@@ -342,6 +342,7 @@ def test_workers_and_executors_that_are_killed_change_nothing(
 def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
     page = ROOT / "docs/spark-tables.md"
     text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
+    tables_page = (ROOT / "docs/tables.md").read_text(encoding="utf-8")
     session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     compile(session, page, "exec")  # it starts another Spark
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
@@ -349,11 +350,21 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         with WaltzClient(cluster.connect, PATIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()
+        ledger = re.search(r"^```python\n(# ledger.py.*?)^```$", tables_page, re.M | re.S)[1]
+        (tmp_path / "ledger.py").write_text(ledger)
+        spark.sparkContext.addPyFile(str(tmp_path / "ledger.py"))
         for snippet in rest:
+            if "ledger:entries" in snippet:
+                names["query"].awaitTermination()
+                with WaltzClient(cluster.connect, PATIENT) as client:
+                    row = {"transfer": 1, "payer": 1, "payee": 3, "amount": 25}
+                    client.append(msgpack.packb(row), header=3).result()
             here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
             exec(compile(here, page, "exec"), names)
-        names["query"].awaitTermination()
     assert names["marks"] == {0: 2}
+    assert set(map(str, names["by_table"].values())) == {"{0: 3}"}
+    rows = spark.read.format("delta").load(f"{tmp_path}/entries").orderBy("account").collect()
+    assert [(row["account"], row["amount"]) for row in rows] == [(1, -25), (3, 25)]
     for table in ("accounts", "balances"):
         rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
