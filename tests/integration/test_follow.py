@@ -36,6 +36,7 @@ from tests.written_log import (
     DELETE_HEADER,
     OTHER_HEADER,
     PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -45,14 +46,15 @@ from tests.written_log import (
 from waltz_core.client import Avro, WaltzClient
 from waltz_core.local import LocalCluster, running
 
-TRANSACTIONS = 120
 AVRO_HEADER = 6
 PLACE = ("_partition", "_transaction_id")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster") / "local", partition_count=PARTITIONS) as found:
+    place = tmp_path_factory.mktemp("cluster") / "local"
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    with running(place, **options) as found:
         yield found
 
 
@@ -107,10 +109,8 @@ def test_a_repeated_command_writes_no_commit(written: Written, tmp_path: Path):
     assert DeltaTable(table).version() == version
 
 
-@pytest.mark.parametrize(
-    ("step", "passes"),
-    [(step, passes) for step in STEPS for passes in (0, 2) if not passes or "create" not in step],
-)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("passes", [0, 2])
 def test_a_follower_that_is_killed_at_a_step_continues(
     written: Written, tmp_path: Path, step: str, passes: int
 ):
@@ -190,7 +190,7 @@ def test_a_table_may_be_added_to_those_of_a_follower(
     check_all(written, tmp_path)
 
 
-@pytest.mark.parametrize(("step", "passes"), [("after create", 1), ("after apply", 4)])
+@pytest.mark.parametrize(("step", "passes"), [("after apply", 1), ("after apply", 4)])
 def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
     written: Written, tables: Path, tmp_path: Path, step: str, passes: int
 ):
@@ -409,4 +409,4 @@ def test_a_payload_that_does_not_fit_ends_the_command(
     done = run_command(*words)
     assert done.returncode == 1
     assert "column 'value': expected string, found" in done.stderr
-    assert marks_by_version(tmp_path / "table") == {0: {0: -1, 1: -1}}
+    assert not (tmp_path / "table").exists(), "another run may declare another type"

@@ -26,7 +26,8 @@ from tests import delta_jars
 from tests.written_log import DELETE_HEADER
 from waltz_spark.tables import log_changes, merged_table
 
-STEPS = ("after create", "after marks", "before apply", "in apply", "after apply")
+IN_A_COMMIT = "in apply"
+STEPS = ("after finish", "after marks", "before apply", IN_A_COMMIT, "after apply")
 BATCH = 40
 
 
@@ -68,29 +69,29 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
     )
 
 
-def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
-    """Kill the driver at a step."""
+def ending_at(step: str, end: Callable[[], None], table: Path) -> tuple[str, Callable[..., Any]]:
+    """Return a method of a merged table, by name, that calls a function at a step."""
     when, name = step.split()
     method = getattr(merged_table.MergedDeltaTable, name)
 
-    def kill_when_files_are_written() -> None:
+    def end_when_files_are_written() -> None:
         known = set(table.glob("*.parquet"))
         while set(table.glob("*.parquet")) <= known:
             pass
-        kill()
+        end()
 
     @wraps(method)
-    def killed(*args: Any) -> Any:
+    def ending(*args: Any) -> Any:
         if when == "before":
-            kill()
+            end()
         if when == "in":
-            threading.Thread(target=kill_when_files_are_written, daemon=True).start()
+            threading.Thread(target=end_when_files_are_written, daemon=True).start()
         result = method(*args)
         if when == "after":
-            kill()
+            end()
         return result
 
-    setattr(merged_table.MergedDeltaTable, name, killed)
+    return name, ending
 
 
 def main(connect: str, table: str, step: str) -> None:
@@ -109,7 +110,7 @@ def main(connect: str, table: str, step: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
     if not is_cluster:
-        _arm(step, kill, Path(table))
+        setattr(merged_table.MergedDeltaTable, *ending_at(step, kill, Path(table)))
     follow(spark, connect, table)
     spark.stop()
 

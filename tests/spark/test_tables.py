@@ -1,28 +1,23 @@
 """Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
 from deltalake import DeltaTable
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_core.local
 import waltz_spark
 from tests import delta_jars
-from tests.changing import changes_of as pair_changes
 from tests.commands import run_command
-from tests.patience import HANG_S, PATIENT
-from tests.spark.tables_job import BATCH, STEPS, follow
+from tests.patience import PATIENT
+from tests.spark.tables_job import IN_A_COMMIT, STEPS, ending_at, follow
 from tests.written_log import (
     DELETE_HEADER,
-    PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -30,26 +25,14 @@ from tests.written_log import (
     marks_by_version,
 )
 from waltz_core.client import WaltzClient
-from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
-from waltz_core.tables.follower import OtherCommit
-from waltz_core.tables.table_marks import TableMarks, decode
-from waltz_spark.tables.log_changes import changes_schema
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.unwrapping import SPARK_ERRORS
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
 
 ROOT = Path(__file__).parents[2]
-TRANSACTIONS = 120
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        append(found, 1)
-        yield found
 
 
 def append(written: Written, seed: int) -> None:
@@ -299,41 +282,26 @@ def test_columns_may_be_declared_later_and_others_are_errors(
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 
-def run_job(written: Written, table: Path, step: str, **more: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **more},
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_S,
-        check=False,
-    )
-    assert done.returncode in (0, -9), done.stderr[-4000:]
-    return done.returncode
+class Ended(BaseException):
+    """A follower has ended."""
 
 
 @with_delta
-def test_a_driver_that_is_killed_continues(
-    spark: SparkSession, written: Written, tmp_path: Path
+def test_another_session_continues_a_follower_that_ended_between_two_commits(
+    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "table"
-    for step in STEPS:
-        assert run_job(written, table, step) == -9
+
+    def end() -> None:
+        raise Ended
+
+    for step in (each for each in STEPS if each != IN_A_COMMIT):
+        with monkeypatch.context() as patch:
+            patch.setattr(MergedDeltaTable, *ending_at(step, end, table))
+            with pytest.raises(Ended):
+                follow(spark.newSession(), written.connect, str(table))
         check_versions(written, table)
     follow(spark, written.connect, str(table))
-    check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
-
-
-@with_delta
-def test_workers_and_executors_that_are_killed_change_nothing(
-    written: Written, tmp_path: Path
-) -> None:
-    table = tmp_path / "table"
-    assert run_job(written, table, "tasks", STRUCK=str(tmp_path)) == 0
-    assert (tmp_path / "worker").exists()
-    assert (tmp_path / "executor").exists()
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
 
@@ -350,7 +318,9 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         with WaltzClient(cluster.connect, PATIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()
-        ledger = re.search(r"^```python\n(# ledger.py.*?)^```$", tables_page, re.M | re.S)[1]
+        ledger = re.search(
+            r"^```python\n(# ledger.py.*?)^```$", tables_page, re.MULTILINE | re.DOTALL
+        )[1]
         (tmp_path / "ledger.py").write_text(ledger)
         spark.sparkContext.addPyFile(str(tmp_path / "ledger.py"))
         for snippet in rest:
@@ -370,220 +340,44 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
 
 
-def opened(spark: SparkSession, table: Path) -> MergedDeltaTable:
-    """Return a table of one column `id`, in a session of its own."""
-    schema = StructType([StructField("id", LongType())])
-    return MergedDeltaTable(spark.newSession(), str(table), schema, ["id"])
-
-
-def change(spark: SparkSession, key: int) -> DataFrame:
-    schema = changes_schema(StructType([StructField("id", LongType())]))
-    return spark.createDataFrame([(key, 0, key, False)], schema)
-
-
-NAME = TableMarks("follow", "0" * 32, {0: -1, 1: -1})
-
-
-def up_to(*marks: int) -> TableMarks:
-    return NAME._replace(marks=dict(enumerate(marks)))
+def started(connect: str, *rows: tuple[int, dict]) -> dict[int, int]:
+    """Append rows to partitions; return the marks before them."""
+    with WaltzClient(connect, PATIENT) as client:
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        for partition, row in rows:
+            client.append(msgpack.packb(row), partition=partition).result()
+    return start
 
 
 @with_delta
-def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
-    spark: SparkSession, tmp_path: Path
+def test_a_first_run_that_fails_leaves_no_table(
+    spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    """Also if the marks of the later one cover more transactions, in other partitions."""
-    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
-    assert first.marks(NAME) is None
-    first.create(NAME)
-    with pytest.raises(Superseded):
-        second.create(NAME._replace(follower="other"))
-    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
-    assert second.apply(change(spark, 1), up_to(1, -1))
-    for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
-        with pytest.raises(Superseded, match="another commit of follower 'follow' came first"):
-            first.apply(change(spark, 0), marks)
-    second.marks(NAME)
-    assert second.apply(None, up_to(1, 0))
-    second.marks(NAME)
-    assert second.apply(None, up_to(2, 0))
-    with pytest.raises(Superseded):
-        first.apply(change(spark, 0), up_to(0, 60))
-    assert decode(first.marks(NAME).metadata) == up_to(2, 0)
-    assert first.apply(change(spark, 3), up_to(3, 0))
-    assert [
-        row["id"] for row in spark.read.format("delta").load(f"{tmp_path}/table").collect()
-    ] == [1, 3]
-
-
-@with_delta
-def test_a_table_without_marks_accepts_one_first_commit(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    """The user has created it, and two followers have other starts."""
-    table = tmp_path / "table"
-    spark.sql(
-        f"CREATE TABLE delta.`{table}` (id BIGINT, _partition INT, _transaction_id BIGINT) "
-        "USING delta"
+    """So the next one may have another type and another start, also with a name."""
+    start = started(connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"}))
+    spark.sql(f"CREATE DATABASE failing LOCATION '{tmp_path}/failing'")
+    for table in (str(tmp_path / "table"), "failing.accounts"):
+        place = {"table": table, "key": "id", "until": "now"}
+        with pytest.raises(BadFormat):
+            waltz_spark.follow(spark, connect, **place, schema="id long, value long", start=start)
+        later = {**start, 0: start[0] + 1}
+        waltz_spark.follow(spark, connect, **place, schema="id long, value string", start=later)
+        frame = spark.read.format("delta").load(table) if "/" in table else spark.table(table)
+        assert [row["value"] for row in frame.collect()] == ["b"]
+    df = transactions(spark.read, connect).selectExpr(
+        "id", "partition", "transaction_id", "assert_true(false) AS x"
     )
-    first, second = (opened(spark, table) for _ in range(2))
-    for each in (first, second):
-        assert each.marks(NAME).metadata is None
-    assert second.apply(change(spark, 1), up_to(1, -1))
-    with pytest.raises(Superseded):
-        first.apply(change(spark, 0), up_to(8, 50))
-    first.marks(NAME)
-    assert first.apply(change(spark, 2), up_to(2, -1))
+    with pytest.raises(PySparkException):
+        waltz_spark.upsert(df, connect, table=str(tmp_path / "other"), key="id")
+    assert not (tmp_path / "other").exists()
 
 
 @with_delta
-@pytest.mark.parametrize("other", ["restore", "follower"])
-def test_another_commit_between_a_read_and_a_merge_is_found(
-    spark: SparkSession, tmp_path: Path, other: str
+def test_an_error_of_the_network_is_temporary_and_other_errors_end_a_follower(
+    spark: SparkSession, written: Written
 ) -> None:
-    """Also by the next process, and behind commits that change no row."""
-    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
-    first.create(NAME)
-    first.marks(NAME)
-    first.apply(change(spark, 1), up_to(1, -1))
-    first.marks(NAME)
-    place = f"delta.`{tmp_path}/table`"
-    if other == "restore":
-        spark.sql(f"RESTORE {place} TO VERSION AS OF 0")
-    else:
-        name = NAME._replace(follower="other")
-        second.marks(name)
-        second.apply(change(spark, 7), name)
-    for number in range(5):
-        spark.sql(f"ALTER TABLE {place} SET TBLPROPERTIES ('a' = '{number}')")
-    assert first.apply(change(spark, 2), up_to(2, -1))
-    for each in (first, opened(spark, tmp_path / "table")):
-        state = each.marks(NAME)
-        expected = (
-            OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
-        )
-        assert state.others == [expected]
-    # A follower that starts after it has no such commit.
-    third = NAME._replace(follower="third")
-    second.marks(third)
-    second.apply(None, third)
-    assert second.marks(third).others == []
-
-
-@with_delta
-def test_two_followers_at_once(
-    spark: SparkSession,
-    written: Written,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each version is a replay of its marks, although the second one commits before each MERGE."""
-    table = str(tmp_path / "table")
-    apply = MergedDeltaTable.apply
-    ends_of_second = iter([{0: 3, 1: 40}, {0: 45, 1: 41}, {0: 46, 1: 70}])
-    depth = []
-
-    def applied_second(self: MergedDeltaTable, *args: object) -> bool:
-        until = None if depth else next(ends_of_second, None)
-        if until is not None:
-            depth.append(until)
-            follow(spark, written.connect, table, until=until, batch_transactions=30)
-            depth.clear()
-        return apply(self, *args)
-
-    monkeypatch.setattr(MergedDeltaTable, "apply", applied_second)
-    with caplog.at_level("INFO", logger="waltz_core.tables.follower"):
-        assert follow(spark, written.connect, table) == ends(written)
-    assert caplog.text.count("follow.commit_conflict") == 3
-    check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
-
-
-@with_delta
-def test_a_changes_function_in_both_followers_and_in_upsert(
-    spark: SparkSession, written: Written, tmp_path: Path
-) -> None:
-    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
-    table = str(tmp_path / "table")
-    call = {"table": table, "key": "id", "changes": "changing:pairs"}
-    columns = "id long, op string, value long"
-    half = {each: end // 2 for each, end in ends(written).items()}
-    waltz_spark.follow(
-        spark,
-        written.connect,
-        **call,
-        schema=columns,
-        until=half,
-        batch_transactions=BATCH,
-        minPartitions=4,
-    )
-    log = spark.read.format("waltz").option("dataFormat", "msgpack")
-    df = log.schema(f"{columns}, header int, partition int, transaction_id long")
-    waltz_spark.upsert(df.load(written.connect), written.connect, **call)
-    check_versions(written, table, pair_changes)
-    assert content(table) == written.replayed(ends(written), pair_changes)
-    append(written, 21)
-    words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
-    words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
-    words += ["--column", "op:string", "--changes", "changing:pairs"]
-    done = run_command(*words)
-    assert done.returncode == 0, done.stderr
-    check_versions(written, table, pair_changes)
-    assert content(table) == written.replayed(ends(written), pair_changes)
-    call |= {"table": str(tmp_path / "other"), "changes": "changing:failing"}
-    with pytest.raises(BadRequest, match=r"changing:failing for transactions from .*KeyError"):
-        waltz_spark.follow(spark, written.connect, **call, schema=columns, until="now")
-    with pytest.raises(BadConfig, match="either the changes function changing:failing or rules"):
-        waltz_spark.follow(spark, written.connect, **call, schema=columns, delete_where="op = 'D'")
-    with pytest.raises(BadConfig, match="expected a schema of the transactions, found none"):
-        waltz_spark.follow(spark, written.connect, **call)
-
-
-@with_delta
-def test_several_tables_are_read_once_and_continue_after_an_end_between_their_commits(
-    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
-    rules, pairs = str(tmp_path / "rules"), str(tmp_path / "pairs")
-    columns = "id long, op string, value long"
-    by_rules = waltz_spark.Table(
-        "id", columns, [1, DELETE_HEADER], [DELETE_HEADER], delete_where="op = 'D'"
-    )
-    tables = {rules: by_rules, pairs: waltz_spark.Table("id", columns, changes="changing:pairs")}
-
-    def follow_all() -> dict[str, dict[int, int]]:
-        return waltz_spark.follow(
-            spark, written.connect, tables=tables, until="now", batch_transactions=BATCH
-        )
-
-    follow(spark, written.connect, rules, until={0: 5, 1: 5})  # a table is added to it
-    apply = MergedDeltaTable.apply
-    commits = []
-
-    def applied(self: MergedDeltaTable, *args: object) -> bool:
-        found = apply(self, *args)
-        commits.append(self)
-        if len(commits) == 3:
-            raise KeyboardInterrupt
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MergedDeltaTable, "apply", applied)
-        with pytest.raises(KeyboardInterrupt):
-            follow_all()
-    newest = [max(marks_by_version(each).items())[1] for each in tables]
-    assert newest[0] != newest[1]
-    assert follow_all() == dict.fromkeys(tables, ends(written))
-    for each, changes in ((rules, None), (pairs, pair_changes)):
-        check_versions(written, each, changes)
-        assert content(each) == written.replayed(ends(written), changes)
-    for wrong, message in (
-        ({rules: by_rules._replace(schema=None)}, f"table {rules}: expected a schema, found none"),
-        ({rules: by_rules._replace(schema="id int")}, f"table {rules}: .* one column 'op'"),
-        ({}, "expected one or more tables, found none"),
-    ):
-        with pytest.raises(BadConfig, match=message):
-            waltz_spark.follow(spark, written.connect, tables=wrong)
-    with pytest.raises(BadConfig, match="expected either tables or table"):
-        waltz_spark.follow(spark, written.connect, table=rules, tables=tables)
+    spark.conf.set("ipc.client.connect.max.retries", "0")
+    with pytest.raises(Unavailable, match=r"^table hdfs://127.0.0.1:1/t: .*ConnectException"):
+        follow(spark, written.connect, "hdfs://127.0.0.1:1/t")
+    with pytest.raises(SPARK_ERRORS):
+        follow(spark, written.connect, "/proc/no/table", until=None)

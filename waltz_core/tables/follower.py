@@ -10,9 +10,10 @@ Rules:
        another commit came first, the follower reads the table again.
     3. A batch without changes writes no commit. The follower commits the marks alone when they have
        moved, and its last commit is old or it ends.
-    4. A `RESTORE` after the last commit of the follower is an error. So is a commit of a follower
-       with another name: each would apply old changes over the rows of the other one. Other
-       commits, except maintenance, are reported as warnings.
+    4. A commit that replaces the rows of the table after the last commit of the follower, such as
+       a `RESTORE`, is an error. So is a commit of a follower with another name: each would apply
+       old changes over the rows of the other one. Other commits, except maintenance, are reported
+       as warnings.
     5. A start is for a table without marks: it is never ignored, and never replaces marks.
     6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
        and its own commit, and gets only the changes after its marks.
@@ -33,7 +34,9 @@ MARKS_COMMIT_S = 600.0
 # Commits that another commit preceded, without progress of the table marks.
 CONFLICTS_MAX = 20
 
-RESTORE = "RESTORE"
+REMOVED = "the table was removed while it was followed"
+# Operations of Delta and deltalake that replace the rows of a table, as `operation_of` has them.
+_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "WRITE (OVERWRITE)")
 # Operations of Delta and deltalake that change no row; some names have a suffix ("VACUUM START").
 _MAINTENANCE = (
     "ADD COLUMN",
@@ -70,6 +73,11 @@ class OtherCommit(NamedTuple):
     operation: str
     follower: str | None = None
 
+    @property
+    def is_replacement(self) -> bool:
+        """Whether the commit replaces the rows of the table."""
+        return self.operation.upper().startswith(_REPLACEMENTS)
+
 
 class TableState(NamedTuple):
     """What the newest version of a table has of a follower.
@@ -88,15 +96,26 @@ class TableState(NamedTuple):
     has_rows: bool = True
 
 
+def operation_of(operation: str, mode: str) -> str:
+    """Return the operation of a commit of Delta, with the mode if it is an overwrite."""
+    is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
+    return f"{operation} (OVERWRITE)" if is_overwrite else operation
+
+
 class FollowedTable(Protocol[ChangesT_contra]):
     """A table of some format."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table; the commit has the marks.
+        """Create the table, now or at the latest in `finish`; the commit has the marks.
+
+        Until then, `marks` returns the start: a first batch that fails should leave no table.
 
         Raises:
             Superseded: the table exists.
         """
+
+    def finish(self) -> None:
+        """Create the table if it is due; raises Superseded."""
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version, on which `apply` commits; None without a table.
@@ -197,15 +216,20 @@ class TableProgress(Generic[ChangesT]):
         with errors_of_table(self._place):
             next_batch(self.marks, log, 1)
 
-    def commit(self, changes: ChangesT | None, end: MarkMap) -> bool:
+    def commit(self, changes: ChangesT, end: MarkMap) -> bool:
         """Commit changes and the marks at the end of a batch; return False on a conflict.
 
-        A table that has the whole batch needs no commit. None commits the marks alone.
+        A table that has the whole batch needs no commit.
         """
         marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
-        if changes is not None and marks == self.marks:
-            return True
-        return self._is_done(lambda: self._commit(changes, marks))
+        return marks == self.marks or self._is_done(lambda: self._commit(changes, marks))
+
+    def finish(self, *, is_end: bool) -> bool:
+        """Create a table that is due, and commit marks alone if these are due, too, or at the end.
+
+        Return False on a conflict.
+        """
+        return self._is_done(lambda: self._finish(is_end=is_end))
 
     def _is_done(self, step: Callable[[], None]) -> bool:
         """Run a step; return whether no other commit came first."""
@@ -225,7 +249,7 @@ class TableProgress(Generic[ChangesT]):
         state = self._table.marks(self._name)
         if state is None:
             if self._seen is not None:
-                raise BadFormat("the table was removed while it was followed")
+                raise BadFormat(REMOVED)
             self._table.create(self._start(log))
             state = self._table.marks(self._name)
             assert state is not None, "it was created"
@@ -281,14 +305,8 @@ class TableProgress(Generic[ChangesT]):
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        check_followers(others, self._name)
+        check_others(others, self._name)
         for version, operation, _ in sorted(others):
-            if operation.upper() == RESTORE:
-                raise BadFormat(
-                    f"version {version} of the table is a RESTORE after the last commit of "
-                    f"follower {self._name.follower!r}: its rows and its marks differ. Hint: pass "
-                    "another follower name, and the marks of the restored version."
-                )
             if version > self._warned_version and not operation.upper().startswith(_MAINTENANCE):
                 _log.warning(
                     "follow.other_commit table=%s version=%d operation=%s",
@@ -298,12 +316,19 @@ class TableProgress(Generic[ChangesT]):
                 )
             self._warned_version = max(version, self._warned_version)
 
+    def _finish(self, *, is_end: bool) -> None:
+        self._table.finish()
+        if self.is_due or (is_end and self.has_moved):
+            self._commit(None, self.marks)
+
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
         after = self._name._replace(marks=marks)
         is_committed = self._table.apply(changes, after)
         self._marks = after
-        # Also in a log that always has transactions of other kinds (rule 3).
-        if is_committed or (self.is_due and self._table.apply(None, after)):
+        if not is_committed and self.is_due:  # the log may never be idle (rule 3)
+            self._table.finish()
+            is_committed = self._table.apply(None, after)
+        if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
             self._stored = after
             self._committed_s = self._clock_s()
@@ -376,8 +401,7 @@ class Follower(Generic[ChangesT]):
                 each.commit(changes, end)
             return False
         is_end = until is not None
-        moved = [each for each in self._tables if each.is_due or (is_end and each.has_moved)]
-        return all(each.commit(None, each.marks) for each in moved) and is_end
+        return all(each.finish(is_end=is_end) for each in self._tables) and is_end
 
     def _next_end(self, until: MarkMap | None) -> dict[int, int] | None:
         """Wait for the next batch; None when marks are due, or the end is reached (rule 3)."""
@@ -428,13 +452,21 @@ def errors_of_table(place: str) -> Iterator[None]:
         raise
 
 
-def check_followers(others: Sequence[OtherCommit], follower: TableMarks) -> None:
-    """Reject commits of another follower after the last one of this follower (rule 4).
+def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
+    """Check the commits after the last one of a follower (rule 4).
 
     Raises:
-        BadFormat: names the other follower.
+        BadFormat: one replaces the rows of the table, or is of another follower.
     """
-    for version, _, name in others:
+    for each in others:
+        version, operation, name = each
+        if each.is_replacement:
+            raise BadFormat(
+                f"version {version} of the table is a {operation.upper()} after the last commit "
+                f"of follower {follower.follower!r}: its rows and its marks differ. Hint: build "
+                "the table again, or, after a RESTORE, pass another follower name and the marks "
+                "of the restored version."
+            )
         if name is not None:
             raise BadFormat(
                 f"version {version} of the table was written by follower {name!r} after the last "

@@ -13,14 +13,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.followed_log import LogPosition
 from waltz_core.tables.follower import (
     CONFLICTS_MAX,
-    RESTORE,
     Follower,
     TableProgress,
-    check_followers,
+    check_others,
     errors_of_table,
 )
 from waltz_core.tables.row_changes import (
@@ -199,8 +198,6 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         end = dict(position.state().marks) if until == "now" else until
         try:
             found = loop.run(end)
-            for each in opened:
-                each.target.finish()
         finally:
             log.release()
     by_table = {each.place: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
@@ -380,13 +377,7 @@ def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
             f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
             "Hint: use another table."
         )
-    check_followers(state.others, name)
-    for version, operation, _ in state.others:
-        if operation.upper() == RESTORE:
-            raise BadFormat(
-                f"version {version} of the table is a RESTORE after the last commit of follower "
-                f"{name.follower!r}: its rows and its marks differ. Hint: build the table again."
-            )
+    check_others(state.others, name)
     return continued(state.metadata, state.version, name)
 
 

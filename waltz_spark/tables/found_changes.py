@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSourceReader
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -21,9 +21,8 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.followed_log import changes_in
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
-from waltz_spark.datasource.batch_read import Task
-from waltz_spark.failures import error_of, without_stack_each
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.failures import without_stack_each
+from waltz_spark.tables.spark_errors import reported
 
 # What tasks return: the columns first, then changes (rule 2).
 _PARTS = "task int, columns binary, changes binary"
@@ -47,7 +46,7 @@ class FindingRead:
     """
 
     reader: DataSourceReader
-    tasks: Sequence[Task]
+    tasks: Sequence[InputPartition]
     rules: ChangeRules
     known: pa.Schema
     data_format: str
@@ -148,13 +147,8 @@ class FoundChanges:
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PARTS).persist()
-        try:
+        with reported("the log", self._session):
             found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
-        except SPARK_ERRORS as failure:
-            error = error_of(failure)
-            if error is None:
-                raise
-            raise error from failure
         known = read.known
         for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
             known = _with_columns(known, pa.ipc.read_schema(pa.py_buffer(columns)))

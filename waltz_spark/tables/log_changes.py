@@ -33,9 +33,8 @@ from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.failures import without_stack_each
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.found_changes import FindingRead, FoundChanges, spark_schema
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
-# The start of the message of an error that Spark raises, and of what follows it.
-TWO_PARTITIONS = "a key in two partitions: "
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
 _HEADER = StructField("header", IntegerType())
 

@@ -17,20 +17,20 @@ Rules:
 import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.follower import RESTORE, OtherCommit, TableState
+from waltz_core.errors import BadConfig, Superseded
+from waltz_core.tables.delta_columns import check_schema
+from waltz_core.tables.follower import OtherCommit, TableState, operation_of
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.failures import error_of
-from waltz_spark.tables.log_changes import TWO_PARTITIONS, changes_schema
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
@@ -41,26 +41,10 @@ _PLACE_FIELDS = [
     StructField("_partition", IntegerType()),
     StructField("_transaction_id", LongType()),
 ]
-# How Spark and Delta report that there is no table, ...
+# How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
     r"DELTA_TABLE_NOT_FOUND|DELTA_PATH_DOES_NOT_EXIST"
-)
-_TABLE_EXISTS = re.compile(
-    r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
-)
-# ... another commit, ...
-_CONFLICT = re.compile(
-    r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]"
-)
-# ... and a Spark without a library of Delta, or with that of another version.
-_NO_LIBRARY = re.compile(
-    r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
-    r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
-    r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
-)
-_FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
 
@@ -154,40 +138,48 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta for this Spark.
             Like `read` of the log: the changes cannot be read.
         """
-        if changes is None:
-            changes = self._session.createDataFrame([], changes_schema(self.columns()))
-        own = {*_PLACE.values(), DELETED}
-        schema = _plain([part for part in changes.schema if part.name not in own])
-        if not self._is_declared:
-            _check_names(schema, self._key)
-        is_first = self._start is not None
+        schema = self._checked_columns(changes)
+        first = changes.persist() if changes is not None and self._start is not None else None
         try:
-            with self.reported():
-                if is_first:
-                    changes = changes.persist()
-                    changes.count()  # it fails before the table exists
-                    self._schema = schema
+            if first is not None:
+                with self.reported():
+                    first.count()  # it fails before the table exists
+                self._schema = schema
             self.finish()
             with self.reported():
                 is_committed = self._is_merged(changes, schema, marks)
         finally:
-            if is_first:
-                changes.unpersist()
+            if first is not None:
+                first.unpersist()
         if not is_committed:
             raise Superseded(
                 f"table {self._name}: another commit of follower {marks.follower!r} came first"
             )
         return True
 
-    def _is_merged(self, changes: DataFrame, schema: StructType, marks: TableMarks) -> bool:
+    def _checked_columns(self, changes: DataFrame | None) -> StructType:
+        """Return the columns of changes in the table; of found ones, Delta may lack a name."""
+        own = {*_PLACE.values(), DELETED}
+        schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
+        if schema and not self._is_declared:
+            check_schema(arrow_schema(schema))
+        return schema
+
+    def _is_merged(self, changes: DataFrame | None, schema: StructType, marks: TableMarks) -> bool:
         """Merge changes; return whether Delta has not skipped it (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        self._add_key(schema)
+        into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
+        if changes is None or not set(self._key) <= set(schema.names):  # it has no rows then
+            changes = self._session.createDataFrame([], "partition int")
+            merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
+        else:
+            self._add_key(schema)
+            merge = self._merge(into, schema)
         self._set_identifier(marks, self._next_version)
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
-            return bool(self._session.sql(self._merge(f"global_temp.{view}", schema)).collect())
+            return bool(self._session.sql(merge).collect())
         finally:
             self._session.catalog.dropGlobalTempView(view)
 
@@ -214,7 +206,7 @@ class MergedDeltaTable:
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(version))
 
-    def _merge(self, view: str, schema: StructType) -> str:
+    def _merge(self, into: str, schema: StructType) -> str:
         names = {
             _quoted(name): f"source.{_quoted(_PLACE.get(name, name))}"
             for name in (*schema.names, *_PLACE)
@@ -223,8 +215,7 @@ class MergedDeltaTable:
         is_new = _types(schema).items() - _types(self._stored).items()
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
         return (  # names are quoted; the name of the table is the user's SQL
-            f"MERGE {evolving}INTO {self._sql} AS target USING {view} AS source "  # noqa: S608
-            f"ON {' AND '.join(is_key)} "
+            f"MERGE {evolving}{into} {' AND '.join(is_key)} "  # noqa: S608
             f"WHEN MATCHED AND {self._checked(f'source.{DELETED}')} THEN DELETE "
             f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
             f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
@@ -261,7 +252,8 @@ class MergedDeltaTable:
     def _history(self, limit: int) -> list[Row]:
         try:
             found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
-            return found.select("version", "operation", "userMetadata").collect()
+            mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
+            return found.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
             if _NO_TABLE.search(str(error)):
                 return []
@@ -307,34 +299,9 @@ class MergedDeltaTable:
                 )
         self._is_checked = True
 
-    @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
-        """Raise errors of tasks and of Delta as errors of the project; others are Spark's own."""
-        try:
-            yield
-        except SPARK_ERRORS as failure:
-            text = str(failure)
-            found = error_of(failure) or self._error_of_table(text)
-            if found is None:
-                raise
-            raise found from failure
-
-    def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
-        if twice := _FOUND_TWICE.search(text):
-            return BadRequest(
-                f"table {self._name}: the key {twice[1]}, and partitions have no common order. "
-                "Hint: use a key that includes the column that chooses the partition."
-            )
-        if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
-            return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")
-        if missing := _NO_LIBRARY.search(text):
-            return BadConfig(
-                f"table {self._name}: Spark {self._session.version} has no library of Delta that "
-                f"works with it ({missing[0]}). Hint: Delta 4.4.0 has one for Spark 4.0, 4.1 and "
-                "4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and none for 4.3; docs/tables.md has "
-                "the settings of the session."
-            )
-        return None
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raise errors of Spark, its tasks and Delta as errors of the project."""
+        return reported(f"table {self._name}", self._session)
 
 
 def _check_names(schema: StructType, key: Sequence[str]) -> None:
@@ -361,7 +328,7 @@ def _state_of(
         return None
     others = [_other(row) for row in commits[: own[0]]]
     before = [_other(row) for row in commits[own[0] :] if not _is_of(row, follower)]
-    conflicts = [each for each in before if each.follower or each.operation.upper() == RESTORE]
+    conflicts = [each for each in before if each.follower or each.is_replacement]
     oldest = commits[own[-1]]["version"]
     if not is_complete and any(each.version < oldest for each in conflicts):
         return None
@@ -374,7 +341,8 @@ def _state_of(
 
 def _other(row: Row) -> OtherCommit:
     found = decode(row["userMetadata"])
-    return OtherCommit(row["version"], row["operation"] or "", found and found.follower)
+    operation = operation_of(row["operation"] or "", row["mode"])
+    return OtherCommit(row["version"], operation, found and found.follower)
 
 
 def _is_of(row: Row, follower: TableMarks) -> bool:

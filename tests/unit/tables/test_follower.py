@@ -280,11 +280,29 @@ def test_a_restore_after_the_last_commit_is_an_error(is_running):
         if is_running and step == "apply":
             table.commit("RESTORE", {})
 
-    with pytest.raises(BadFormat, match=r"version 2 of the table is a RESTORE .* Hint: pass anoth"):
+    with pytest.raises(BadFormat, match=r"version 2 of the table is a RESTORE .* Hint: build the"):
         follower(log, OpenTable(table, restore)).run({0: 2})
     again = TableMarks("again", KEY, {0: -1})
     follower(log, table, again).run({0: 2})
     assert table[-1].rows == {"a": 1, "b": 2, "c": 3}
+
+
+@pytest.mark.parametrize(
+    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore"]
+)
+def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
+    log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
+    follower(log, table).run({0: 0})
+    table.commit(operation, {})
+    with pytest.raises(BadFormat, match=f"is a {operation.upper()} after the last commit"):
+        follower(log, table).run({0: 1})
+    assert table[-1].operation == operation
+
+
+def test_a_table_is_finished_at_the_end_also_without_transactions():
+    steps: list[str] = []
+    follower(LogInMemory([]), OpenTable(StoredVersions(), steps.append)).run({0: -1})
+    assert steps[-1] == "finish"
 
 
 def test_other_commits_are_reported_once(caplog):

@@ -32,9 +32,9 @@ from waltz_core.cli.storage.owner_requests import (
 )
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
+from waltz_core.cluster.change.replica_steps import Plan, filled
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.znodes.model import (
