@@ -162,7 +162,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             other columns, or the session has no Delta.
         BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
             restored.
-        BadRequest: a key has changes in two partitions.
+        BadRequest: a key has changes in two partitions, or a changes function has failed.
         ClusterKeyMismatch: the table follows another cluster.
         DataLoss: the log does not have the transactions after the table marks.
         Unavailable: the cluster does not answer (only with `until`).

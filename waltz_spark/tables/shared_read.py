@@ -27,7 +27,7 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.batch_read import Task
-from waltz_spark.datasource.fetch import BatchColumns, Source, log_batches
+from waltz_spark.datasource.fetch import BatchColumns, ReadSource, log_batches
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.failures import without_stack_each
 from waltz_spark.options import ReadOptions, parse_read
@@ -191,7 +191,7 @@ class SharedRead:
             no_changes(shape.arrow, table.rules)
             for shape, table in zip(shapes, self.tables, strict=True)
         ]
-        source = Source(client_at(task.layout), task.replicas, task.archived)
+        source = ReadSource(client_at(task.layout), task.replicas, task.archived)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in parts_of(log_batches(source, span, self.options, list(columns))):
             for at, (table, shape) in enumerate(zip(self.tables, shapes, strict=True)):
