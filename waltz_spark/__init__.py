@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
-    from waltz_spark.failures import error_of
     from waltz_spark.lag import LagListener, lag_of
     from waltz_spark.tables.following import Table, follow, upsert
+    from waltz_spark.worker_errors import error_of
 
 _MODULE_OF = {
     "LagListener": "lag",

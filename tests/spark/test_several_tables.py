@@ -13,7 +13,6 @@ from tests.patience import PATIENT
 from tests.spark.tables_job import BATCH, follow
 from tests.written_log import (
     DELETE_HEADER,
-    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -54,7 +53,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
     check_versions(written, table, pair_changes)
     assert content(table) == written.replayed(ends(written), pair_changes)
     with WaltzClient(written.connect, PATIENT) as client:
-        written.append(client, TRANSACTIONS, 21)
+        written.append(client, 21)
     words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
     words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
     words += ["--column", "op:string", "--changes", "changing:pairs"]

@@ -6,6 +6,7 @@ Rules:
        the last change of each key.
     3. The server selects transactions by header; without headers, all. Of several tables it selects
        those of each, and a table decodes its own transactions only.
+    4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
 """
 
 import time
@@ -17,7 +18,7 @@ from functools import partial
 import pyarrow as pa
 
 from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
-from waltz_core.client.api.scanning import ArrowSchema, DataFormat, ScanColumns
+from waltz_core.client.api.scanning import ERROR_FIELD, ArrowSchema, DataFormat, ScanColumns
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.follower import errors_of_table
@@ -77,6 +78,7 @@ class LoggedTable:
         rules: how transactions become changes.
         data_format: the format of the payloads.
         headers: the headers of the transactions of the table; without any, all transactions are.
+        has_keys: whether the client decrypts payloads.
 
     Raises:
         BadConfig: the rules do not fit the schema, deletes have a header that is not selected, or
@@ -92,6 +94,7 @@ class LoggedTable:
         rules: ChangeRules,
         data_format: DataFormat = "msgpack",
         headers: Sequence[int] = (),
+        has_keys: bool = False,
     ) -> None:
         self.place, self.headers = place, tuple(headers)
         self._known = schema if callable(schema) else None
@@ -109,7 +112,8 @@ class LoggedTable:
                     f"delete_headers: header {min(unread)} is not one of the headers of the table, "
                     f"{sorted(headers)}. Hint: add it to them."
                 )
-            self._columns = ScanColumns(rows, data_format)
+            self._columns = _columns(rows, data_format, has_keys=has_keys)
+        self._rows = rows
         self._found_format = str(data_format)
         self._rules = rules
 
@@ -125,7 +129,7 @@ class LoggedTable:
 
     def no_changes(self) -> ArrowTable:
         """Return the changes before the first part of a batch."""
-        schema = self._columns.schema
+        schema = self._rows
         if self._known is not None:
             schema = transactions_schema(self._known())
         return no_changes(schema, self._rules)
@@ -145,16 +149,13 @@ class LoggedTable:
             BadRequest: a key has changes in two partitions, or the changes function is wrong.
         """
         with errors_of_table(self.place):
-            batches = [
-                batch
-                for partition, chunk in chunks
-                for batch in self._columns.batches(
-                    chunk,
-                    partition,
-                    partial(selected_rows, after=starts[partition], headers=self.headers),
-                )
-            ]
-            part = pa.Table.from_batches(batches, schema=self._columns.schema)
+            batches = []
+            for partition, chunk in chunks:
+                own = partial(selected_rows, after=starts[partition], headers=self.headers)
+                for batch in self._columns.batches(chunk, partition, own):
+                    check_decrypted(batch)
+                    batches.append(batch.select(self._rows.names))
+            part = pa.Table.from_batches(batches, schema=self._rows)
             if self._known is not None:
                 return with_found_changes(found, part, self._rules, self._found_format)
             return with_changes(found, part, self._rules)
@@ -236,6 +237,34 @@ class ClientLog:
                         part, size = [], 0
         if part:
             yield part
+
+
+def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
+    """Return the columns of the reads: those of the rows, and with keys the reasons (rule 4)."""
+    found = ScanColumns(rows, data_format, has_keys=has_keys)
+    if not has_keys or found.form is RangeForm.HEADERS:
+        return found
+    if ERROR_FIELD.name in rows.names:
+        raise BadConfig(
+            f"column {ERROR_FIELD.name!r}: this name is reserved if payloads are decrypted. Hint: "
+            "use a payload without this field."
+        )
+    return ScanColumns(rows.append(ERROR_FIELD), data_format, has_keys=True)
+
+
+def check_decrypted(batch: pa.RecordBatch) -> None:
+    """Raise BadFormat for the first payload that could not be decrypted (rule 4)."""
+    if ERROR_FIELD.name not in batch.schema.names:
+        return
+    errors = batch[ERROR_FIELD.name]
+    if errors.null_count == len(errors):
+        return
+    row = errors.is_valid().index(True).as_py()
+    place = ", ".join(f"{name.removesuffix('_id')} {batch[name][row]}" for name in LOG_COLUMNS[:2])
+    raise BadFormat(
+        f"{place}: {errors[row]}. Hint: follow with all keys, or select the transactions of the "
+        "table by header."
+    )
 
 
 def changes_in(

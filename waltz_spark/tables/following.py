@@ -30,7 +30,7 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema

@@ -21,6 +21,7 @@ from pyspark.sql.types import (
     BooleanType,
     IntegerType,
     LongType,
+    StringType,
     StructField,
     StructType,
 )
@@ -30,10 +31,11 @@ from waltz_core.tables.followed_log import LogPosition
 from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.failures import without_stack_each
+from waltz_spark.options import ERROR_COLUMN
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.found_changes import FindingRead, FoundChanges, spark_schema
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
+from waltz_spark.worker_errors import without_stack_each
 
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
 _HEADER = StructField("header", IntegerType())
@@ -73,6 +75,8 @@ class SparkLog:
                     "columns are found in msgpack and JSON only. Hint: declare the columns."
                 )
             self._read = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
+            if "encryptionKeys" in self._options:
+                self._read.add(ERROR_COLUMN, StringType())
             return
         self._read = read_schema(schema, rules)
         check_rules(rules, arrow_schema(self._read))

@@ -29,7 +29,6 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.batch_read import Task
 from waltz_spark.datasource.fetch import BatchColumns, ReadSource, log_batches
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.failures import without_stack_each
 from waltz_spark.options import ReadOptions, parse_read
 from waltz_spark.planning import TransactionRange
 from waltz_spark.shared_clients import client_at
@@ -41,6 +40,7 @@ from waltz_spark.tables.log_changes import (
     read_schema,
     table_columns,
 )
+from waltz_spark.worker_errors import without_stack_each
 
 # Columns of the log by which a table selects its transactions, and which errors name.
 _SELECTING = ("partition", "transaction_id", "header")

@@ -29,8 +29,8 @@ from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.user_functions import load_function
-from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
+from waltz_spark.payload_encryption import decrypted, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
