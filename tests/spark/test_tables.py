@@ -324,6 +324,7 @@ def test_another_session_continues_a_follower_that_ended_between_two_commits(
 def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
     page = ROOT / "docs/spark-tables.md"
     text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
+    tables_page = (ROOT / "docs/tables.md").read_text(encoding="utf-8")
     session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     compile(session, page, "exec")  # it starts another Spark
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
@@ -332,11 +333,21 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         with WaltzClient(cluster.connect, PATIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()
+        ledger = tables_page[tables_page.index("# ledger.py") :]
+        (tmp_path / "ledger.py").write_text(ledger[: ledger.index("```")])
+        spark.sparkContext.addPyFile(str(tmp_path / "ledger.py"))
         for snippet in rest:
+            if "ledger:entries" in snippet:
+                names["query"].awaitTermination()
+                with WaltzClient(cluster.connect, PATIENT) as client:
+                    row = {"transfer": 1, "payer": 1, "payee": 3, "amount": 25}
+                    client.append(msgpack.packb(row), header=3).result()
             here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
             exec(compile(here, page, "exec"), names)
-        names["query"].awaitTermination()
     assert names["marks"] == {0: 2}
+    assert set(map(str, names["by_table"].values())) == {"{0: 3}"}
+    rows = spark.read.format("delta").load(f"{tmp_path}/entries").orderBy("account").collect()
+    assert [(row["account"], row["amount"]) for row in rows] == [(1, -25), (3, 25)]
     for table in ("accounts", "balances"):
         rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]

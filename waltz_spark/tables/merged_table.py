@@ -54,7 +54,7 @@ class MergedDeltaTable:
     """A Delta table of one follower (`FollowedTable`).
 
     Args:
-        session: a session for this table only.
+        session: a session for the tables of a follower only.
         name: the name of the table, or its path or URL, which has a slash.
         schema: the declared columns; None if the columns are those of the changes.
         key: the key columns.

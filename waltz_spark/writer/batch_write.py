@@ -46,7 +46,7 @@ from waltz_spark.spark_version import arrow_schema
 from waltz_spark.worker_errors import without_stack
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
-from waltz_spark.writer.recompute import load_function
+from waltz_spark.writer.recompute import load_recompute
 from waltz_spark.writer.results import check_column_types, keep, write_again
 from waltz_spark.writer.rows_hash import RowsHash
 from waltz_spark.writer.task import Job, TaskResult, task_attempt
@@ -86,7 +86,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     if options.results_path is not None:
         check_column_types(schema, options.result_columns)
     if options.recompute is not None:
-        load_function(options.recompute)
+        load_recompute(options.recompute)
         if options.exactly_once and not options.identity_columns:
             _log.warning(
                 "spark.recompute_without_identity hint=%r",
