@@ -50,7 +50,8 @@ ORDINARY_WORDS = frozenset(
         admin cache callbacks check client cluster config connection consumer copy data directory
         disk end entry error failed file found info keeper limits link local log mark memory message
         mismatch node not open opened option options progress protocol read reader request requests
-        response result run send server session set shared state storage store task to view waiting waltz write zoo
+        response result run send server session set shared state storage store task to view
+        waiting waltz write zoo
         """,
     )
 )
