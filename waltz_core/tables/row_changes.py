@@ -36,7 +36,6 @@ from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
 
 ArrowTable: TypeAlias = pa.Table
-RowSchema: TypeAlias = pa.Schema
 
 PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
@@ -102,7 +101,7 @@ class ChangesFunction:
     """
 
     name: str
-    columns: RowSchema
+    columns: pa.Schema
 
     def __call__(self, rows: ArrowTable) -> ArrowTable:
         """Return the changes, with the columns of the table, the place and `_deleted`.
@@ -325,7 +324,7 @@ def _where(changes: ArrowTable, row: int) -> str:
     return f"partition {partition}, transaction {transaction}"
 
 
-def changes_function(name: str, schema: RowSchema, key: Sequence[str]) -> ChangesFunction:
+def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> ChangesFunction:
     """Return a function of the user, with the columns that it returns.
 
     Args:
@@ -479,7 +478,7 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
         yield pa.Table.from_batches(waiting)
 
 
-def no_changes(schema: RowSchema, rules: ChangeRules) -> ArrowTable:
+def no_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return a table of changes without rows, for transactions of a schema."""
     if rules.function is not None:
         schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
