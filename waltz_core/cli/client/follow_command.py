@@ -1,4 +1,4 @@
-"""`waltz-core follow`: keeps a Delta table equal to the log.
+"""`waltz-core follow`: keeps a table equal to the log.
 
 The loop is `tables/follower.py`; docs/tables.md describes its guarantees.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -18,12 +18,17 @@ from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.client import WaltzClient
+from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import ClientLog, LogPosition
 from waltz_core.tables.follower import Follower
+from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ArrowTable, ChangeRules, parse_condition
 from waltz_core.tables.table_marks import MarkMap, TableMarks
+
+if TYPE_CHECKING:
+    from waltz_core.tables.delta_table import FollowedDeltaTable
 
 BATCH_TRANSACTIONS = 100_000
 INTERVAL_S = 1.0
@@ -34,6 +39,7 @@ class FollowCommand(NamedTuple):
 
     connect: str
     table: str
+    table_format: str
     key: tuple[str, ...]
     columns: tuple[str, ...]
     data_format: str
@@ -55,9 +61,15 @@ class FollowCommand(NamedTuple):
 @options.gather_options(FollowCommand)
 @options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
 @click.option(
+    "--format",
+    "table_format",
+    type=options.NamedChoice(["delta", "parquet"]),
+    default="delta",
+    help="format of the table; parquet only gains rows, and has no key [default: delta]",
+)
+@click.option(
     "--key",
     multiple=True,
-    required=True,
     metavar="NAME",
     help="a key column; repeat the option for several",
 )
@@ -123,9 +135,6 @@ class FollowCommand(NamedTuple):
 @options.as_json
 @options.connect
 def follow(chosen: FollowCommand) -> int:
-    # deltalake is an extra, and its import takes a while.
-    from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
-
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
     schema = payload_columns.schema_of(chosen.columns)
@@ -134,7 +143,7 @@ def follow(chosen: FollowCommand) -> int:
         chosen.delete_headers,
         None if chosen.delete_where is None else parse_condition(chosen.delete_where),
     )
-    table = FollowedDeltaTable(chosen.table, schema, chosen.key)
+    table = _table(chosen, schema, rules)
     payloads = payload_columns.format_of(
         chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
     )
@@ -168,6 +177,17 @@ follow.details = (
     "equals a replay of the log whenever the command is killed. A repeated command continues at "
     f"the marks of the table. Types of payload columns: {payload_columns.TYPES_TEXT}."
 )
+
+
+def _table(
+    chosen: FollowCommand, schema: ArrowSchema | None, rules: ChangeRules
+) -> "FollowedDeltaTable | FollowedParquetTable":
+    if chosen.table_format == "parquet":
+        return FollowedParquetTable(chosen.table, schema, rules)
+    # deltalake is an extra, and its import takes a while.
+    from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
+
+    return FollowedDeltaTable(chosen.table, schema, rules.key)
 
 
 def _given_marks(chosen: FollowCommand) -> MarkMap:
