@@ -68,7 +68,7 @@ test-core:
 
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.delta_jars
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS)
 
 spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
@@ -76,7 +76,7 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	@for version in $(SPARKS); do \
 	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
 	    $(RUN) python -m tests.java_classes; \
-	    $(RUN) python -m tests.delta_jars; \
+	    $(RUN) python -m tests.table_jars; \
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 

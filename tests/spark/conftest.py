@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import waltz_core.local
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
@@ -21,7 +21,7 @@ SETTINGS = {
     # of Spark Connect and of the clusters do so.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    **delta_jars.settings(),
+    **table_jars.settings(),
 }
 
 

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from tests.spark.connect_server import server
@@ -327,7 +327,7 @@ def test_a_stream_with_wrong_columns_is_rejected(
 
 
 @needs_pyspark(4, 2, "the clients of several sessions share threads that one of them may end")
-@pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+@pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
 def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
     written = waltz_spark.append(

@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.written_log import DELETE_HEADER
 from waltz_spark.tables import log_changes, merged_table
 
@@ -92,7 +92,7 @@ def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
 def main(connect: str, table: str, step: str) -> None:
     """Run the job."""
     is_cluster = step == "tasks"
-    settings = {"spark.sql.shuffle.partitions": "2", **delta_jars.settings()}
+    settings = {"spark.sql.shuffle.partitions": "2", **table_jars.settings()}
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
         log_changes.TaskRead = StruckRead  # type: ignore[misc]
