@@ -264,7 +264,9 @@ def _rows(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
             f"partition {partition}, transaction {transaction}: a Parquet table only gains rows: "
             f"expected no delete, found one. {_HINT}"
         )
-    return pa.table([changes[_PLACE.get(each, each)] for each in schema.names], schema=schema)
+    # Spark's batches have the time zone of the session in the types of timestamps.
+    columns = [changes[_PLACE.get(part.name, part.name)].cast(part.type) for part in schema]
+    return pa.table(columns, schema=schema)
 
 
 def with_place(schema: ArrowSchema) -> ArrowSchema:

@@ -1,4 +1,4 @@
-"""`follow` and `upsert`: Delta tables that equal a replay of the log up to their marks.
+"""`follow` and `upsert`: tables that equal a replay of the log up to their marks.
 
 They run in the user's Python process, as `append` and `snapshot` do.
 """
@@ -23,7 +23,7 @@ from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.log_changes import SparkLog, changes_of_frame, last_of_tasks
-from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.tables.table_formats import MergedTable, TableFormat, open_merged_table, open_table
 from waltz_spark.tables.table_session import table_session
 
 BATCH_TRANSACTIONS = 1_000_000
@@ -47,8 +47,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     connect: str,
     *,
     table: str,
-    key: str | Sequence[str],
+    key: str | Sequence[str] = (),
     schema: str | StructType,
+    format: TableFormat | None = None,  # noqa: A002 - Spark's name
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
@@ -60,7 +61,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     **options: object,
 ) -> dict[int, int]:
-    """Keep a Delta table equal to the log, batch by batch; return the marks of the table.
+    """Keep a table equal to the log, batch by batch; return the marks of the table.
 
     Each batch is one commit, which also has the marks. So the table equals a replay of the log
     whenever the driver, an executor or a task is killed, and a repeated call continues at the
@@ -70,12 +71,14 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
                            schema="id long, owner string, op string", delete_where="op = 'D'")
 
     Args:
-        spark: a session with Delta; the table is written in a session of its own.
+        spark: a session with Delta or Iceberg; the table is written in a session of its own.
         connect: the cluster.
         table: the name of the table, or its path or URL; it is created if there is none.
-        key: the key column or columns.
+        key: the key column or columns; none for Parquet.
         schema: the columns of the table: those of the payload, and of the log by their names. The
             table has two more, `_partition` and `_transaction_id`.
+        format: that of a new table: delta (default), iceberg, or parquet, which only gains rows.
+            Each call for a table of Parquet files needs it.
         headers: the headers of the transactions of the table; without any, all transactions are.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes: a boolean column, or a comparison of a column
@@ -95,7 +98,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
 
     Raises:
         BadConfig: an argument is not valid, a start was given for a table with marks, the table has
-            other columns, or the session has no Delta.
+            other columns or another format, or the session has no library of the format.
         BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
             restored.
         BadRequest: a key has changes in two partitions.
@@ -119,7 +122,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         position = LogPosition(client_of(connect), interval_s=interval_s)
         loop = Follower(
             SparkLog(session, position, columns, rules, reads),
-            MergedDeltaTable(session, table, columns, rules.key),
+            open_table(session, table, format, columns, rules),
             TableMarks(follower, cluster, _start_marks(connect, start, reads)),
             batch_transactions=batch_transactions,
             on_progress=on_progress,
@@ -134,11 +137,12 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     *,
     table: str,
     key: str | Sequence[str],
+    format: TableFormat | None = None,  # noqa: A002 - Spark's name
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
     follower: str = "follow",
 ) -> dict[int, int]:
-    """Apply transactions to a Delta table, each once; return the marks of the table.
+    """Apply transactions to a table, each once; return the marks of the table.
 
     For a `foreachBatch` of yours. The rows and the marks after them are one commit. Rows up to the
     marks of the table are dropped, so a repeated micro-batch writes no commit, also with a new
@@ -154,13 +158,14 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
         connect: the cluster of the transactions.
         table: the name of the table, or its path or URL; it is created if there is none.
         key: the key column or columns.
+        format: that of a new table: delta (default) or iceberg.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes, as for `follow`.
         follower: the name of the follower in the commits of the table.
 
     Raises:
-        BadConfig: an argument is not valid, the table has other columns, or rows without marks, or
-            the session has no Delta.
+        BadConfig: an argument is not valid, the table has other columns, another format, or rows
+            without marks, or the session has no library of the format.
         BadFormat: a key is null, the table marks are lost, or the table was restored.
         BadRequest: `df` is not a DataFrame of transactions, or a key has changes in two partitions.
         ClusterKeyMismatch: the table follows another cluster.
@@ -171,7 +176,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     name = TableMarks(follower, cluster, {})
     with table_session(df.sparkSession) as session:
-        target = MergedDeltaTable(session, table, columns, rules.key)
+        target = open_merged_table(session, table, format, columns, rules)
         conflicts = 0
         while True:
             try:
@@ -185,7 +190,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
 
 def _upsert_once(
     df: DataFrame,
-    target: MergedDeltaTable,
+    target: MergedTable,
     columns: StructType,
     rules: ChangeRules,
     name: TableMarks,
@@ -206,7 +211,7 @@ def _upsert_once(
         changes.unpersist()
 
 
-def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
+def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
     """Return the marks of the table, which is created if there is none."""
     state = target.marks(name)
     if state is None:

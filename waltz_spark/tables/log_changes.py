@@ -19,7 +19,14 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import BooleanType, IntegerType, LongType, StructField, StructType
 
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
+from waltz_core.tables.row_changes import (
+    DELETED,
+    ChangeRules,
+    changes_of,
+    check_rules,
+    parts_of,
+    reduced,
+)
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.failures import without_stack_each
@@ -86,7 +93,9 @@ class SparkLog:
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
         read = TaskRead(reader, tasks, self._rules, arrow_schema(self._read), self._schema.names)
         found = numbers.mapInArrow(read, self._schema)
-        return found if len(tasks) == 1 else last_of_tasks(found, self._rules.key)
+        if len(tasks) == 1 or not self._rules.key:
+            return found
+        return last_of_tasks(found, self._rules.key)
 
 
 @dataclass
@@ -108,7 +117,15 @@ class TaskRead:
         for batch in numbers:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
-                yield from reduced(rows, self.rules, self.schema).select(self.columns).to_batches()
+                for changes in self._changes(rows):
+                    yield from changes.select(self.columns).to_batches()
+
+    def _changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+        """Yield the last changes; without a key the changes of each part, so memory is bounded."""
+        if self.rules.key:
+            yield reduced(rows, self.rules, self.schema)
+        else:
+            yield from (changes_of(part, self.rules) for part in parts_of(rows))
 
 
 @dataclass

@@ -22,25 +22,26 @@ from collections.abc import Iterator, Sequence
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.failures import error_of
-from waltz_spark.tables.log_changes import TWO_PARTITIONS, changes_schema
+from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.merge_statement import (
+    PLACE,
+    PLACE_FIELDS,
+    check_names,
+    error_of_key,
+    merge_statement,
+    quoted,
+)
 from waltz_spark.unwrapping import SPARK_ERRORS
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# The columns of the place of the last change (rule 3), and those of the changes that they have.
-_PLACE = {"_partition": "partition", "_transaction_id": "transaction_id"}
-_PLACE_FIELDS = [
-    StructField("_partition", IntegerType()),
-    StructField("_transaction_id", LongType()),
-]
 # How Spark and Delta report that there is no table, ...
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -58,9 +59,6 @@ _NO_LIBRARY = re.compile(
     r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
     r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
     r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
-)
-_FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
 
@@ -83,12 +81,12 @@ class MergedDeltaTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
-        _check_names(schema, key)
+        check_names(schema, key)
         self._session, self._name, self._key = session, name, key
         self._schema = StructType([StructField(part.name, part.dataType) for part in schema])
-        self._columns = [*schema.names, *_PLACE]
+        self._columns = [*schema.names, *PLACE]
         self._is_path = "/" in name
-        self._sql = f"delta.{_quoted(name)}" if self._is_path else name
+        self._sql = f"delta.{quoted(name)}" if self._is_path else name
         self._is_checked = self._has_new_columns = False
         self._version: int | None = None  # which `marks` has read
 
@@ -101,7 +99,7 @@ class MergedDeltaTable:
         """
         with self.reported():
             self._set_identifier(start)
-            empty = self._session.createDataFrame([], StructType([*self._schema, *_PLACE_FIELDS]))
+            empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE_FIELDS]))
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
@@ -136,12 +134,19 @@ class MergedDeltaTable:
         if changes is None:
             changes = self._session.createDataFrame([], changes_schema(self._schema))
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        merge = merge_statement(
+            self._sql,
+            f"global_temp.{view}",
+            self._columns,
+            self._key,
+            evolving=self._has_new_columns,
+        )
         with self.reported():
             self._set_identifier(marks)
             # The changes may be of another session, which shares the global views.
             changes.createOrReplaceGlobalTempView(view)
             try:
-                is_committed = bool(self._session.sql(self._merge(f"global_temp.{view}")).collect())
+                is_committed = bool(self._session.sql(merge).collect())
             finally:
                 self._session.catalog.dropGlobalTempView(view)
         if not is_committed:
@@ -155,37 +160,6 @@ class MergedDeltaTable:
         self._session.conf.set(_METADATA, encode(marks))
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(marks.version))
-
-    def _merge(self, view: str) -> str:
-        names = {
-            _quoted(name): f"source.{_quoted(_PLACE.get(name, name))}" for name in self._columns
-        }
-        is_key = (f"target.{each} = source.{each}" for each in map(_quoted, self._key))
-        evolving = "WITH SCHEMA EVOLUTION " if self._has_new_columns else ""
-        return (  # names are quoted; the name of the table is the user's SQL
-            f"MERGE {evolving}INTO {self._sql} AS target USING {view} AS source "  # noqa: S608
-            f"ON {' AND '.join(is_key)} "
-            f"WHEN MATCHED AND {self._checked(f'source.{DELETED}')} THEN DELETE "
-            f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
-            f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
-            f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
-        )
-
-    def _checked(self, is_deleted: str) -> str:
-        """Return a condition, which fails with the key if the row is of another partition."""
-        key = ", ', ', ".join(f"CAST(source.{_quoted(name)} AS STRING)" for name in self._key)
-        places = ", ' and ', ".join(
-            f"'partition ', {partition}, ', transaction ', {transaction}"
-            for partition, transaction in (
-                ("target._partition", "target._transaction_id"),
-                ("source.partition", "source.transaction_id"),
-            )
-        )
-        return (
-            "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
-            f"'{TWO_PARTITIONS}(', {key}, ') has changes in two partitions, ', {places}, '.')) "
-            f"AS BOOLEAN) ELSE {is_deleted} END"
-        )
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[Row], TableState | None]:
         """Return commits, newest first, and the state that they have; none if there is no table."""
@@ -232,7 +206,7 @@ class MergedDeltaTable:
         if self._is_checked:
             return
         found = self._frame().schema
-        declared = {part.name: part.dataType for part in (*self._schema, *_PLACE_FIELDS)}
+        declared = {part.name: part.dataType for part in (*self._schema, *PLACE_FIELDS)}
         for part in found:
             if part.name not in declared:
                 raise BadConfig(
@@ -274,11 +248,8 @@ class MergedDeltaTable:
             raise found from failure
 
     def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
-        if twice := _FOUND_TWICE.search(text):
-            return BadRequest(
-                f"table {self._name}: the key {twice[1]}, and partitions have no common order. "
-                "Hint: use a key that includes the column that chooses the partition."
-            )
+        if twice := error_of_key(self._name, text):
+            return twice
         if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
             return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")
         if missing := _NO_LIBRARY.search(text):
@@ -289,21 +260,6 @@ class MergedDeltaTable:
                 "the settings of the session."
             )
         return None
-
-
-def _check_names(schema: StructType, key: Sequence[str]) -> None:
-    if missing := [name for name in key if name not in schema.names]:
-        raise BadConfig(
-            f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
-        )
-    seen = {*_PLACE, DELETED}
-    for name in schema.names:
-        if name.lower() in seen:
-            raise BadConfig(
-                f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted({*_PLACE, DELETED}))}"
-            )
-        seen.add(name.lower())
 
 
 def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None:
@@ -325,8 +281,3 @@ def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None
 def _is_of(row: Row, follower: TableMarks) -> bool:
     found = decode(row["userMetadata"])
     return found is not None and found.follower == follower.follower
-
-
-def _quoted(name: str) -> str:
-    escaped = name.replace("`", "``")
-    return f"`{escaped}`"

@@ -13,7 +13,8 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--key", "id"], "key: expected one or more column names, each once"),
+        (["--key", "id"], "key: expected column names, each once"),
+        (["--format", "parquet"], "a Parquet table only gains rows: expected no key"),
         (["--key", "no"], "key: expected a column of the table, found 'no'. Hint: declare it."),
         (["--column", "a:int46"], "--column a: expected one of the types"),
         (["--column", "ID:int64"], "names that differ in more than their case"),
@@ -44,6 +45,12 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
 @pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "xml"]])
 def test_an_unknown_choice_is_wrong_usage(more: list[str]):
     assert run_command("follow", "table", *WORDS, *more).returncode == 2
+
+
+def test_a_delta_table_needs_a_key(tmp_path: Path):
+    done = run_command("follow", str(tmp_path / "table"), "--connect", "h:1/w", "--column", "a")
+    assert done.returncode == 1
+    assert "key: expected one or more columns for a Delta table, found none" in done.stderr
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):

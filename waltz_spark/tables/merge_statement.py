@@ -1,0 +1,108 @@
+"""The `MERGE` of changes into a table, which Delta and Iceberg have in common.
+
+Rules:
+    1. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
+       change of the row.
+    2. A key with changes in two partitions fails the statement, with a message after
+       `TWO_PARTITIONS`.
+"""
+
+import re
+from collections.abc import Sequence
+
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+
+from waltz_core.errors import BadConfig, BadRequest
+from waltz_core.tables.row_changes import DELETED
+from waltz_spark.tables.log_changes import TWO_PARTITIONS
+
+# The columns of the place of the last change (rule 1), and those of the changes that they have.
+PLACE = {"_partition": "partition", "_transaction_id": "transaction_id"}
+PLACE_FIELDS = [
+    StructField("_partition", IntegerType()),
+    StructField("_transaction_id", LongType()),
+]
+_FOUND_TWICE = re.compile(
+    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
+)
+
+
+def merge_statement(
+    table: str, view: str, columns: Sequence[str], key: Sequence[str], *, evolving: bool = False
+) -> str:
+    """Return the statement.
+
+    Args:
+        table: the table, in SQL.
+        view: the view of the changes, with the columns of the table, of the place, and `_deleted`.
+        columns: the columns of the table.
+        key: the key columns.
+        evolving: whether the table lacks some of the columns, and adds them.
+    """
+    names = {quoted(name): f"source.{quoted(PLACE.get(name, name))}" for name in columns}
+    is_key = (f"target.{each} = source.{each}" for each in map(quoted, key))
+    evolution = "WITH SCHEMA EVOLUTION " if evolving else ""
+    return (  # names are quoted; the name of the table is the user's SQL
+        f"MERGE {evolution}INTO {table} AS target USING {view} AS source "  # noqa: S608
+        f"ON {' AND '.join(is_key)} "
+        f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key)} THEN DELETE "
+        f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
+        f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
+        f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
+    )
+
+
+def _checked(is_deleted: str, key: Sequence[str]) -> str:
+    """Return a condition, which fails with the key if the row is of another partition."""
+    shown = ", ', ', ".join(f"CAST(source.{quoted(name)} AS STRING)" for name in key)
+    places = ", ' and ', ".join(
+        f"'partition ', {partition}, ', transaction ', {transaction}"
+        for partition, transaction in (
+            ("target._partition", "target._transaction_id"),
+            ("source.partition", "source.transaction_id"),
+        )
+    )
+    return (
+        "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
+        f"'{TWO_PARTITIONS}(', {shown}, ') has changes in two partitions, ', {places}, '.')) "
+        f"AS BOOLEAN) ELSE {is_deleted} END"
+    )
+
+
+def error_of_key(table: str, text: str) -> BadRequest | None:
+    """Return the error of a key in two partitions (rule 2), if the text of an error has it."""
+    twice = _FOUND_TWICE.search(text)
+    if twice is None:
+        return None
+    return BadRequest(
+        f"table {table}: the key {twice[1]}, and partitions have no common order. "
+        "Hint: use a key that includes the column that chooses the partition."
+    )
+
+
+def check_names(schema: StructType, key: Sequence[str]) -> None:
+    """Reject a schema without a key, or with reserved names.
+
+    Raises:
+        BadConfig: names the column.
+    """
+    if not key:
+        raise BadConfig("key: expected one or more columns, found none")
+    if missing := [name for name in key if name not in schema.names]:
+        raise BadConfig(
+            f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+        )
+    seen = {*PLACE, DELETED}
+    for name in schema.names:
+        if name.lower() in seen:
+            raise BadConfig(
+                f"column {name!r}: expected names that differ in more than their case, and none of "
+                f"{', '.join(sorted({*PLACE, DELETED}))}"
+            )
+        seen.add(name.lower())
+
+
+def quoted(name: str) -> str:
+    """Return a name as an identifier of SQL."""
+    escaped = name.replace("`", "``")
+    return f"`{escaped}`"
