@@ -1,6 +1,9 @@
-"""A Spark job that follows the log with a Delta table, and is killed.
+"""A Spark job that follows the log with a table, and is killed.
 
     python -m tests.spark.tables_job CONNECT TABLE STEP
+
+TABLE is the path of a Delta table, or of Parquet files with FORMAT=parquet in the environment, or
+the name of an Iceberg table in the directory WAREHOUSE.
 
 STEP is a step of the driver, which kills itself and its Java there; or `tasks`: on a master with
 two executors (`local-cluster`), the Python worker of the first task that runs is killed, and the
@@ -24,10 +27,11 @@ from pyspark.sql import SparkSession
 import waltz_spark
 from tests import table_jars
 from tests.written_log import DELETE_HEADER
-from waltz_spark.tables import log_changes, merged_table
+from waltz_spark.tables import iceberg_table, log_changes, merged_table
 
 STEPS = ("after create", "after marks", "before apply", "in apply", "after apply")
 BATCH = 40
+CATALOG = "lake"
 
 
 class StruckRead(log_changes.TaskRead):
@@ -49,6 +53,16 @@ class StruckRead(log_changes.TaskRead):
             yield batch.slice(1)
 
 
+def catalog_settings(warehouse: Path | str) -> dict[str, str]:
+    """Return the settings of a catalog of Iceberg tables in a directory."""
+    name = f"spark.sql.catalog.{CATALOG}"
+    return {
+        name: "org.apache.iceberg.spark.SparkCatalog",
+        f"{name}.type": "hadoop",
+        f"{name}.warehouse": str(warehouse),
+    }
+
+
 def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[int, int]:
     """Follow the log of `tests/written_log.py`."""
     return waltz_spark.follow(
@@ -64,10 +78,27 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
     )
 
 
+def add_rows(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
+    """Follow the same log with Parquet files."""
+    return waltz_spark.follow(
+        spark,
+        connect,
+        table=table,
+        format="parquet",
+        schema="id long, op string, value long",
+        headers=[1],
+        batch_transactions=BATCH,
+        until="now",
+    )
+
+
 def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
     """Kill the driver at a step."""
     when, name = step.split()
-    method = getattr(merged_table.MergedDeltaTable, name)
+    owner: type = merged_table.MergedDeltaTable
+    if "WAREHOUSE" in os.environ:
+        owner = iceberg_table.MergedIcebergTable
+    method = getattr(owner, name)
 
     def kill_when_files_are_written() -> None:
         known = set(table.glob("*.parquet"))
@@ -86,7 +117,7 @@ def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
             kill()
         return result
 
-    setattr(merged_table.MergedDeltaTable, name, killed)
+    setattr(owner, name, killed)
 
 
 def main(connect: str, table: str, step: str) -> None:
@@ -96,6 +127,8 @@ def main(connect: str, table: str, step: str) -> None:
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
         log_changes.TaskRead = StruckRead  # type: ignore[misc]
+    if "WAREHOUSE" in os.environ:
+        settings |= catalog_settings(os.environ["WAREHOUSE"])
     master = "local-cluster[2,1,1024]" if is_cluster else "local[2]"
     spark = waltz_spark.session("tables", master=master, **settings)
     java = spark.sparkContext._gateway.proc.pid
@@ -106,7 +139,10 @@ def main(connect: str, table: str, step: str) -> None:
 
     if not is_cluster:
         _arm(step, kill, Path(table))
-    follow(spark, connect, table)
+    if os.environ.get("FORMAT") == "parquet":
+        add_rows(spark, connect, table)
+    else:
+        follow(spark, connect, table, format="iceberg" if "WAREHOUSE" in os.environ else None)
     spark.stop()
 
 

@@ -35,7 +35,9 @@ from waltz_spark.tables.log_changes import changes_schema
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
-with_delta = pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
+with_delta = pytest.mark.skipif(
+    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+)
 
 ROOT = Path(__file__).parents[2]
 TRANSACTIONS = 120
@@ -275,7 +277,7 @@ def test_columns_may_be_declared_later_and_others_are_errors(
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 
-def run_job(written: Written, table: Path, step: str, **more: str) -> int:
+def run_job(written: Written, table: Path | str, step: str, **more: str) -> int:
     done = subprocess.run(
         [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
         cwd=ROOT,

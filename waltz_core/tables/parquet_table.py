@@ -141,10 +141,11 @@ class FollowedParquetTable:
         """
         target = f"batch={self._newest + 1}"
         with self._reported():
-            for name in self._store.names(target):
-                if name == f"{target}/{MARKS_FILE}":
-                    raise Superseded(f"table {self._uri}: another program has written {target}")
-                self._store.delete(name)
+            found = self._store.names(target)
+            if f"{target}/{MARKS_FILE}" in found:
+                raise Superseded(f"table {self._uri}: another program has written {target}")
+            for name in found:
+                self._store.delete(name)  # rule 2
             folder = f"{_WRITING}/{_unique()}" if self._store.is_directory else target
             for name in names:
                 self._store.move(f"{_WRITING}/{name}", f"{folder}/{name}")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
@@ -227,7 +227,7 @@ class MergedIcebergTable:
         """Add the declared columns that the table lacks (rule 4)."""
         if self._new_columns:
             columns = ", ".join(
-                f"{quoted(part.name)} {part.dataType.simpleString()}" for part in self._new_columns
+                f"{quoted(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns
             )
             self._session.sql(f"ALTER TABLE {self._name} ADD COLUMNS ({columns})")
             self._new_columns = []
@@ -282,6 +282,18 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
     # An expired snapshot may have had marks.
     is_used = at is not None or any(each.follower is not None for each in others)
     return TableState(None, None, (), has_rows=has_rows or is_used)
+
+
+def _type_in_sql(kind: DataType) -> str:
+    """Return a type in SQL; its simple string does not quote the names of fields."""
+    if isinstance(kind, ArrayType):
+        return f"ARRAY<{_type_in_sql(kind.elementType)}>"
+    if isinstance(kind, MapType):
+        return f"MAP<{_type_in_sql(kind.keyType)}, {_type_in_sql(kind.valueType)}>"
+    if isinstance(kind, StructType):
+        fields = ", ".join(f"{quoted(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
+        return f"STRUCT<{fields}>"
+    return kind.simpleString()
 
 
 def _parts(name: str) -> list[str]:

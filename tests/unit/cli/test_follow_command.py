@@ -48,7 +48,7 @@ def test_an_unknown_choice_is_wrong_usage(more: list[str]):
 
 
 def test_a_delta_table_needs_a_key(tmp_path: Path):
-    done = run_command("follow", str(tmp_path / "table"), "--connect", "h:1/w", "--column", "a")
+    done = run_command("follow", str(tmp_path / "table"), "--connect", "h:1/w")
     assert done.returncode == 1
     assert "key: expected one or more columns for a Delta table, found none" in done.stderr
 

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def uri(
     host, port = server.get_host_and_port()
     options = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1"}
     arrow_fs.S3FileSystem(**options, allow_bucket_creation=True).create_dir("lake")
-    yield "s3://lake/table?" + "&".join(f"{key}={value}" for key, value in options.items())
+    # The server's objects outlive it.
+    yield f"s3://lake/{tmp_path.name}/table?" + "&".join(f"{key}={value}" for key, value in options.items())
     server.stop()
 
 
@@ -137,18 +140,14 @@ def test_a_repeated_run_writes_nothing_and_a_later_one_continues(uri: str):
     assert content(uri) == replayed([*LOG, (9, "more")])
 
 
-def armed(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> Callable[[], int]:
-    """Kill the process before or after a call that changes the store; return their count."""
-    count = 0
+def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
+    """Kill the process before or after a call that changes the store; the first has number 0."""
+    numbers = count()
 
-    def arm(name: str) -> None:
-        method = getattr(ArchiveStore, name)
-
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def counted(*args: Any) -> Any:
-            nonlocal count
-            count += 1
-            is_fatal = count == fatal
+        def called(*args: Any) -> Any:
+            is_fatal = next(numbers) == fatal
             if is_fatal and when == "before":
                 raise Killed
             result = method(*args)
@@ -156,37 +155,31 @@ def armed(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> Callable[[]
                 raise Killed
             return result
 
-        monkeypatch.setattr(ArchiveStore, name, counted)
+        return called
 
     for name in ("delete", "delete_folder", "move", "write", "writing"):
-        arm(name)
-    return lambda: count
+        monkeypatch.setattr(ArchiveStore, name, counted(getattr(ArchiveStore, name)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_follower_that_is_killed_at_any_change_of_the_store_continues(
     uri: str, monkeypatch: pytest.MonkeyPatch, when: str
 ):
-    """A run ends at its first change of the store, the next one at its second, and so on."""
-    fatal, kills = 0, 0
-    while True:
-        fatal += 1
+    for fatal in count():
+        table = uri.replace("table", f"table{fatal}", 1)
         with monkeypatch.context() as patch:
-            count = armed(patch, fatal, when)
-            try:
-                follow(uri, LOG[:5])
+            arm(patch, fatal, when)
+            with suppress(Killed):
+                follow(table, LOG[:5])
                 break
-            except Killed:
-                kills += 1
-        assert count() == fatal
-        found = content(uri)
+        found = content(table)
         assert found == replayed(LOG)[: len(found)]
-        if found and Path(uri).exists():  # no reader sees a part of a batch
-            read = ds.dataset(uri, format="parquet", partitioning="hive").to_table()
+        if found and Path(table).exists():  # no reader sees a part of a batch
+            read = ds.dataset(table, format="parquet", partitioning="hive").to_table()
             assert sorted(read["_transaction_id"].to_pylist()) == [row[0] for row in found]
-    assert kills > 5
-    follow(uri, LOG)
-    assert content(uri) == replayed(LOG)
+        follow(table, LOG)
+        assert content(table) == replayed(LOG)
+    assert fatal > 10, "the run had more calls"
 
 
 def test_files_of_a_batch_that_is_not_complete_are_removed(uri: str):
