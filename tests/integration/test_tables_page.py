@@ -23,7 +23,14 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert CONNECT in text
         text = text.replace(CONNECT, cluster.connect).replace("/lake/", f"{tmp_path}/lake/")
         blocks = BLOCK.findall(text)
-        assert [language for language, _ in blocks] == ["bash", "bash", "python", "python", "bash", "python"]
+        assert [language for language, _ in blocks] == [
+            "bash",
+            "bash",
+            "python",
+            "python",
+            "bash",
+            "python",
+        ]
         for language, block in blocks:
             if language == "python":
                 exec(compile(block, PAGE, "exec"), names)

@@ -10,7 +10,9 @@ Rules:
     2. A snapshot that `main` has had contains its marks and their rows, so a rollback to it needs
        no repair: the follower continues from its marks.
     3. Snapshots that only replace files (compaction) are not commits of other programs.
-    4. Columns that the table lacks are added before the batch that has their first values.
+    4. The columns of the place are `_log_partition` and `_transaction_id`: `_partition` is one of
+       Iceberg's metadata columns.
+    5. Columns that the table lacks are added before the batch that has their first values.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.failures import error_of
 from waltz_spark.tables.merge_statement import (
-    PLACE_FIELDS,
+    Place,
     check_names,
     error_of_key,
     merge_statement,
@@ -37,6 +39,19 @@ from waltz_spark.unwrapping import SPARK_ERRORS
 
 _PROPERTY = "waltz.marks"
 _SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
+_PLACE = Place(partition="_log_partition")  # rule 4
+# Iceberg creates a table with a column like its own, and then cannot read it.
+_METADATA_COLUMNS = (
+    "_change_ordinal",
+    "_change_type",
+    "_commit_snapshot_id",
+    "_file",
+    "_last_updated_sequence_number",
+    "_partition",
+    "_pos",
+    "_row_id",
+    "_spec_id",
+)
 _BRANCH = "waltz_"  # the start of the names of branches (rule 1)
 _MAINTENANCE = "replace"  # rule 3
 # A name with a catalog and a namespace; a part in backticks may have any character.
@@ -46,7 +61,8 @@ _PART = re.compile(r"`((?:[^`]|``)+)`|([^.`]+)")
 _CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
 _NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
 _CONFLICT = re.compile(
-    r"Cannot fast-forward|ValidationException|CommitFailedException|branch \(does not exist\)|"
+    r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)|"
+    r"Found conflicting|Missing required files|"
     r"TABLE_OR_VIEW_ALREADY_EXISTS|AlreadyExistsException"
 )
 _NO_LIBRARY = re.compile(
@@ -76,7 +92,7 @@ class MergedIcebergTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
-        check_names(schema, key)
+        check_names(schema, key, {*_PLACE, *_METADATA_COLUMNS})
         if _FULL_NAME.fullmatch(name) is None:
             raise BadConfig(
                 "expected the name of an Iceberg table with its catalog and namespace, such as "
@@ -89,9 +105,8 @@ class MergedIcebergTable:
                     f"Hint: declare it as {stored}."
                 )
         self._session, self._name, self._key = session, name, key
-        self._schema = StructType(
-            [*(StructField(part.name, part.dataType) for part in schema), *PLACE_FIELDS]
-        )
+        self._columns = [StructField(part.name, part.dataType) for part in schema]
+        self._schema = StructType([*self._columns, *_PLACE.fields()])
         self._branch = f"{_BRANCH}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         self._snapshot: int | None = None  # of `main`, which `marks` has read
         self._new_columns: list[StructField] | None = None  # of the table; None before the check
@@ -172,7 +187,8 @@ class MergedIcebergTable:
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
-            merge = merge_statement(branch, f"global_temp.{view}", self._schema.names, self._key)
+            names = [part.name for part in self._columns]
+            merge = merge_statement(branch, f"global_temp.{view}", names, self._key, _PLACE)
             self._session.sql(merge).collect()
         finally:
             self._session.catalog.dropGlobalTempView(view)
@@ -224,7 +240,7 @@ class MergedIcebergTable:
         return [part for part in self._schema if part.name not in found.names]
 
     def _add_columns(self) -> None:
-        """Add the declared columns that the table lacks (rule 4)."""
+        """Add the declared columns that the table lacks (rule 5)."""
         if self._new_columns:
             columns = ", ".join(
                 f"{quoted(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns

@@ -1,14 +1,15 @@
 """The `MERGE` of changes into a table, which Delta and Iceberg have in common.
 
 Rules:
-    1. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
-       change of the row.
+    1. A table has the declared columns, and two for the place of the last change of the row:
+       `_partition` and `_transaction_id`. Iceberg reserves the first name.
     2. A key with changes in two partitions fails the statement, with a message after
        `TWO_PARTITIONS`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
@@ -16,54 +17,70 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.log_changes import TWO_PARTITIONS
 
-# The columns of the place of the last change (rule 1), and those of the changes that they have.
-PLACE = {"_partition": "partition", "_transaction_id": "transaction_id"}
-PLACE_FIELDS = [
-    StructField("_partition", IntegerType()),
-    StructField("_transaction_id", LongType()),
-]
+
+class Place(NamedTuple):
+    """The columns of a table for the place of the last change (rule 1)."""
+
+    partition: str = "_partition"
+    transaction_id: str = "_transaction_id"
+
+    def fields(self) -> list[StructField]:
+        """Return the columns with their types."""
+        types = (IntegerType(), LongType())
+        return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
+
+
+PLACE = Place()
 _FOUND_TWICE = re.compile(
     rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
 
 
 def merge_statement(
-    table: str, view: str, columns: Sequence[str], key: Sequence[str], *, evolving: bool = False
+    table: str,
+    view: str,
+    columns: Sequence[str],
+    key: Sequence[str],
+    place: Place = PLACE,
+    *,
+    evolving: bool = False,
 ) -> str:
     """Return the statement.
 
     Args:
         table: the table, in SQL.
         view: the view of the changes, with the columns of the table, of the place, and `_deleted`.
-        columns: the columns of the table.
+        columns: the columns of the table, without those of the place.
         key: the key columns.
+        place: the columns of the place.
         evolving: whether the table lacks some of the columns, and adds them.
     """
-    names = {quoted(name): f"source.{quoted(PLACE.get(name, name))}" for name in columns}
+    names = {quoted(name): f"source.{quoted(name)}" for name in columns}
+    names |= {quoted(name): f"source.{column}" for column, name in place._asdict().items()}
     is_key = (f"target.{each} = source.{each}" for each in map(quoted, key))
     evolution = "WITH SCHEMA EVOLUTION " if evolving else ""
     return (  # names are quoted; the name of the table is the user's SQL
         f"MERGE {evolution}INTO {table} AS target USING {view} AS source "  # noqa: S608
         f"ON {' AND '.join(is_key)} "
-        f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key)} THEN DELETE "
+        f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key, place)} THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
         f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
         f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
     )
 
 
-def _checked(is_deleted: str, key: Sequence[str]) -> str:
+def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
     """Return a condition, which fails with the key if the row is of another partition."""
     shown = ", ', ', ".join(f"CAST(source.{quoted(name)} AS STRING)" for name in key)
     places = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
         for partition, transaction in (
-            ("target._partition", "target._transaction_id"),
+            (f"target.{place.partition}", f"target.{place.transaction_id}"),
             ("source.partition", "source.transaction_id"),
         )
     )
     return (
-        "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
+        f"CASE WHEN target.{place.partition} <> source.partition THEN CAST(raise_error(concat("
         f"'{TWO_PARTITIONS}(', {shown}, ') has changes in two partitions, ', {places}, '.')) "
         f"AS BOOLEAN) ELSE {is_deleted} END"
     )
@@ -80,8 +97,13 @@ def error_of_key(table: str, text: str) -> BadRequest | None:
     )
 
 
-def check_names(schema: StructType, key: Sequence[str]) -> None:
+def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
     """Reject a schema without a key, or with reserved names.
+
+    Args:
+        schema: the declared columns.
+        key: the key columns.
+        reserved: names that the table has, or that its format reserves.
 
     Raises:
         BadConfig: names the column.
@@ -92,12 +114,13 @@ def check_names(schema: StructType, key: Sequence[str]) -> None:
         raise BadConfig(
             f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
         )
-    seen = {*PLACE, DELETED}
+    taken = {*reserved, DELETED}
+    seen = set(taken)
     for name in schema.names:
         if name.lower() in seen:
             raise BadConfig(
                 f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted({*PLACE, DELETED}))}"
+                f"{', '.join(sorted(taken))}"
             )
         seen.add(name.lower())
 

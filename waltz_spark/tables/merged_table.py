@@ -31,7 +31,6 @@ from waltz_spark.failures import error_of
 from waltz_spark.tables.log_changes import changes_schema
 from waltz_spark.tables.merge_statement import (
     PLACE,
-    PLACE_FIELDS,
     check_names,
     error_of_key,
     merge_statement,
@@ -84,7 +83,6 @@ class MergedDeltaTable:
         check_names(schema, key)
         self._session, self._name, self._key = session, name, key
         self._schema = StructType([StructField(part.name, part.dataType) for part in schema])
-        self._columns = [*schema.names, *PLACE]
         self._is_path = "/" in name
         self._sql = f"delta.{quoted(name)}" if self._is_path else name
         self._is_checked = self._has_new_columns = False
@@ -99,7 +97,7 @@ class MergedDeltaTable:
         """
         with self.reported():
             self._set_identifier(start)
-            empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE_FIELDS]))
+            empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE.fields()]))
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
@@ -137,7 +135,7 @@ class MergedDeltaTable:
         merge = merge_statement(
             self._sql,
             f"global_temp.{view}",
-            self._columns,
+            self._schema.names,
             self._key,
             evolving=self._has_new_columns,
         )
@@ -206,7 +204,7 @@ class MergedDeltaTable:
         if self._is_checked:
             return
         found = self._frame().schema
-        declared = {part.name: part.dataType for part in (*self._schema, *PLACE_FIELDS)}
+        declared = {part.name: part.dataType for part in (*self._schema, *PLACE.fields())}
         for part in found:
             if part.name not in declared:
                 raise BadConfig(

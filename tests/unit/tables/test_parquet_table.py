@@ -75,7 +75,9 @@ def uri(
     options = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1"}
     arrow_fs.S3FileSystem(**options, allow_bucket_creation=True).create_dir("lake")
     # The server's objects outlive it.
-    yield f"s3://lake/{tmp_path.name}/table?" + "&".join(f"{key}={value}" for key, value in options.items())
+    yield f"s3://lake/{tmp_path.name}/table?" + "&".join(
+        f"{key}={value}" for key, value in options.items()
+    )
     server.stop()
 
 
