@@ -12,6 +12,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.tables.table_marks import decode
 
 PARTITIONS = 2
+TRANSACTIONS = 120  # of an `append`
 KEYS = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5

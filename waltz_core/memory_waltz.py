@@ -33,7 +33,7 @@ from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.client.links.identities import ClientIdentitiesInMemory
 from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, DeliveryRun
-from waltz_core.client.stream.verdicts import reason_of
+from waltz_core.client.stream.append_errors import reason_of
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.server.process.in_process import GENERATION, Faults, InjectedFailures, MemoryServer

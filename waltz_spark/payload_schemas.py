@@ -55,7 +55,7 @@ def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
     return found.decode
 
 
-def identity_decoder(options: WriteOptions) -> Decode | None:
+def row_key_decoder(options: WriteOptions) -> Decode | None:
     """Return the decoder of payloads of any format; None without option `dataFormat`."""
     if options.data_format is None:
         return None

@@ -12,7 +12,7 @@ from tests.fault.doctor import await_findings, from_elsewhere
 from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.client.stream.verdicts import TRANSIENT
+from waltz_core.client.stream.append_errors import TRANSIENT
 from waltz_core.local import LocalCluster
 
 ONE_USER = "digest:waltz:of members\n"

@@ -50,7 +50,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.log.removal import WipeIntent
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 NOW_MS = 1_700_000_000_000
@@ -300,7 +300,7 @@ DECODERS = (
     _structure("partition-info", PartitionInfo.decode, PartitionInfo(3, 9, 9, 5, 7), sealed),
     _structure("segment-header", SegmentHeader.decode, SEGMENT),
     _structure("lineage-header", LineageHeader.decode, LineageHeader(SEGMENT, CHAIN), sealed),
-    _structure("wipe-intent", Wipe.decode, Wipe(PARTITION, True, 5, CHAIN), sealed),
+    _structure("wipe-intent", WipeIntent.decode, WipeIntent(PARTITION, True, 5, CHAIN), sealed),
     Decoder("control-slot", decode_slot, DAMAGED, slots, sealed),
     Decoder(
         "lineage-entry",

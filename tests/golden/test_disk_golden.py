@@ -30,7 +30,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.log.removal import WipeIntent
 from waltz_core.storage.service.engine import Engine
 
 GOLDEN = Path(__file__).parent / "disk"
@@ -191,6 +191,6 @@ def test_the_layouts_of_this_version_have_not_changed():
     )
     assert slot.encode().hex() == golden["slot"]
     assert disk_format.Slot.decode(bytes.fromhex(golden["slot"])) == slot
-    wipe = Wipe(2, is_held=True, promised=7, nonce=bytes(range(16)))
+    wipe = WipeIntent(2, is_held=True, promised=7, nonce=bytes(range(16)))
     assert wipe.encode().hex() == golden["wipe"]
-    assert Wipe.decode(bytes.fromhex(golden["wipe"])) == wipe
+    assert WipeIntent.decode(bytes.fromhex(golden["wipe"])) == wipe

@@ -16,8 +16,8 @@ from waltz_core.tables.delta_table import FollowedDeltaTable
 from waltz_core.tables.followed_log import ClientLog
 
 STEPS = (
-    "before create",
-    "after create",
+    "before finish",
+    "after finish",
     "after marks",
     "after changes",
     "before apply",

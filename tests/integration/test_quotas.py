@@ -126,7 +126,7 @@ def test_a_greedy_reader_gets_its_limit(access: Access, at_storages: bool):
 
 def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: Access):
     access.write(PERMISSIONS)
-    partition, rows, limit = PARTITIONS[GREEDY], 16_000, 40_000
+    partition, rows, limit = PARTITIONS[GREEDY], 10_000, 40_000
     locks: list[tuple[int, ...]] = [()] * rows
     payload = encode_append(
         [0] * rows, [b"x"] * rows, write_locks=locks, read_locks=locks, append_locks=locks
@@ -142,9 +142,8 @@ def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: Access):
                 appended += 1
             took_s, ids = feed.result()
     assert ids == [*range(len(ids))]  # dense and in order
-    # The burst, and frames of 4,096 transactions that are sent before they are paid for: the last
-    # one, and one that the partition sends before the event `Congested` of the pause reaches it.
-    assert took_s >= 20 * len(ids) / limit - 5.2
+    # The burst, and a frame of 4,096 transactions that is sent before it is paid for.
+    assert took_s >= 20 * len(ids) / limit - 3.1
     assert appended > took_s
 
 

@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster") / "local") as running_cluster:
+    with running(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as running_cluster:
         with WaltzClient(running_cluster.connect, PATIENT) as client:
             futures = [
                 client.append(

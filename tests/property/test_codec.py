@@ -103,7 +103,7 @@ def test_any_value_of_a_variable_kind_round_trips(kind, data):
         return
     put, read = fields.VARIABLE[kind]
     value = data.draw(VALUES[kind])
-    out = fields.Out()
+    out = fields.FieldWriter()
     put(value, out)
     payload = b"".join(out.finish())
     found = []

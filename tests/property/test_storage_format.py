@@ -26,7 +26,7 @@ from waltz_core.storage.files.format import (
     first_of_name,
     segment_name,
 )
-from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.log.removal import WipeIntent
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 UINT32 = st.integers(0, 0xFFFFFFFF)
@@ -117,6 +117,6 @@ def test_any_other_name_names_no_segment(name):
     assert found is None or segment_name(found, ".seg") == name
 
 
-@given(st.builds(Wipe, INT32, st.booleans(), MARKS, B16))
+@given(st.builds(WipeIntent, INT32, st.booleans(), MARKS, B16))
 def test_wipe_intents_round_trip(wipe):
-    assert Wipe.decode(wipe.encode()) == wipe
+    assert WipeIntent.decode(wipe.encode()) == wipe

@@ -1,7 +1,7 @@
 """Rules of the client, each broken alone."""
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.client.stream import partition_stream, verdicts
+from waltz_core.client.stream import append_errors, partition_stream
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.client.stream.outbox import WaitingSubmission
@@ -19,12 +19,12 @@ def doubt_settled_as_failed() -> Patches:
 @switch
 def unknown_is_a_rejection() -> Patches:
     """A client treats an unknown outcome as a rejection."""
-    original = verdicts.reason_of
+    original = append_errors.reason_of
 
     def reason_of(error):
         return Reason.LOST if isinstance(error, OutcomeUnknown) else original(error)
 
-    yield instead(verdicts, "reason_of", reason_of)
+    yield instead(append_errors, "reason_of", reason_of)
 
 
 @switch
@@ -35,7 +35,7 @@ def broken_link_is_a_rejection() -> Patches:
     def _leave(self, reason, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
-            error = verdicts.not_sent(self._partition_id, 0, reason, 0)
+            error = append_errors.not_sent(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 

@@ -13,6 +13,9 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 import waltz_spark
 from tests import table_jars
+from tests.patience import PATIENT
+from tests.written_log import PARTITIONS, TRANSACTIONS, Written
+from waltz_core.client import WaltzClient
 
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
@@ -34,10 +37,23 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[waltz_core.local.LocalCluster]:
-    with waltz_core.local.running() as running:
+    """Yield a cluster of one storage; test_moving.py and test_standalone.py have three."""
+    with waltz_core.local.running(storage_count=1) as running:
         yield running
 
 
 @pytest.fixture
 def connect(cluster: waltz_core.local.LocalCluster) -> str:
     return cluster.connect
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+    """Yield a log of changes of rows, in a cluster of its own."""
+    place = tmp_path_factory.mktemp("cluster") / "local"
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    with waltz_core.local.running(place, **options) as cluster:
+        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+        with WaltzClient(found.connect, PATIENT) as client:
+            found.append(client, TRANSACTIONS, seed=1)
+        yield found

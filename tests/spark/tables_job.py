@@ -29,7 +29,8 @@ from tests import table_jars
 from tests.written_log import DELETE_HEADER
 from waltz_spark.tables import iceberg_table, log_changes, merged_table
 
-STEPS = ("after create", "after marks", "before apply", "in apply", "after apply")
+IN_A_COMMIT = "in apply"
+STEPS = ("after create", "after marks", "before apply", IN_A_COMMIT, "after apply")
 BATCH = 40
 CATALOG = "lake"
 
@@ -69,12 +70,16 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
         spark,
         connect,
         table=table,
-        key="id",
         schema="id long, op string, value long",
-        headers=[1, DELETE_HEADER],
         delete_headers=[DELETE_HEADER],
         delete_where="op = 'D'",
-        **{"batch_transactions": BATCH, "until": "now", **more},
+        **{
+            "key": "id",
+            "headers": [1, DELETE_HEADER],
+            "batch_transactions": BATCH,
+            "until": "now",
+            **more,
+        },
     )
 
 
@@ -92,32 +97,34 @@ def add_rows(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
     )
 
 
-def _arm(step: str, kill: Callable[[], None], table: Path) -> None:
-    """Kill the driver at a step."""
+def ending_at(
+    step: str,
+    end: Callable[[], None],
+    table: Path,
+    owner: type = merged_table.MergedDeltaTable,
+) -> tuple[str, Callable[..., Any]]:
+    """Return a method of a table's class, by name, that calls a function at a step."""
     when, name = step.split()
-    owner: type = merged_table.MergedDeltaTable
-    if "WAREHOUSE" in os.environ:
-        owner = iceberg_table.MergedIcebergTable
     method = getattr(owner, name)
 
-    def kill_when_files_are_written() -> None:
+    def end_when_files_are_written() -> None:
         known = set(table.glob("*.parquet"))
         while set(table.glob("*.parquet")) <= known:
             pass
-        kill()
+        end()
 
     @wraps(method)
-    def killed(*args: Any) -> Any:
+    def ending(*args: Any) -> Any:
         if when == "before":
-            kill()
+            end()
         if when == "in":
-            threading.Thread(target=kill_when_files_are_written, daemon=True).start()
+            threading.Thread(target=end_when_files_are_written, daemon=True).start()
         result = method(*args)
         if when == "after":
-            kill()
+            end()
         return result
 
-    setattr(owner, name, killed)
+    return name, ending
 
 
 def main(connect: str, table: str, step: str) -> None:
@@ -127,7 +134,8 @@ def main(connect: str, table: str, step: str) -> None:
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
         log_changes.TaskRead = StruckRead  # type: ignore[misc]
-    if "WAREHOUSE" in os.environ:
+    is_iceberg = "WAREHOUSE" in os.environ
+    if is_iceberg:
         settings |= catalog_settings(os.environ["WAREHOUSE"])
     master = "local-cluster[2,1,1024]" if is_cluster else "local[2]"
     spark = waltz_spark.session("tables", master=master, **settings)
@@ -138,11 +146,12 @@ def main(connect: str, table: str, step: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
     if not is_cluster:
-        _arm(step, kill, Path(table))
+        owner = iceberg_table.MergedIcebergTable if is_iceberg else merged_table.MergedDeltaTable
+        setattr(owner, *ending_at(step, kill, Path(table), owner))
     if os.environ.get("FORMAT") == "parquet":
         add_rows(spark, connect, table)
     else:
-        follow(spark, connect, table, format="iceberg" if "WAREHOUSE" in os.environ else None)
+        follow(spark, connect, table, format="iceberg" if is_iceberg else None)
     spark.stop()
 
 

@@ -225,7 +225,7 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
     ("count", "size", "options"),
     [
         pytest.param(
-            *(150, 4 * MIB - 128, {"maxInFlight": 2}),
+            *(90, 4 * MIB - 128, {"maxInFlight": 2}),
             marks=needs_pyspark(4, 1, "Spark's Arrow batches are bounded by rows only"),
         ),
         (100_000, 4096, {}),

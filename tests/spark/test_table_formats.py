@@ -12,14 +12,14 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import LongType, StructField, StructType
 
-import waltz_core.local
 import waltz_spark
 from tests import table_jars
 from tests.commands import run_command
 from tests.patience import PATIENT
-from tests.spark.tables_job import CATALOG, catalog_settings, follow
-from tests.spark.test_tables import run_job, transactions, upsert
-from tests.written_log import DELETE_HEADER, PARTITIONS, Rows, Written, ends
+from tests.spark.tables_job import CATALOG, catalog_settings, ending_at, follow
+from tests.spark.test_tables import transactions, upsert
+from tests.spark.test_tables_killed import run_job
+from tests.written_log import DELETE_HEADER, PARTITIONS, TRANSACTIONS, Rows, Written, ends
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.table_marks import TableMarks, decode
@@ -31,21 +31,11 @@ with_iceberg = pytest.mark.skipif(
     not table_jars.ICEBERG.jars(), reason=table_jars.ICEBERG.reason_without()
 )
 
-TRANSACTIONS = 120
 NAME = TableMarks("follow", "0" * 32, {0: -1})
 
 
 class Killed(BaseException):
     """The process ends here."""
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        append(found, 1)
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +111,28 @@ def test_an_iceberg_table_equals_a_replay_and_a_repeated_call_writes_no_snapshot
 
 @pytest.mark.core
 @with_iceberg
+def test_another_session_continues_a_follower_that_ended_before_the_publication(
+    lake: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"{CATALOG}.shop.ended"
+
+    def end() -> None:
+        raise Killed
+
+    for step in ("after create", "after _merge", "after apply"):
+        with monkeypatch.context() as patch:
+            patch.setattr(MergedIcebergTable, *ending_at(step, end, tmp_path, MergedIcebergTable))
+            with pytest.raises(Killed):
+                follow(lake, written.connect, table, format="iceberg", batch_transactions=90)
+        check_snapshots(lake, written, table)
+    follow(lake, written.connect, table)
+    check_snapshots(lake, written, table)
+    assert content(lake, table) == written.replayed(ends(written))
+
+
+@pytest.mark.core
+@pytest.mark.versions
+@with_iceberg
 def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues(
     lake: SparkSession, written: Written, warehouse: Path
 ) -> None:
@@ -135,6 +147,7 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
     assert len(names) == 2, "the branch of the killed process is removed"
 
 
+@pytest.mark.versions
 @with_iceberg
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_driver_that_ends_at_any_statement_continues(
@@ -235,6 +248,7 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     assert ids() == [9]
 
 
+@pytest.mark.versions
 @with_iceberg
 def test_columns_of_an_iceberg_table_may_be_declared_later(
     lake: SparkSession, written: Written
@@ -269,6 +283,7 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
         follow(lake, written.connect, table, format="delta")
 
 
+@pytest.mark.versions
 @with_iceberg
 def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
     schema = StructType([StructField("id", LongType())])
@@ -368,6 +383,7 @@ def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
     assert dict(read.dtypes)["commit_time"] == "timestamp"
 
 
+@pytest.mark.versions
 def test_tasks_that_are_killed_add_no_row_twice(written: Written, tmp_path: Path) -> None:
     table = tmp_path / "table"
     assert run_job(written, table, "tasks", STRUCK=str(tmp_path), FORMAT="parquet") == 0

@@ -1,10 +1,6 @@
 """Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -17,11 +13,11 @@ import waltz_core.local
 import waltz_spark
 from tests import table_jars
 from tests.commands import run_command
-from tests.patience import HANG_S, PATIENT
-from tests.spark.tables_job import STEPS, follow
+from tests.patience import PATIENT
+from tests.spark.tables_job import IN_A_COMMIT, STEPS, ending_at, follow
 from tests.written_log import (
     DELETE_HEADER,
-    PARTITIONS,
+    TRANSACTIONS,
     Written,
     check_versions,
     content,
@@ -40,16 +36,6 @@ with_delta = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[2]
-TRANSACTIONS = 120
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    with waltz_core.local.running(place, partition_count=PARTITIONS) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        append(found, 1)
-        yield found
 
 
 def append(written: Written, seed: int) -> None:
@@ -64,12 +50,12 @@ def transactions(reader: object, connect: str) -> DataFrame:
     return selected.option("dataFormat", "msgpack").load(connect)
 
 
-def upsert(df: DataFrame, connect: str, table: str) -> dict[int, int]:
+def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int, int]:
     return waltz_spark.upsert(
         df,
         connect,
         table=table,
-        key="id",
+        key=key,
         delete_headers=[DELETE_HEADER],
         delete_where="op = 'D'",
     )
@@ -151,6 +137,28 @@ def test_each_follower_continues_a_table_of_the_other_one(
     done = run_command(*written.command(table, "--until", "now"))
     assert done.returncode == 0, done.stderr
     check_versions(written, table)
+
+
+@with_delta
+def test_another_rule_for_an_existing_table_is_an_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    """A table of `upsert` has no headers until `follow` has written it."""
+    table, other = str(tmp_path / "table"), str(tmp_path / "other")
+    follow(spark, written.connect, table)
+    upsert(transactions(spark.read, written.connect), written.connect, other)
+    follow(spark, written.connect, other)
+    df = transactions(spark.read, written.connect)
+    for place in (table, other):
+        versions = marks_by_version(place)
+        rejected = pytest.raises(BadConfig, match="as in the commits of the table, found ")
+        with rejected:
+            follow(spark, written.connect, place, key="value")
+        with rejected:
+            follow(spark, written.connect, place, headers=[DELETE_HEADER])
+        with rejected:
+            upsert(df, written.connect, place, "value")
+        assert marks_by_version(place) == versions
 
 
 @with_delta
@@ -277,41 +285,26 @@ def test_columns_may_be_declared_later_and_others_are_errors(
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 
-def run_job(written: Written, table: Path | str, step: str, **more: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), **more},
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_S,
-        check=False,
-    )
-    assert done.returncode in (0, -9), done.stderr[-4000:]
-    return done.returncode
+class Ended(BaseException):
+    """A follower has ended."""
 
 
 @with_delta
-def test_a_driver_that_is_killed_continues(
-    spark: SparkSession, written: Written, tmp_path: Path
+def test_another_session_continues_a_follower_that_ended_between_two_commits(
+    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "table"
-    for step in STEPS:
-        assert run_job(written, table, step) == -9
+
+    def end() -> None:
+        raise Ended
+
+    for step in (each for each in STEPS if each != IN_A_COMMIT):
+        with monkeypatch.context() as patch:
+            patch.setattr(MergedDeltaTable, *ending_at(step, end, table))
+            with pytest.raises(Ended):
+                follow(spark.newSession(), written.connect, str(table))
         check_versions(written, table)
     follow(spark, written.connect, str(table))
-    check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
-
-
-@with_delta
-def test_workers_and_executors_that_are_killed_change_nothing(
-    written: Written, tmp_path: Path
-) -> None:
-    table = tmp_path / "table"
-    assert run_job(written, table, "tasks", STRUCK=str(tmp_path)) == 0
-    assert (tmp_path / "worker").exists()
-    assert (tmp_path / "executor").exists()
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
 

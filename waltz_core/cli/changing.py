@@ -27,7 +27,7 @@ from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import NO_CLUSTER_SPECIFIED, VerbFunction
 from waltz_core.cluster.change.audit import DONE, AuditEntry
-from waltz_core.cluster.change.changes import Plan
+from waltz_core.cluster.change.replica_steps import Plan
 from waltz_core.cluster.change.storages import Progress
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session

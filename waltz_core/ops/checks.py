@@ -11,7 +11,7 @@ Rules:
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from waltz_core.cluster.change import changes
+from waltz_core.cluster.change import replica_steps
 from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.records.record import PartitionId
@@ -58,7 +58,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
             "Hint: `waltz-core cluster auto-assign` spreads them",
             (each,),
         )
-        for each in changes.sharing_groups(cluster.assigned, cluster.groups)
+        for each in replica_steps.sharing_groups(cluster.assigned, cluster.groups)
         if each in chosen
     ]
 

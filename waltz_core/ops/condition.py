@@ -10,7 +10,7 @@ Rules:
 
 from enum import Enum, auto
 
-from waltz_core.cluster.change.changes import PartitionReplicas
+from waltz_core.cluster.change.replica_steps import PartitionReplicas
 from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, ReplicaState
 from waltz_core.ops.facts import (
     ClusterFacts,

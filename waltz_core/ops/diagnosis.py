@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
 
-from waltz_core.cluster.change import changes, rebuilding
+from waltz_core.cluster.change import rebuilding, replica_steps
 from waltz_core.config.connect_string import parse_connect_string, split_address
 from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import (
@@ -253,7 +253,7 @@ class _Cluster:
             return  # rule 1: their state cannot be seen from here
         self._check_speed()
         self._check_archive()
-        sharing_groups = changes.sharing_groups(self._cluster.assigned, self._cluster.groups)
+        sharing_groups = replica_steps.sharing_groups(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
             _Partition(self._case, self._cluster, self, partition_id).check()

@@ -49,7 +49,7 @@ from waltz_core.replication.session_events import (
     Effect,
     Event,
     ExpireArchive,
-    MarkUnproved,
+    MarkProofFailed,
     MetadataConflict,
     MetadataRead,
     MetadataUnknown,
@@ -280,7 +280,7 @@ class PartitionStore:
                 if session is not None and is_open:
                     session.prove(event.token, self._now_ms)
                 else:
-                    self._outbox.append(MarkUnproved(event.token))
+                    self._outbox.append(MarkProofFailed(event.token))
             case ExpireArchive():
                 if session is not None and is_open:
                     session.expire(ExpiryBounds(event.before, event.before_ms), self._now_ms)

@@ -353,7 +353,7 @@ class MarkProved:
 
 
 @value(frozen=True, slots=True)
-class MarkUnproved:
+class MarkProofFailed:
     """The proof failed or the session ended meanwhile."""
 
     token: int
@@ -382,7 +382,7 @@ Effect: TypeAlias = (
     | SessionClosed
     | CheckpointDue
     | MarkProved
-    | MarkUnproved
+    | MarkProofFailed
     | Released
     | Report
 )

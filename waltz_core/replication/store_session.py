@@ -42,7 +42,7 @@ from waltz_core.replication.archiving import (
     SessionArchiver,
 )
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.proving import ProofCollector
+from waltz_core.replication.mark_proofs import MarkProofs
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.repair import ReplicaRepair
 from waltz_core.replication.repairs import Repairs
@@ -159,7 +159,7 @@ class StoreSession:
         self._quorum_since_ms: int | None = None
         self._progress_ms = 0
         self._is_waiting_reported = False
-        self._proving = ProofCollector(claim.assigned, outbox=outbox, limits=limits)
+        self._proofs = MarkProofs(claim.assigned, outbox=outbox, limits=limits)
         self._settlement: Settlement | None = None
         self._archiving = SessionArchiver(claim, outbox=outbox, limits=limits)
         self._rivals: list[ReplicaId] = []
@@ -213,7 +213,7 @@ class StoreSession:
                 times.append(each.redial_at_ms)
             elif not self._has_no_timeout(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
-        times += self._proving.deadlines()
+        times += self._proofs.deadlines()
         if self._archiving.is_used and self.is_settled:
             archive_at_ms = self._archiving.wake_at_ms
             if archive_at_ms is not None:
@@ -286,7 +286,7 @@ class StoreSession:
                 continue
             elif oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._lose(each, "no answer", now_ms)
-        self._proving.expire(now_ms)
+        self._proofs.expire(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
             self.end(Ending(Cause.STALLED, "no quorum of replicas acknowledges appends"))
@@ -306,7 +306,7 @@ class StoreSession:
     def prove(self, token: int, now_ms: int) -> None:
         """Query a quorum for a later session."""
         assert self.window is not None
-        self._proving.begin(token, self.window.committed, self.engaged, now_ms)
+        self._proofs.begin(token, self.window.committed, self.engaged, now_ms)
 
     def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
         """A client requests an expiry of the archive."""
@@ -356,7 +356,7 @@ class StoreSession:
         self.ended = ending
         for each in self.replicas.values():
             each.close()
-        self._proving.end()
+        self._proofs.end()
 
     # -----------------------------------------------------------------------------------------
     # states in ZooKeeper
@@ -513,7 +513,7 @@ class StoreSession:
             case messages.Prepared():
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
-                self._proving.vote(request.ticket, each.replica)
+                self._proofs.vote(request.ticket, each.replica)
             case messages.LineageResponse() if request.ticket == SETTLEMENT_TICKET:
                 assert self._settlement is not None
                 self._settlement.answered(each, answer, now_ms)

@@ -15,10 +15,12 @@ Rules:
        library commits and cannot read again.
     6. The value of a partition column is a text in the log of Delta. Types and values that are
        different when they are read again are rejected.
+    7. A table is created when its first changes are known, so a first batch that fails leaves no
+       table.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,15 +28,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.client.api.scanning import ArrowSchema
-from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
-from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
+from waltz_core.tables.follower import REMOVED, OtherCommit, TableState, operation_of
 from waltz_core.tables.found_columns import LEVELS_MAX, LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
 try:
     from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
-    from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+    from deltalake.exceptions import DeltaError, TableNotFoundError
 except ModuleNotFoundError:
     raise BadConfig(
         "Delta tables need the package deltalake. Hint: pip install 'waltz-spark[tables]'."
@@ -46,10 +49,6 @@ _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 # Spark writes no column with one of these; the library finds no column with a control character,
 # and has columns of its own.
 _NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
-# The text of an error that the merge raises itself (rule 3), and where the library shows it.
-_TWO_PARTITIONS: Final = "key in two partitions: "
-_FOUND_TWICE = re.compile(rf"{_TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
-
 _TYPES_OF_DELTA = (
     pa.types.is_boolean,
     pa.types.is_signed_integer,
@@ -98,51 +97,68 @@ class FollowedDeltaTable:
         self._schema = _with_place(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
+        self._start: TableMarks | None = None  # of a table that is due (rule 7)
         self._state: tuple[int, TableState] | None = None  # by version of the table
 
     def columns(self) -> ArrowSchema:
         """Return the columns of the version that `marks` has read, without those of the place."""
-        assert self._table is not None, "marks() was called"
-        found = pa.schema(self._table.schema().to_arrow())
+        found = self._schema if self._table is None else _schema_of(self._table)
         return pa.schema([part for part in found if part.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, with the marks in its first commit.
+        """Create the table with the next `apply` that has an effect, or `finish` (rule 7)."""
+        self._start = start
+
+    def finish(self) -> None:
+        """Create the table if it is due, with the marks of its start in the first commit.
 
         Raises:
             Superseded: the table exists.
-            Unavailable: the library reports an error.
+            Like `error_of`: the library reports an error.
         """
+        if self._start is None:
+            return
         with self._reported():
             try:
-                DeltaTable.create(
-                    self._uri, self._schema, mode="error", commit_properties=_properties(start)
+                self._table = DeltaTable.create(
+                    self._uri,
+                    self._schema,
+                    mode="error",
+                    commit_properties=_properties(self._start),
                 )
             except DeltaError:
                 if DeltaTable.is_deltatable(self._uri):
                     raise Superseded(f"table {self._uri}: another program has created it") from None
                 raise
+        self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest version; None if there is no table.
+        """Return the state of the newest version, or that of a table that is due.
+
+        None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
                 declared, or a partition column has a type that the library changes.
-            Unavailable: the library reports an error.
+            BadFormat: the table was removed.
+            Like `error_of`: the library reports an error.
         """
         with self._reported():
-            try:
-                if self._table is None:
+            if self._table is None:
+                try:
                     table = DeltaTable(self._uri)
-                    _check_partitions(table)
-                    if self._is_declared:
-                        self._check_columns(table)
-                    self._table = table
-                else:
-                    self._table.update_incremental()
-            except TableNotFoundError:
-                return None
+                except TableNotFoundError:
+                    if self._start is None:
+                        return None
+                    return TableState(encode(self._start), self._start.version, (), has_rows=False)
+                _check_partitions(table)
+                if self._is_declared:
+                    self._check_columns(table)
+                self._table, self._start = table, None
+            else:
+                self._table.update_incremental()
+                if not self._table.history(1):  # an update finds nothing new there
+                    raise BadFormat(REMOVED)
             # NB: the history may have newer commits than the loaded version, under wrong versions.
             while self._state is None or self._state[0] != self._table.version():
                 self._state = self._table.version(), _state_of(self._table, follower)
@@ -156,26 +172,31 @@ class FollowedDeltaTable:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
             Superseded: there is a later version than the one that `marks` has read.
-            Unavailable: the library reports another error.
+            Like `error_of`: the library reports another error.
         """
+        if changes is not None and not changes.num_rows:
+            return False
+        rows = None if changes is None else self._rows(changes)
+        self.finish()
         table = self._table
         assert table is not None, "marks() was called"
         before = table.version()
         with self._reported():
-            if changes is None:
-                _append(table, pa.schema(table.schema().to_arrow()).empty_table(), marks)
+            if changes is None or rows is None:
+                _append(table, _schema_of(table).empty_table(), marks)
                 return True
-            if not changes.num_rows:
-                return False
-            schema = self._schema if self._is_declared else _found_schema(changes)
-            columns = [changes[_PLACE.get(name, name)] for name in schema.names]
-            rows = pa.table(columns, schema=schema)
             _check_partition_values(table, rows)
             if self._has_key(table):
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
                 _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
             return table.version() != before
+
+    def _rows(self, changes: ArrowTable) -> ArrowTable:
+        """Return the rows of changes in the columns of the table; raises BadConfig."""
+        schema = self._schema if self._is_declared else _found_schema(changes)
+        columns = [changes[_PLACE.get(name, name)] for name in schema.names]
+        return pa.table(columns, schema=schema)
 
     def _has_key(self, table: DeltaTable) -> bool:
         """Return whether the table has the key columns; without them, it must have no rows."""
@@ -214,15 +235,14 @@ class FollowedDeltaTable:
             f"CAST({side}._transaction_id AS VARCHAR)"
             for side in ("target", "source")
         )
-        message = f"concat('{_TWO_PARTITIONS}(', {key}, ') in ', {places}, '.')"
+        message = f"concat('{TWO_PARTITIONS}(', {key}, ') in ', {places}, '.')"
         return (
             "CASE WHEN target._partition <> source._partition "
             f"THEN CAST({message} AS BOOLEAN) ELSE {is_deleted} END"
         )
 
     def _check_columns(self, table: DeltaTable) -> None:
-        found = pa.schema(table.schema().to_arrow())
-        for part in found:
+        for part in _schema_of(table):
             if part.name not in self._schema.names:
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
@@ -241,18 +261,12 @@ class FollowedDeltaTable:
         """Raise errors of the library as errors of the project."""
         try:
             yield
-        except CommitFailedError as error:
-            raise Superseded(
-                f"table {self._uri}: another commit came first ({_line(error)})"
-            ) from error
         except (DeltaError, OSError) as error:
-            if found := _FOUND_TWICE.search(str(error)):
-                raise BadRequest(
-                    f"table {self._uri}: expected the changes of a key in one partition, found key "
-                    f"{found[1]}: partitions have no order. Hint: use a key that includes what "
-                    "chooses the partition."
-                ) from None
-            raise Unavailable(f"table {self._uri}: {_line(error)}") from error
+            raise error_of(self._uri, error) from error
+
+
+def _schema_of(table: DeltaTable) -> ArrowSchema:
+    return pa.schema(table.schema().to_arrow())
 
 
 def _with_place(schema: ArrowSchema) -> ArrowSchema:
@@ -326,7 +340,7 @@ def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
 
 def _check_partitions(table: DeltaTable) -> None:
     """Check the types of partition columns (rule 6)."""
-    schema = pa.schema(table.schema().to_arrow())
+    schema = _schema_of(table)
     for name in table.metadata().partition_columns:
         kind = schema.field(name).type
         if not any(is_of(kind) for is_of in _TYPES_OF_PARTITIONS):
@@ -401,11 +415,16 @@ def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, version, others)
             name = None if found is None else found.follower
-            others.append(OtherCommit(each["version"], each.get("operation", ""), name))
+            others.append(OtherCommit(each["version"], _operation_of(each), name))
         if limit is None or len(commits) < limit:
             has_follower = any(each.follower is not None for each in others)
             return TableState(None, version, (), has_rows=has_follower or _has_rows(table))
         limit = None if limit > 1000 else limit * 8
+
+
+def _operation_of(commit: Mapping[str, Any]) -> str:
+    mode = commit.get("operationParameters", {}).get("mode", "")
+    return operation_of(commit.get("operation", ""), mode)
 
 
 def _has_rows(table: DeltaTable) -> bool:
@@ -424,7 +443,3 @@ def _properties(marks: TableMarks) -> CommitProperties:
 def _quoted(name: str) -> str:
     escaped = name.replace('"', '""')
     return f'"{escaped}"'
-
-
-def _line(error: Any) -> str:  # noqa: ANN401 - an exception
-    return " ".join(str(error).split())[:300]

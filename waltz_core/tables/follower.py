@@ -10,9 +10,10 @@ Rules:
        another commit came first, the follower reads the table again.
     3. A batch without changes writes no commit. The follower commits the marks alone when they have
        moved, and its last commit is old or it ends.
-    4. A `RESTORE` after the last commit of the follower is an error. So is a commit of a follower
-       with another name: each would apply old changes over the rows of the other one. Other
-       commits, except maintenance, are reported as warnings.
+    4. A commit that replaces the rows of the table after the last commit of the follower, such as
+       a `RESTORE`, is an error. So is a commit of a follower with another name: each would apply
+       old changes over the rows of the other one. Other commits, except maintenance, are reported
+       as warnings.
     5. A start is for a table without marks: it is never ignored, and never replaces marks.
 """
 
@@ -30,7 +31,9 @@ MARKS_COMMIT_S = 600.0
 # Commits that another commit preceded, without progress of the table marks.
 CONFLICTS_MAX = 20
 
-RESTORE = "RESTORE"
+REMOVED = "the table was removed while it was followed"
+# Operations of Delta and deltalake that replace the rows of a table, as `operation_of` has them.
+_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "WRITE (OVERWRITE)")
 # Operations of Delta and deltalake that change no row; some names have a suffix ("VACUUM START").
 _MAINTENANCE = (
     "ADD COLUMN",
@@ -67,6 +70,11 @@ class OtherCommit(NamedTuple):
     operation: str
     follower: str | None = None
 
+    @property
+    def is_replacement(self) -> bool:
+        """Whether the commit replaces the rows of the table."""
+        return self.operation.upper().startswith(_REPLACEMENTS)
+
 
 class TableState(NamedTuple):
     """What the newest version of a table has of a follower.
@@ -85,15 +93,26 @@ class TableState(NamedTuple):
     has_rows: bool = True
 
 
+def operation_of(operation: str, mode: str) -> str:
+    """Return the operation of a commit of Delta, with the mode if it is an overwrite."""
+    is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
+    return f"{operation} (OVERWRITE)" if is_overwrite else operation
+
+
 class FollowedTable(Protocol[ChangesT_contra]):
     """A table of some format."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table; the commit has the marks.
+        """Create the table, now or at the latest in `finish`; the commit has the marks.
+
+        Until then, `marks` returns the start: a first batch that fails should leave no table.
 
         Raises:
             Superseded: the table exists.
         """
+
+    def finish(self) -> None:
+        """Create the table if it is due; raises Superseded."""
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version, on which `apply` commits; None without a table.
@@ -176,7 +195,7 @@ class Follower(Generic[ChangesT]):
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
         self._first_version = 0
-        self._warned_version = -1
+        self._warned: set[int] = set()  # versions of other programs
         self._conflicts = 0
 
     def run(self, until: MarkMap | None = None) -> TableMarks:
@@ -212,6 +231,8 @@ class Follower(Generic[ChangesT]):
         """Apply the next batch, or commit the marks alone; return whether the end is reached."""
         self._read_table()
         end = self._next_end(until)
+        if end is None:
+            self._table.finish()
         if end is not None:
             starts = {each: self._marks.marks.get(each, int(BEFORE_FIRST)) for each in end}
             self._commit(self._log.changes(starts, end), end)
@@ -226,7 +247,7 @@ class Follower(Generic[ChangesT]):
         state = self._table.marks(self._name)
         if state is None:
             if self._seen is not None:
-                raise BadFormat("the table was removed while it was followed")
+                raise BadFormat(REMOVED)
             self._table.create(self._start())
             state = self._table.marks(self._name)
             assert state is not None, "it was created"
@@ -283,17 +304,11 @@ class Follower(Generic[ChangesT]):
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        check_followers(others, self._name)
+        check_others(others, self._name)
         for version, operation, _ in sorted(others):
-            if operation.upper() == RESTORE:
-                raise BadFormat(
-                    f"version {version} of the table is a RESTORE after the last commit of "
-                    f"follower {self._name.follower!r}: its rows and its marks differ. Hint: pass "
-                    "another follower name, and the marks of the restored version."
-                )
-            if version > self._warned_version and not operation.upper().startswith(_MAINTENANCE):
+            if version not in self._warned and not operation.upper().startswith(_MAINTENANCE):
                 _log.warning("follow.other_commit version=%d operation=%s", version, operation)
-            self._warned_version = max(version, self._warned_version)
+        self._warned = {each.version for each in others}
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
         after = self._name._replace(marks=marks)
@@ -327,13 +342,21 @@ class Follower(Generic[ChangesT]):
         self._on_progress(applied, max(applied, total))
 
 
-def check_followers(others: Sequence[OtherCommit], follower: TableMarks) -> None:
-    """Reject commits of another follower after the last one of this follower (rule 4).
+def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
+    """Check the commits after the last one of a follower (rule 4).
 
     Raises:
-        BadFormat: names the other follower.
+        BadFormat: one replaces the rows of the table, or is of another follower.
     """
-    for version, _, name in others:
+    for each in others:
+        version, operation, name = each
+        if each.is_replacement:
+            raise BadFormat(
+                f"version {version} of the table is a {operation.upper()} after the last commit "
+                f"of follower {follower.follower!r}: its rows and its marks differ. Hint: build "
+                "the table again, or, after a RESTORE, pass another follower name and the marks "
+                "of the restored version."
+            )
         if name is not None:
             raise BadFormat(
                 f"version {version} of the table was written by follower {name!r} after the last "

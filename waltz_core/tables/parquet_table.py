@@ -15,6 +15,7 @@ Rules:
        raises `Superseded`; object stores do not detect it.
     4. A table has the declared columns, `_partition` and `_transaction_id`: the place of the
        transaction. The newest file has all columns; a column keeps its type.
+    5. A table is created with its first changes, so a first batch that fails leaves no table.
 """
 
 import re
@@ -69,6 +70,7 @@ class FollowedParquetTable:
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest = -1  # the number of the newest complete batch
+        self._start: TableMarks | None = None  # of a table that is due (rule 5)
         self._is_checked = False
 
     def columns(self) -> ArrowSchema:
@@ -77,11 +79,10 @@ class FollowedParquetTable:
             return pa.schema([each for each in self._stored_schema() if each.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table: a batch without rows, with the marks of the start.
+        """Create the table with the next batch, or `finish` (rule 5).
 
         Raises:
             BadConfig: the directory has other files.
-            Superseded: the table exists.
             Unavailable: the store reports an error.
         """
         with self._reported():
@@ -91,10 +92,23 @@ class FollowedParquetTable:
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
                 f"found {others[0]}. Hint: use another directory."
             )
-        self.publish([], start)
+        self._start = start
+
+    def finish(self) -> None:
+        """Create the table if it is due: a batch without rows, with the marks of the start.
+
+        Raises:
+            Superseded: the table exists.
+            Unavailable: the store reports an error.
+        """
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._publish([], start)
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state after the newest complete batch; None if there is none.
+        """Return the state after the newest complete batch, or that of a table that is due.
+
+        None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
@@ -107,7 +121,10 @@ class FollowedParquetTable:
             if self._newest < 0 or not self._is_newest():
                 self._newest = max(self._complete(), default=-1)
             if self._newest < 0:
-                return None
+                if self._start is None:
+                    return None
+                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+            self._start = None
             if not self._is_checked:
                 self._check_columns()
                 self._is_checked = True
@@ -139,6 +156,10 @@ class FollowedParquetTable:
             Superseded: another follower has written this batch (rule 3).
             Unavailable: the store reports an error.
         """
+        self.finish()
+        self._publish(names, marks)
+
+    def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
         target = f"batch={self._newest + 1}"
         with self._reported():
             found = self._store.names(target)

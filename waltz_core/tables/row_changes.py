@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
-from waltz_core.tables.table_marks import MarkMap
+from waltz_core.tables.table_marks import MarkMap, StoredRules
 
 ArrowTable: TypeAlias = pa.Table
 ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
@@ -58,8 +58,9 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": pc.greater,
     ">=": pc.greater_equal,
 }
+_PLAIN_NAME = re.compile(r"[^\W\d]\w*")
 _CONDITION = re.compile(
-    r"\s*(?:(?P<plain>[^\W\d]\w*)|`(?P<quoted>[^`]+)`)\s*"
+    rf"\s*(?:(?P<plain>{_PLAIN_NAME.pattern})|`(?P<quoted>[^`]+)`)\s*"
     r"(?:(?P<operator>=|!=|<>|<=|>=|<|>)\s*"
     r"(?:'(?P<text>(?:[^']|'')*)'|(?P<number>[+-]?\d+(?:\.\d+)?)|(?P<flag>(?i:true|false)))\s*)?"
 )
@@ -71,6 +72,19 @@ class Condition(NamedTuple):
     column: str
     operator: str = "="
     literal: str | Decimal | bool = True
+
+    def __str__(self) -> str:
+        """Return the text that is the same for all forms of the condition."""
+        column, operator, literal = self
+        name = column if _PLAIN_NAME.fullmatch(column) else f"`{column}`"
+        if isinstance(literal, bool):
+            shown = str(literal).lower()
+        elif isinstance(literal, Decimal):
+            shown = f"{literal.normalize():f}"
+        else:
+            escaped = literal.replace("'", "''")
+            shown = f"'{escaped}'"
+        return f"{name} {'!=' if operator == '<>' else operator} {shown}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +114,15 @@ class ChangeRules:
                 "expected either a changes function or rules for deletes, found both. Hint: "
                 f"let the changes function return a boolean column {DELETED!r}."
             )
+
+    def stored(self, headers: Iterable[int] | None) -> StoredRules:
+        """Return the form in which a table stores these rules and the headers of its log."""
+        return StoredRules(
+            tuple(sorted(self.key)),
+            None if headers is None else tuple(sorted(set(headers))),
+            tuple(sorted(set(self.delete_headers))),
+            None if self.delete_where is None else str(self.delete_where),
+        )
 
 
 def parse_condition(text: str) -> Condition:

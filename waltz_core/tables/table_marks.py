@@ -2,7 +2,8 @@
 
 The commit that has the rows also has the marks, as JSON in its metadata:
 
-    {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41}}}
+    {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41},
+               "rules": {"key": ["id"], "headers": [], "delete_where": "op = 'D'"}}}
 
 Rules:
     1. Metadata with `waltz` is exactly of this form; anything else is an error. Metadata without
@@ -14,13 +15,14 @@ Rules:
     4. The version of a table's commits is the number of transactions up to its marks: it increases
        with each batch, and depends on nothing but the marks.
     5. A table with a version and no marks has lost its marks. It never starts again by itself.
+    6. A follower never changes the rules of a table: its rows would equal the replay of neither.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from waltz_core.errors import BadFormat, ClusterKeyMismatch, DataLoss
+from waltz_core.errors import BadConfig, BadFormat, ClusterKeyMismatch, DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.records.strict_json import from_json, to_json
 
@@ -28,19 +30,39 @@ from waltz_core.records.strict_json import from_json, to_json
 MarkMap: TypeAlias = Mapping[int, int]
 
 _MEMBER = "waltz"
-_FIELDS = ("follower", "cluster", "marks")
+_FIELDS = ("follower", "cluster", "marks", "rules")
 _CLUSTER = re.compile("[0-9a-f]{32}")
 _PARTITION = re.compile("0|[1-9][0-9]{0,9}")
 _PARTITION_MAX = 2**31 - 1
 _ID_MAX = 2**63 - 1
 
 
+class StoredRules(NamedTuple):
+    """The rules that make rows of transactions, in a form that has one value for each rule.
+
+    Fields at their default are not stored.
+
+    Attributes:
+        key: the key columns, sorted.
+        headers: those of the transactions of the table, sorted; () if all are. None if a query of
+            the user selects the transactions: it is compared with nothing.
+        delete_headers: those of transactions that are deletes, sorted.
+        delete_where: the condition of other deletes.
+    """
+
+    key: tuple[str, ...] = ()
+    headers: tuple[int, ...] | None = None
+    delete_headers: tuple[int, ...] = ()
+    delete_where: str | None = None
+
+
 class TableMarks(NamedTuple):
-    """The marks of a table, with their follower and the key of their cluster, in hex."""
+    """The marks of a table, with their follower, the key of their cluster in hex, and the rules."""
 
     follower: str
     cluster: str
     marks: MarkMap
+    rules: StoredRules = StoredRules()
 
     @property
     def version(self) -> int:
@@ -63,8 +85,14 @@ class LogState(NamedTuple):
 def encode(table: TableMarks) -> str:
     """Return the metadata of a commit."""
     marks = {str(partition): mark for partition, mark in sorted(table.marks.items())}
-    body = {"follower": table.follower, "cluster": table.cluster, "marks": marks}
-    return to_json({_MEMBER: body}).decode()
+    default = StoredRules()
+    rules = {
+        name: value
+        for name, value in table.rules._asdict().items()
+        if value != getattr(default, name)
+    }
+    parts = (table.follower, table.cluster, marks, rules)
+    return to_json({_MEMBER: dict(zip(_FIELDS, parts, strict=True))}).decode()
 
 
 def decode(metadata: str | None) -> TableMarks | None:
@@ -82,14 +110,31 @@ def decode(metadata: str | None) -> TableMarks | None:
     body = value[_MEMBER]
     if len(value) > 1 or not isinstance(body, dict) or sorted(body) != sorted(_FIELDS):
         raise _bad(f"an object {_MEMBER!r} with {', '.join(_FIELDS)}", value)
-    follower, cluster, marks = (body[name] for name in _FIELDS)
+    follower, cluster, marks, rules = (body[name] for name in _FIELDS)
     if not isinstance(follower, str) or not follower:
         raise _bad("a name of the follower", follower)
     if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
         raise _bad("a cluster's key with 32 hexadecimal digits", cluster)
     if not isinstance(marks, dict):
         raise _bad("an object of marks by partition", marks)
-    return TableMarks(follower, cluster, dict(map(_decoded_mark, marks, marks.values())))
+    return TableMarks(
+        follower,
+        cluster,
+        dict(map(_decoded_mark, marks, marks.values())),
+        _decoded_rules(rules),
+    )
+
+
+def _decoded_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
+    if not isinstance(rules, dict) or not rules.keys() <= set(StoredRules._fields):
+        raise _bad(f"an object of rules with {', '.join(StoredRules._fields)}", rules)
+    found: dict[str, Any] = {}
+    for name, value in rules.items():
+        parts = value if isinstance(value, list) else [value]
+        if not all(type(part) in (str, int) for part in parts):
+            raise _bad(f"texts or numbers for rule {name!r}", value)
+        found[name] = tuple(parts) if isinstance(value, list) else value
+    return StoredRules(**found)
 
 
 def _decoded_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value
@@ -113,9 +158,11 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
     Args:
         metadata: that of the newest commit of the follower; None if there is none.
         version: the newest version that the table has for `start.application`, if any (rule 4).
-        start: the follower, its cluster, and the marks for a table that it has not written yet.
+        start: the follower, its cluster, its rules, and the marks for a table that it has not
+            written yet.
 
     Raises:
+        BadConfig: the table was written with other rules (rule 6).
         ClusterKeyMismatch: the table follows another cluster.
         BadFormat: the marks are lost (rule 5), or they and the version are not of one commit.
     """
@@ -141,7 +188,28 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
             f"{found.version}. Hint: another program has restored or changed the table; pass "
             "another follower name and the marks of the table."
         )
-    return found
+    return found._replace(rules=_common_rules(found.rules, start.rules))
+
+
+def _common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
+    """Return the rules of a table; raises BadConfig if the given ones differ (rule 6)."""
+    if stored.headers is None:
+        stored = stored._replace(headers=given.headers)
+    elif given.headers is None:
+        given = given._replace(headers=stored.headers)
+    for name, old, new in zip(StoredRules._fields, stored, given, strict=True):
+        if old != new:
+            raise BadConfig(
+                f"{name}: expected {_shown(old)}, as in the commits of the table, found "
+                f"{_shown(new)}. Hint: pass the rules with which the table was created, or build "
+                "a new table with other ones."
+            )
+    return stored
+
+
+def _shown(rule: object) -> str:
+    parts = rule if isinstance(rule, tuple) else () if rule is None else (rule,)
+    return ", ".join(map(str, parts)) or "none"
 
 
 def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:

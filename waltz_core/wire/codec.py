@@ -22,7 +22,15 @@ from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.wire import admin_messages, messages
-from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, FieldReader, Out, read_count, read_text
+from waltz_core.wire.fields import (
+    EMPTY,
+    FIXED,
+    VARIABLE,
+    FieldReader,
+    FieldWriter,
+    read_count,
+    read_text,
+)
 from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, WireProtocol
 
 FRAME_HEADER: Final = struct.Struct(">Bhi")  # magic, version, payload length
@@ -84,7 +92,7 @@ def encode(message: Message, version: int) -> list[Buffer]:
     written. Raises LocalProtocolError for a message that this version cannot express.
     """
     plan = _plan(type(message), version)
-    out = Out()
+    out = FieldWriter()
     try:
         for write in plan.writers:
             write(message, out)
@@ -137,7 +145,7 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
 # Plans
 
 
-_Writer: TypeAlias = Callable[[Message, Out], None]
+_Writer: TypeAlias = Callable[[Message, FieldWriter], None]
 
 
 class _Plan(NamedTuple):
@@ -252,7 +260,7 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
         (i, FIXED[kind].from_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].from_wire
     ]
 
-    def write(message: Message, out: Out) -> None:
+    def write(message: Message, out: FieldWriter) -> None:
         if not packed and not alone:
             out.small += pack(*get(message))
             return
@@ -281,7 +289,7 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     put, read = VARIABLE[kind]
     get = attrgetter(name)
 
-    def write(message: Message, out: Out) -> None:
+    def write(message: Message, out: FieldWriter) -> None:
         put(get(message), out)
 
     return write, read
@@ -296,7 +304,7 @@ def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, 
     empty = field.default if is_extra else EMPTY[kind]
     get = attrgetter(field.name)
 
-    def write(message: Message, _out: Out) -> None:
+    def write(message: Message, _out: FieldWriter) -> None:
         if not is_extra and get(message) != empty:
             raise LocalProtocolError(
                 f"field {field.name} of {type(message).__name__} cannot be sent to a peer "

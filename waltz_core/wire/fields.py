@@ -35,7 +35,7 @@ _INLINE_BYTES_MAX: Final = 2048
 assert _LINEAGE_ENTRY.size == 48
 
 
-class Out:
+class FieldWriter:
     """A frame under construction: the small bytes at its end, and the buffers before them."""
 
     __slots__ = ("done", "small")
@@ -60,7 +60,7 @@ class Out:
         return self.done
 
 
-Putter: TypeAlias = Callable[[Any, Out], None]
+Putter: TypeAlias = Callable[[Any, FieldWriter], None]
 FieldReader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
 
 
@@ -129,13 +129,13 @@ def _read_entries(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int,
     return count, at
 
 
-def _put_entries(count: int, out: Out) -> None:
+def _put_entries(count: int, out: FieldWriter) -> None:
     if count > ENTRIES_MAX:
         raise LocalProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
     out.small += _INT32.pack(count)
 
 
-def _put_blob(value: Buffer, out: Out) -> None:
+def _put_blob(value: Buffer, out: FieldWriter) -> None:
     out.small += _INT32.pack(_octets(value))
     out.put_bytes(value)
 
@@ -156,7 +156,7 @@ def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
 def _packed(width: int) -> tuple[Putter, FieldReader]:
     """Return the layout of packed numbers, `width` bytes each."""
 
-    def put(value: Buffer, out: Out) -> None:
+    def put(value: Buffer, out: FieldWriter) -> None:
         count, rest = divmod(_octets(value), width)
         if rest:
             raise LocalProtocolError(f"expected items of {width} bytes, found {len(value)} bytes")
@@ -171,7 +171,7 @@ def _packed(width: int) -> tuple[Putter, FieldReader]:
     return put, read
 
 
-def _put_text(value: str, out: Out) -> None:
+def _put_text(value: str, out: FieldWriter) -> None:
     data = value.encode()
     if len(data) > TEXT_BYTES_MAX:
         raise LocalProtocolError(
@@ -190,7 +190,7 @@ def read_text(view: memoryview, at: int, values: list[Any]) -> int:
     return at + count
 
 
-def _put_text_or_null(value: str | None, out: Out) -> None:
+def _put_text_or_null(value: str | None, out: FieldWriter) -> None:
     if value is None:
         out.small += _INT32.pack(-1)
     else:
@@ -204,7 +204,7 @@ def _read_text_or_null(view: memoryview, at: int, values: list[Any]) -> int:
     return read_text(view, at, values)
 
 
-def _put_int32s(value: tuple[int, ...], out: Out) -> None:
+def _put_int32s(value: tuple[int, ...], out: FieldWriter) -> None:
     _put_entries(len(value), out)
     out.small += struct.pack(f">{len(value)}i", *value)
 
@@ -220,7 +220,7 @@ def _listed(
 ) -> tuple[Putter, FieldReader]:
     """Return the layout of a tuple of values, each with `put_one` and `read_one`."""
 
-    def put(value: tuple[Any, ...], out: Out) -> None:
+    def put(value: tuple[Any, ...], out: FieldWriter) -> None:
         _put_entries(len(value), out)
         for item in value:
             put_one(item, out)
@@ -242,7 +242,7 @@ def _read_bool(view: memoryview, at: int) -> tuple[bool, int]:
     return view[at] == 1, at + 1
 
 
-def _put_lineage_entry(value: LineageEntry, out: Out) -> None:
+def _put_lineage_entry(value: LineageEntry, out: FieldWriter) -> None:
     out.small += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
 
 
@@ -256,7 +256,7 @@ def _read_lineage_entry(view: memoryview, at: int, values: list[Any]) -> int:
     return at + _LINEAGE_ENTRY.size
 
 
-def _put_record(value: Record, out: Out) -> None:
+def _put_record(value: Record, out: FieldWriter) -> None:
     out.small += RECORD_HEADER.pack(value.transaction_id, value.req_id.to_bytes(), value.header)
     _put_blob(value.data, out)
     out.small += _UINT32.pack(crc32(value.data))
@@ -283,7 +283,7 @@ def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
     return at + _UINT32.size
 
 
-def _put_data_or_error(value: tuple[Buffer | None, str | None], out: Out) -> None:
+def _put_data_or_error(value: tuple[Buffer | None, str | None], out: FieldWriter) -> None:
     data, error = value
     if (data is not None) and (error is not None):
         raise LocalProtocolError("expected data or an error text, found both")
@@ -307,7 +307,7 @@ def _read_data_or_error(view: memoryview, at: int, values: list[Any]) -> int:
     return at
 
 
-def _put_text_bool(value: tuple[str, bool], out: Out) -> None:
+def _put_text_bool(value: tuple[str, bool], out: FieldWriter) -> None:
     _put_text(value[0], out)
     out.small.append(value[1])
 
@@ -320,7 +320,7 @@ def _read_text_bool(view: memoryview, at: int, values: list[Any]) -> int:
     return at
 
 
-def _put_int32_bool(value: tuple[int, bool], out: Out) -> None:
+def _put_int32_bool(value: tuple[int, bool], out: FieldWriter) -> None:
     out.small += _INT32.pack(value[0])
     out.small.append(value[1])
 
@@ -332,7 +332,7 @@ def _read_int32_bool(view: memoryview, at: int, values: list[Any]) -> int:
     return at
 
 
-def _put_stack_frame(value: tuple[str, str, str | None, int], out: Out) -> None:
+def _put_stack_frame(value: tuple[str, str, str | None, int], out: FieldWriter) -> None:
     _put_text(value[0], out)
     _put_text(value[1], out)
     _put_text_or_null(value[2], out)

@@ -424,7 +424,7 @@ class Sessions:
                 self._check_open(effect.session_id, "SessionSettled")
             case session_events.Committed():
                 self._committed(effect)
-            case session_events.MarkUnproved():
+            case session_events.MarkProofFailed():
                 self._facts.count("mark not confirmed by a quorum")
             case _:
                 pass

@@ -17,7 +17,7 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import objects_of, pieces_of
 from waltz_spark.datasource.change_feed import ChangeFeed
 from waltz_spark.datasource.feed_read import FeedReader, FeedSpan, feed_state_file
-from waltz_spark.datasource.fetch import BatchColumns, Source, fetch, log_batches
+from waltz_spark.datasource.fetch import BatchColumns, ReadSource, fetch, log_batches
 from waltz_spark.datasource.starts import ends, from_first_available, starts
 from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
@@ -136,7 +136,7 @@ def read_task(
     """
     if not isinstance(task, Task):
         return iter(())  # for Spark: there is nothing to read
-    source = Source(client_at(task.layout), task.replicas, task.archived)
+    source = ReadSource(client_at(task.layout), task.replicas, task.archived)
     if task.begin is None:
         span = planning.TransactionRange(task.partition, task.first, task.last)
         return fetch(source, span, BatchColumns(options, schema))

@@ -140,7 +140,7 @@ def _as_text(data: pa.Array) -> pa.Array:
     return pa.array(texts, pa.string())
 
 
-class Source(NamedTuple):
+class ReadSource(NamedTuple):
     """Where a task reads: `archived` first, if its transactions are there."""
 
     client: WaltzClient
@@ -148,7 +148,9 @@ class Source(NamedTuple):
     archived: ArchivedObjects | None
 
 
-def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterator[pa.RecordBatch]:
+def fetch(
+    source: ReadSource, span: TransactionRange, shape: BatchColumns
+) -> Iterator[pa.RecordBatch]:
     """Yield the transactions of a span.
 
     Raises:
@@ -161,7 +163,7 @@ def fetch(source: Source, span: TransactionRange, shape: BatchColumns) -> Iterat
 
 
 def log_batches(
-    source: Source, span: TransactionRange, options: ReadOptions, columns: Sequence[str]
+    source: ReadSource, span: TransactionRange, options: ReadOptions, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """Yield the transactions of a span, with these columns of the log.
 
@@ -187,7 +189,7 @@ def log_batches(
 
 
 def _chunks(
-    source: Source, span: TransactionRange, options: ReadOptions, *, headers_only: bool
+    source: ReadSource, span: TransactionRange, options: ReadOptions, *, headers_only: bool
 ) -> Iterator[RangeChunk]:
     form = RangeForm.HEADERS if headers_only else RangeForm.WHOLE
     first = span.first

@@ -12,9 +12,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.follower import CONFLICTS_MAX, RESTORE, Follower, check_followers
+from waltz_core.tables.follower import CONFLICTS_MAX, Follower, check_others
 from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
@@ -123,7 +123,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         loop = Follower(
             SparkLog(session, position, columns, rules, reads),
             open_table(session, table, format, columns, rules),
-            TableMarks(follower, cluster, _start_marks(connect, start, reads)),
+            TableMarks(
+                follower, cluster, _start_marks(connect, start, reads), rules.stored(headers)
+            ),
             batch_transactions=batch_transactions,
             on_progress=on_progress,
         )
@@ -174,7 +176,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     rules = _rules(key, delete_headers, delete_where)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
-    name = TableMarks(follower, cluster, {})
+    name = TableMarks(follower, cluster, {}, rules.stored(None))
     with table_session(df.sparkSession) as session:
         target = open_merged_table(session, table, format, columns, rules)
         conflicts = 0
@@ -205,7 +207,7 @@ def _upsert_once(
         if not rows:
             return dict(stored.marks)
         marks = {**stored.marks, **dict(map(tuple, rows))}
-        target.apply(changes, name._replace(marks=marks))
+        target.apply(changes, stored._replace(marks=marks))
         return marks
     finally:
         changes.unpersist()
@@ -223,13 +225,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
             f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
             "Hint: use another table."
         )
-    check_followers(state.others, name)
-    for version, operation, _ in state.others:
-        if operation.upper() == RESTORE:
-            raise BadFormat(
-                f"version {version} of the table is a RESTORE after the last commit of follower "
-                f"{name.follower!r}: its rows and its marks differ. Hint: build the table again."
-            )
+    check_others(state.others, name)
     return continued(state.metadata, state.version, name)
 
 

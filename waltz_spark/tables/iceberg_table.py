@@ -123,6 +123,9 @@ class MergedIcebergTable:
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
 
+    def finish(self) -> None:
+        """Do nothing: `create` has created the table."""
+
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest snapshot; None if there is no table.
 

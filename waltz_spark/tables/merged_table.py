@@ -25,7 +25,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.follower import OtherCommit, TableState, operation_of
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.failures import error_of
 from waltz_spark.tables.log_changes import changes_schema
@@ -87,6 +87,9 @@ class MergedDeltaTable:
         self._sql = f"delta.{quoted(name)}" if self._is_path else name
         self._is_checked = self._has_new_columns = False
         self._version: int | None = None  # which `marks` has read
+
+    def finish(self) -> None:
+        """Do nothing: `create` has created the table."""
 
     def create(self, start: TableMarks) -> None:
         """Create the table, with the marks in its first commit.
@@ -172,7 +175,8 @@ class MergedDeltaTable:
     def _history(self, limit: int) -> list[Row]:
         try:
             found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
-            return found.select("version", "operation", "userMetadata").collect()
+            mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
+            return found.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
             if _NO_TABLE.search(str(error)):
                 return []
@@ -272,7 +276,8 @@ def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None
             return TableState(metadata, found.version, others)
         other = decode(row["userMetadata"])
         name = None if other is None else other.follower
-        others.append(OtherCommit(row["version"], row["operation"] or "", name))
+        operation = operation_of(row["operation"] or "", row["mode"])
+        others.append(OtherCommit(row["version"], operation, name))
     return None
 
 

@@ -41,8 +41,12 @@ class SparkParquetTable:
         self._write = WrittenFiles(uri, with_place(columns))
 
     def create(self, start: TableMarks) -> None:
-        """Create the table; raises like `FollowedParquetTable`."""
+        """Create the table with its first batch; raises like `FollowedParquetTable`."""
         self._table.create(start)
+
+    def finish(self) -> None:
+        """Create the table if it is due; raises like `FollowedParquetTable`."""
+        self._table.finish()
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the table; raises like `FollowedParquetTable`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from waltz_core.records.unpacking import identity_of
 from waltz_spark.options import WriteOptions
-from waltz_spark.payload_schemas import identity_decoder
+from waltz_spark.payload_schemas import row_key_decoder
 from waltz_spark.writer.columns import ShapedRows
 
 _KEY_BYTES = 16
@@ -31,7 +31,7 @@ class RowKeys:
 
     def __init__(self, options: WriteOptions | None = None) -> None:
         self._names = () if options is None else options.identity_columns
-        self._decode = identity_decoder(options) if options is not None and self._names else None
+        self._decode = row_key_decoder(options) if options is not None and self._names else None
         self._recomputes = options is not None and options.recompute is not None
 
     @property

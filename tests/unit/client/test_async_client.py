@@ -26,7 +26,7 @@ from waltz_core.client import (
     lock,
     partition_of,
 )
-from waltz_core.client.links import outage
+from waltz_core.client.links import outage_log
 from waltz_core.client.stream import appends
 from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import PartitionLimits
@@ -641,7 +641,7 @@ def logged_outages():
         def emit(self, record):
             sentence.append(record.getMessage())
 
-    handler, log = Handler(), logging.getLogger(outage.__name__)
+    handler, log = Handler(), logging.getLogger(outage_log.__name__)
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)

@@ -197,9 +197,9 @@ async def test_a_close_during_a_dial_keeps_no_connection(dials):
 @on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
     monkeypatch.setattr(
-        "waltz_core.client.links.silence.SILENT_S", 600
+        "waltz_core.client.links.silent_servers.SILENT_S", 600
     )  # the test checks by itself
-    caplog.set_level("INFO", "waltz_core.client.links.silence")
+    caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     silences = []
     async with a_server(lambda: silences.append(1)) as (links, address, got):
         link = await links.get(address)
@@ -244,8 +244,8 @@ def pass_check_interval(link):
 async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed(
     monkeypatch, caplog, is_logged
 ):
-    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)
-    caplog.set_level("INFO", "waltz_core.client.links.silence")
+    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 0.01)
+    caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     how = {} if is_logged else {"silent": None}
     links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped

@@ -24,7 +24,7 @@ from tests.unit.client.memory_cluster import (
 )
 from tests.unit.client.test_async_client import Applying, batch_of, until
 from waltz_core.client import Reason
-from waltz_core.client.links import silence
+from waltz_core.client.links import silent_servers
 from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes import model
@@ -290,7 +290,7 @@ async def placed_client(
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
 @on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
-@mock.patch.object(silence, "SILENT_S", 0.05)
+@mock.patch.object(silent_servers, "SILENT_S", 0.05)
 async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     what: str, is_placed: bool
 ) -> None:

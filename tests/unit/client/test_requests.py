@@ -155,7 +155,7 @@ async def test_a_request_is_not_repeated_without_a_move():
         asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
         while not cluster.asked:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
-        cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+        cluster.requests.owners_changed({0: Owner("owner", 2), 1: Owner("other", 2)})
         await asyncio.sleep(0)
         cluster.may_answer.set()
         assert await asking == 7

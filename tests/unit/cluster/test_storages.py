@@ -9,9 +9,9 @@ import pytest
 from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Plan
+from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.replica_steps import Plan
 from waltz_core.cluster.change.storages import CONCURRENT_PARTITIONS_MAX, StorageLayout
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.znodes import model
@@ -291,9 +291,9 @@ async def test_a_limited_number_of_partitions_changes_at_a_time():
     cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
     await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
     layout = await cluster.coordinator.storages.read()
-    now = changes.placement_of(layout.assignment, cluster.partition_count)
+    now = replica_steps.placement_of(layout.assignment, cluster.partition_count)
     async with cluster.owned():
-        progress = await carry_out(cluster, changes.replaced(now, A, D, now))
+        progress = await carry_out(cluster, replica_steps.replaced(now, A, D, now))
     assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
     after = await cluster.coordinator.read_replica_assignment()
     assert after.partitions[A] == ()

@@ -13,8 +13,8 @@ from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import (
     Committed,
+    MarkProofFailed,
     MarkProved,
-    MarkUnproved,
     Released,
     SessionClosed,
     SessionOpened,
@@ -455,7 +455,7 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.own()
     bench.run(questions=False)
     bench.step(session_events.ProveMark(6))
-    assert bench.all_reported(MarkUnproved) == [MarkUnproved(5), MarkUnproved(6)]
+    assert bench.all_reported(MarkProofFailed) == [MarkProofFailed(5), MarkProofFailed(6)]
     bench.reopen()
     bench.append()
     bench.step(session_events.ProveMark(7))
@@ -468,15 +468,15 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.step(session_events.ProveMark(8))
     bench.run()
     bench.wait(3000)
-    assert bench.all_reported(MarkUnproved)[2:] == [MarkUnproved(8)]
+    assert bench.all_reported(MarkProofFailed)[2:] == [MarkProofFailed(8)]
     bench.silent = set()
     bench.reopen()
     bench.step(session_events.ProveMark(9))
     bench.lose(A)
-    assert bench.all_reported(MarkUnproved)[3:] == [MarkUnproved(9)]
+    assert bench.all_reported(MarkProofFailed)[3:] == [MarkProofFailed(9)]
     bench.step(session_events.ReleaseOwnership())
     bench.step(session_events.ProveMark(10))
-    assert bench.all_reported(MarkUnproved)[4:] == [MarkUnproved(10)]
+    assert bench.all_reported(MarkProofFailed)[4:] == [MarkProofFailed(10)]
 
 
 def test_a_submit_to_a_session_that_is_over_is_dropped(bench):

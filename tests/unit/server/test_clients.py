@@ -2,12 +2,15 @@
 
 import asyncio
 import weakref
+from types import SimpleNamespace
 
 from tests.loops import on_loop, on_virtual_loop, pass_time, until
+from tests.unit.server.test_partition import BOB, ready
+from waltz_core.driver import Driver
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import Congested, Drained, SendToClient
+from waltz_core.server.partition_events import Congested, Drained, Received, SendToClient
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.wire.messages import (
@@ -18,8 +21,11 @@ from waltz_core.wire.messages import (
     ErrorResponse,
     ExpireRequest,
     ExpireResponse,
+    FeedBatch,
     FlushRequest,
     FlushResponse,
+    Mounted,
+    MountWriter,
     TransactionDataRequest,
     WireProtocol,
 )
@@ -34,7 +40,7 @@ class Link:
         self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
-        self.is_over_limit = False
+        self.is_over_limit, self.access = False, None
         self.sent, self.denied, self.ended_feeds = [], {}, []
 
     @property
@@ -220,6 +226,54 @@ async def test_a_limit_pauses_feeds_and_no_requests():
     link.is_congested = False
     link.drained()
     assert host.events == [Congested, Drained]
+
+
+@on_loop
+async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
+    """A commit sends a frame at once, although a wake-up for the next frame is due already."""
+
+    class LimitedLink(Link):
+        def send(self, message) -> None:
+            self.sent.append(type(message))
+            self.is_over_limit |= isinstance(message, FeedBatch)
+
+    world, link = ready(feed_frame_count_max=2), LimitedLink()
+    world.fill(6)
+
+    def perform(effect) -> None:
+        if isinstance(effect, SendToClient):
+            clients.answer(effect)
+
+    def receive(connection, message, cost_bytes, **_options) -> None:
+        driver.post(Received(connection, message, cost_bytes, 1_000))
+
+    driver = Driver(world.partition, perform)
+    partition_id = PartitionId(0)
+    host = SimpleNamespace(partition_id=partition_id, post=driver.post, receive=receive)
+    backend = SimpleNamespace(partition_count=1, hosts={partition_id: host})
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    world.step = driver.post
+    link.received([MountWriter(world.req_id(BOB), 1, -1, wants_feed=True)])
+    await pass_turns()
+    assert link.sent == [FeedBatch]
+    world.append()
+    await pass_turns()
+    link.is_over_limit = False
+    link.drained()
+    world.commit()
+    await pass_turns()
+    assert link.sent == [FeedBatch] * 2
+    link.is_over_limit = False
+    link.drained()
+    await pass_turns()
+    assert link.sent == [FeedBatch] * 3 + [Mounted]
+
+
+async def pass_turns() -> None:
+    """Let everything happen that waits for nothing."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 @on_loop

@@ -179,7 +179,7 @@ class World:
 
     def fail_proof(self) -> None:
         """No quorum answers it."""
-        self.say(replication.MarkUnproved(self.store.of(replication.ProveMark)[-1].token))
+        self.say(replication.MarkProofFailed(self.store.of(replication.ProveMark)[-1].token))
 
     # --- clients
 
@@ -252,8 +252,8 @@ class World:
         return [each.message for each in self.answers if isinstance(each.message, kind)]
 
 
-def ready() -> World:
-    world = World()
+def ready(**limits: int) -> World:
+    world = World(**limits)
     world.open()
     world.mount()
     return world
@@ -1256,7 +1256,7 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
     assert world.answer(plain) == messages.ReplicasResponse(plain, 1, -1, REPLICAS, KEY, 4)
     proved = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     assert not world.is_answered(proved)
-    world.say(replication.MarkUnproved(1))
+    world.say(replication.MarkProofFailed(1))
     assert world.error(proved) == errors.SessionLost.code
 
 

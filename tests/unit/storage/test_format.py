@@ -24,7 +24,7 @@ from waltz_core.storage.files.format import (
     TruncateIntent,
     with_crc,
 )
-from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.log.removal import WipeIntent
 
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)
@@ -49,7 +49,7 @@ STRUCTURES = {
     ),
     "id": (disk_format.encode_storage_id(KEY), disk_format.decode_storage_id),
     "slot": (SLOT.encode(), Slot.decode),
-    "wipe": (Wipe(2, True, 7, KEY).encode(), Wipe.decode),
+    "wipe": (WipeIntent(2, True, 7, KEY).encode(), WipeIntent.decode),
 }
 CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 
@@ -94,10 +94,10 @@ def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
         Slot.decode(with_crc(body))
 
 
-def test_a_promise_without_owner_is_above_all_known_sessions():
+def test_a_promise_after_loss_is_above_all_known_sessions():
     assert Promise(5, b"n" * 16).seen == 5
-    lost = Promise.without_owner(5)
-    assert (lost.session_id, lost.seen, lost.has_no_owner) == (6, 5, True)
+    lost = Promise.after_loss(5)
+    assert (lost.session_id, lost.seen, lost.is_after_loss) == (6, 5, True)
     assert lost.at_least(6) == lost
     assert lost.at_least(7) == Promise(7)
-    assert not Promise(7).has_no_owner
+    assert not Promise(7).is_after_loss

@@ -482,7 +482,7 @@ KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, se
 def test_a_missing_log_is_suspect_and_keeps_its_promise_however_its_opening_ends():
     for segments, slots in cut_openings(lambda _disk: None, Survival.ANY_SECTORS, KNOWN):
         slot = slots.slot
-        assert (slot.suspect, slot.promise) == (True, Promise.without_owner(7))
+        assert (slot.suspect, slot.promise) == (True, Promise.after_loss(7))
         assert (segments.last_id, slot.low_water_mark) == (BEFORE_FIRST, BEFORE_FIRST)
         assert slot.last_session == NO_SESSION
 
@@ -602,7 +602,7 @@ def test_an_interrupted_opening_keeps_the_fallback_flag():
     for _, slots in cut_openings(
         lambda disk: with_lost_newer_slot(disk, 9), Survival.ANY_SECTORS, info
     ):
-        assert (slots.slot.promise, slots.slot.suspect) == (Promise.without_owner(4), True)
+        assert (slots.slot.promise, slots.slot.suspect) == (Promise.after_loss(4), True)
 
 
 @pytest.mark.parametrize("acked", [0, 2])

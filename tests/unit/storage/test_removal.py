@@ -13,15 +13,15 @@ from waltz_core.storage.files.control_file import SLOTS_NAME, ControlFile, SlotF
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot, with_crc
 from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.log import removal
-from waltz_core.storage.log.removal import WIPE_NAME, Wipe
+from waltz_core.storage.log.removal import WIPE_NAME, WipeIntent
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 ROOT = Path("/storage")
 HOME = ROOT / "2"
 KEY = bytes(range(16))
 NONCE = b"a nonce of owner"
-KEPT_WIPE = Wipe(2, is_held=True, promised=9, nonce=NONCE)
-REMOVED_WIPE = Wipe(2, is_held=False, promised=NO_SESSION, nonce=bytes(16))
+KEPT_WIPE = WipeIntent(2, is_held=True, promised=9, nonce=NONCE)
+REMOVED_WIPE = WipeIntent(2, is_held=False, promised=NO_SESSION, nonce=bytes(16))
 
 
 @pytest.fixture
@@ -124,4 +124,4 @@ def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, co
 @pytest.mark.parametrize("fields", [(2, 2, 9), (2, -1, 9), (2, 1, -2)])
 def test_an_intent_of_impossible_values_is_rejected(fields):
     with pytest.raises(BadFormat, match="impossible flag"):
-        Wipe.decode(with_crc(struct.pack(">iiiq16s", 0, *fields, NONCE)))
+        WipeIntent.decode(with_crc(struct.pack(">iiiq16s", 0, *fields, NONCE)))

@@ -48,6 +48,9 @@ class OpenTable:
             raise Superseded("the table exists")
         self._append(Version({}, {start.application: start.version}, "CREATE", encode(start)))
 
+    def finish(self) -> None:
+        self._on_step("finish")
+
     def marks(self, follower: TableMarks) -> TableState | None:
         self._on_step("marks")
         if not self.stored:

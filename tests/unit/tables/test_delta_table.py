@@ -1,13 +1,18 @@
 """A Delta table of a follower: rows and marks in one commit, the fence, commits of others."""
 
 import json
+import re
+import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
+from waltz_core.tables.delta_errors import error_of
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.row_changes import DELETED
@@ -44,6 +49,7 @@ def table(path: Path) -> FollowedDeltaTable:
     found = opened(path)
     assert found.marks(START) is None
     found.create(START)
+    found.finish()
     assert found.marks(START).version == 0
     return found
 
@@ -120,8 +126,73 @@ def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDe
 
 
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
-    with pytest.raises(Superseded, match="another program has created it"):
-        opened(path).create(START)
+    other = opened(path)
+    other.create(START)
+    for create in (other.finish, lambda: other.apply(None, up_to(0, -1))):
+        with pytest.raises(Superseded, match="another program has created it"):
+            create()
+    assert other.marks(START).version == 0
+
+
+def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
+    table = FollowedDeltaTable(str(path), None, ["Id"])
+    table.create(START)
+    state = table.marks(START)
+    assert (decode(state.metadata), state.version, state.has_rows) == (START, 0, False)
+    assert table.columns() == pa.schema([])
+    assert not table.apply(changes(), up_to(0, -1))
+    bad = pa.schema([("Id", pa.int64()), ("a b", pa.int64())])
+    with pytest.raises(BadConfig, match="Delta has no names with"):
+        table.apply(changes((1, 1, 0, 1, False), schema=bad), up_to(1, -1))
+    assert not path.exists()
+    assert table.apply(changes((1, "a", 0.5, 0, 2, False)), up_to(2, -1))
+    found = [decode(each["userMetadata"]) for each in DeltaTable(path).history()]
+    assert found == [up_to(2, -1), START]
+    assert table.columns() == SCHEMA
+
+
+@pytest.mark.parametrize("is_created_again", [True, False])
+def test_a_table_that_is_removed_is_an_error(
+    path: Path, table: FollowedDeltaTable, is_created_again: bool
+):
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    table.marks(START)
+    shutil.rmtree(path)
+    if is_created_again:
+        DeltaTable.create(path, SCHEMA)
+    with pytest.raises(BadFormat, match="the table was removed while it was followed"):
+        table.marks(START)
+
+
+def test_an_overwrite_is_a_replacement(path: Path, table: FollowedDeltaTable):
+    rows = DeltaTable(path).to_pyarrow_table()
+    write_deltalake(path, rows, mode="append")
+    write_deltalake(path, rows, mode="overwrite")
+    DeltaTable.create(path, SCHEMA, mode="overwrite")
+    others = table.marks(START).others
+    assert [each.is_replacement for each in others] == [True, True, False]
+
+
+def test_changes_that_the_table_rejects_are_a_permanent_error(
+    path: Path, table: FollowedDeltaTable
+):
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    delta = DeltaTable(path)
+    delta.alter.add_constraint({"positive": '"select" > 0'})
+    table.marks(START)
+    wrong, right = changes((1, "a", -1.0, 0, 1, False)), changes((1, "a", 1.0, 0, 1, False))
+    with pytest.raises(BadRequest, match=r"Invalid data found: 1 rows .* Hint: drop the constr"):
+        table.apply(wrong, up_to(1, -1))
+    delta.alter.set_table_properties({"delta.appendOnly": "true"})
+    table.marks(START)
+    with pytest.raises(BadRequest, match=f"table {path}: .* Delta table is append-only"):
+        table.apply(right, up_to(1, -1))
+    delta.alter.set_table_properties({"delta.appendOnly": "false"})
+    table.marks(START)
+    for file in path.glob("*.parquet"):
+        file.unlink()
+    with pytest.raises(BadFormat, match=r"Hint: a program has deleted a file of the table"):
+        table.apply(right, up_to(1, -1))
 
 
 def test_the_newest_commit_of_the_follower_is_found_below_many_others(
@@ -340,5 +411,79 @@ def test_a_key_is_a_declared_column(path: Path):
 def test_errors_of_the_library_name_the_table(tmp_path: Path):
     place = tmp_path / "file"
     place.write_text("")
-    with pytest.raises(Unavailable, match=f"table {place}/table: .* Not a directory|NotADir"):
-        opened(place / "table").create(START)
+    table = opened(place / "table")
+    table.create(START)
+    with pytest.raises(BadRequest, match=f"table {place}/table: .* Not a directory|NotADir"):
+        table.finish()
+
+
+class Store(BaseHTTPRequestHandler):
+    """Answers each request to an object store alike."""
+
+    status, code = 200, ""
+
+    def do_GET(self) -> None:
+        body = f"<Error><Code>{self.code}</Code><Message>Some text.</Message></Error>".encode()
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "message"),
+    [
+        (403, "AccessDenied", BadConfig, "answers 403 Forbidden (AccessDenied: Some text.). Hint:"),
+        (400, "ExpiredToken", BadConfig, "Hint: check the credentials in the environment"),
+        (404, "NoSuchBucket", BadConfig, "the bucket does not exist. Hint: create it"),
+        (301, "PermanentRedirect", BadConfig, "another region. Hint: set AWS_REGION"),
+        (501, "NotImplemented", BadRequest, "(NotImplemented: Some text.). Hint: the obj"),
+        (503, "SlowDown", Unavailable, "answers 503 Service Unavailable (SlowDown: Some text.)"),
+        (None, "", Unavailable, "error sending request"),
+    ],
+)
+def test_errors_of_an_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    code: str,
+    error: type[Exception],
+    message: str,
+):
+    handler = type("Answer", (Store,), {"status": status, "code": code})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        port = server.server_address[1] if status else 1
+        names = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+        names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        for name, value in names.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        with pytest.raises(error, match=re.escape(message)) as found:
+            FollowedDeltaTable("s3://bucket/table", SCHEMA, ["Id"]).marks(START)
+        server.shutdown()
+    assert str(found.value).startswith("table s3://bucket/table: ")
+    assert "\n" not in str(found.value)
+    assert "\x1b" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "hint"),
+    [
+        ("Error performing PUT http://169.254.169.254/latest/api/token", BadConfig, "AWS_ACCESS_"),
+        (
+            "Unable to open file /x [31m↳[0m Permission denied (os error 13)",
+            BadConfig,
+            "permission",
+        ),
+        ("URL scheme is not allowed", BadConfig, "AWS_ALLOW_HTTP"),
+        ("Unknown scheme: foo. Known schemes: s3", BadConfig, "a directory, or a URL"),
+        ("something new", BadRequest, ""),
+    ],
+)
+def test_other_errors_of_the_library(text: str, error: type[Exception], hint: str):
+    found = error_of("t", OSError(text))
+    assert type(found) is error
+    assert hint in str(found).partition(" Hint: ")[2]

@@ -17,7 +17,7 @@ from waltz_core.errors import (
     Unavailable,
 )
 from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
 
 KEY = "00112233445566778899aabbccddeeff"
 NAME = TableMarks("f", KEY, {})
@@ -251,11 +251,29 @@ def test_a_restore_after_the_last_commit_is_an_error(is_running):
         if is_running and step == "apply":
             table.commit("RESTORE", {})
 
-    with pytest.raises(BadFormat, match=r"version 2 of the table is a RESTORE .* Hint: pass anoth"):
+    with pytest.raises(BadFormat, match=r"version 2 of the table is a RESTORE .* Hint: build the"):
         follower(log, OpenTable(table, restore)).run({0: 2})
     again = TableMarks("again", KEY, {0: -1})
     follower(log, table, again).run({0: 2})
     assert table[-1].rows == {"a": 1, "b": 2, "c": 3}
+
+
+@pytest.mark.parametrize(
+    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore"]
+)
+def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
+    log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
+    follower(log, table).run({0: 0})
+    table.commit(operation, {})
+    with pytest.raises(BadFormat, match=f"is a {operation.upper()} after the last commit"):
+        follower(log, table).run({0: 1})
+    assert table[-1].operation == operation
+
+
+def test_a_table_is_finished_at_the_end_also_without_transactions():
+    steps: list[str] = []
+    follower(LogInMemory([]), OpenTable(StoredVersions(), steps.append)).run({0: -1})
+    assert steps[-1] == "finish"
 
 
 def test_other_commits_are_reported_once(caplog):
@@ -315,6 +333,26 @@ def test_a_table_of_another_cluster_is_not_continued():
     other = TableMarks("f", KEY[::-1], {})
     with pytest.raises(ClusterKeyMismatch):
         follower(log, table, other).run({0: 0})
+
+
+def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    name = NAME._replace(rules=StoredRules(("id",)))
+    other = NAME._replace(rules=StoredRules(("other",)))
+    follower(log, table, name).run({0: 0})
+    assert decode(table[-1].metadata).rules == name.rules
+    versions = list(table)
+    with pytest.raises(BadConfig, match=r"key: expected id, as in .* found other"):
+        follower(log, table, other).run({0: 1})
+    assert table == versions
+
+    def create(step: str) -> None:
+        if step == "create":
+            follower(log, second, other).run({0: 0})
+
+    second = StoredVersions()
+    with pytest.raises(BadConfig, match=r"key: expected other, as in .* found id"):
+        follower(log, OpenTable(second, create), name).run({0: 1})
 
 
 def test_lost_marks_must_be_passed():

@@ -18,11 +18,11 @@ from pyarrow import fs as arrow_fs
 
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.follower import Follower
+from waltz_core.tables.follower import Follower, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduced
-from waltz_core.tables.table_marks import LogState, TableMarks, decode
+from waltz_core.tables.table_marks import LogState, TableMarks, decode, encode
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1})
@@ -314,7 +314,9 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
     )
     with pytest.raises(BadRequest, match="partition 0, transaction 1: a Parquet table only gains"):
         table.apply(changes, START)
-    assert content(str(tmp_path)) == []
+    assert list(tmp_path.glob("batch=*")) == [], "a first batch that fails leaves no table"
+    table.finish()
+    assert complete(str(tmp_path)) == {0: []}
 
 
 def test_a_column_has_no_reserved_name(tmp_path: Path):
@@ -327,6 +329,11 @@ def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
     (tmp_path / "other.csv").touch()
     with pytest.raises(BadConfig, match=r"expected an empty directory .*, found other\.csv"):
         opened(str(tmp_path)).create(START)
-    follow(str(tmp_path / "table"), LOG)
+    first, second = opened(str(tmp_path / "table")), opened(str(tmp_path / "table"))
+    for each in (first, second):
+        each.create(START)
+        assert each.marks(START) == TableState(encode(START), 0, (), has_rows=False)
+    first.finish()
     with pytest.raises(Superseded, match="another program has written batch=0"):
-        opened(str(tmp_path / "table")).create(START)
+        second.finish()
+    assert second.marks(START).has_rows

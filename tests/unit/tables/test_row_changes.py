@@ -19,6 +19,7 @@ from waltz_core.tables.row_changes import (
     reduced,
     rows_after,
 )
+from waltz_core.tables.table_marks import StoredRules
 
 
 def log(*rows: tuple, partition: int = 0) -> pa.Table:
@@ -66,6 +67,23 @@ def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
 )
 def test_a_condition_compares_a_column_with_a_literal(text, found):
     assert parse_condition(text) == found
+    assert str(parse_condition(str(found))) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("closed", "closed = true"),
+        (" `closed`=TRUE", "closed = true"),
+        ("op<>'it''s'", "op != 'it''s'"),
+        ("`the op` > +1.50", "`the op` > 1.5"),
+        ("amount<100", "amount < 100"),
+    ],
+)
+def test_a_table_stores_all_forms_of_its_rules_alike(text, shown):
+    rules = ChangeRules(["b", "a"], [9, 1, 9], parse_condition(text))
+    assert rules.stored([2, 1, 9, 1]) == StoredRules(("a", "b"), (1, 2, 9), (1, 9), shown)
+    assert rules.stored(None).headers is None
 
 
 @pytest.mark.parametrize(

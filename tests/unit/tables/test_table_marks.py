@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.errors import BadFormat, ClusterKeyMismatch, DataLoss
+from waltz_core.errors import BadConfig, BadFormat, ClusterKeyMismatch, DataLoss
 from waltz_core.tables.table_marks import (
     LogState,
+    StoredRules,
     TableMarks,
     continued,
     decode,
@@ -22,22 +23,31 @@ MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
 
 
 def metadata(**parts: object) -> str:
-    body = {"follower": "f", "cluster": KEY, "marks": {"0": 41}} | parts
+    body = {"follower": "f", "cluster": KEY, "marks": {"0": 41}, "rules": {}} | parts
     return json.dumps({"waltz": body})
 
 
 @given(
     st.text(st.characters(codec="utf-8"), min_size=1),
     st.dictionaries(st.integers(0, 2**31 - 1), st.integers(-1, 2**63 - 1)),
+    st.builds(
+        StoredRules,
+        st.lists(st.text(st.characters(codec="utf-8"))).map(tuple),
+        st.none() | st.lists(st.integers(-1, 2**31)).map(tuple),
+        st.lists(st.integers(-1, 2**31)).map(tuple),
+        st.none() | st.text(st.characters(codec="utf-8")),
+    ),
 )
-def test_marks_survive_a_commit(follower, marks):
-    table = TableMarks(follower, KEY, marks)
+def test_marks_and_rules_survive_a_commit(follower, marks, rules):
+    table = TableMarks(follower, KEY, marks, rules)
     assert decode(encode(table)) == table
 
 
 def test_the_form_of_marks_is_stable():
-    body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}}}}'
-    assert encode(TableMarks("f", KEY, {10: -1, 0: 41})) == f'{{"waltz":{body}}}'
+    rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1"}'
+    body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}},"rules":{rules}}}'
+    found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1"))
+    assert encode(found) == f'{{"waltz":{body}}}'
 
 
 @pytest.mark.parametrize("text", [None, "", "null", "nightly load", "[1]", '{"job": 7}', "NaN"])
@@ -64,6 +74,11 @@ def test_metadata_of_another_program_has_no_marks(text):
         metadata(marks={"00": 41}),
         metadata(marks={"-1": 41}),
         metadata(marks={"2147483648": 41}),
+        metadata(rules=[]),
+        metadata(rules={"keys": ["id"]}),
+        metadata(rules={"key": [["id"]]}),
+        metadata(rules={"headers": [1.0]}),
+        metadata(rules={"delete_where": {}}),
     ],
 )
 def test_marks_in_another_form_are_an_error(text):
@@ -96,6 +111,33 @@ def test_a_table_of_another_cluster_or_follower_is_not_continued():
         continued(metadata(), 42, TableMarks("f", KEY[::-1], {}))
     with pytest.raises(BadFormat, match=r"follower 'g': expected .* of follower 'f'"):
         continued(metadata(), 42, TableMarks("g", KEY, {}))
+
+
+RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (RULES._replace(key=("a",)), r"key: expected a, b, as in .*, found a\. Hint: "),
+        (RULES._replace(headers=()), "headers: expected 1, 9, as in .*, found none"),
+        (RULES._replace(delete_headers=(1, 9)), "delete_headers: expected 9, .* found 1, 9"),
+        (RULES._replace(delete_where=None), "delete_where: expected c = 1, as .* found none"),
+    ],
+)
+def test_a_table_keeps_its_rules(given, message):
+    table = TableMarks("f", KEY, {0: 41}, RULES)
+    assert continued(encode(table), 42, table._replace(marks={})) == table
+    with pytest.raises(BadConfig, match=message):
+        continued(encode(table), 42, table._replace(rules=given))
+
+
+@pytest.mark.parametrize("headers", [None, (1, 9)])
+def test_headers_that_a_query_selects_are_compared_with_nothing(headers):
+    stored = TableMarks("f", KEY, {0: 41}, RULES._replace(headers=headers))
+    other = (1, 9) if headers is None else None
+    given = stored._replace(rules=RULES._replace(headers=other))
+    assert continued(encode(stored), 42, given).rules == RULES
 
 
 def test_a_log_that_ends_before_the_table_has_lost_data():

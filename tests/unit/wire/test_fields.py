@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import LineageEntry, Record, ReqId
-from waltz_core.wire.fields import FIXED, VARIABLE, Out
+from waltz_core.wire.fields import FIXED, VARIABLE, FieldWriter
 from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, FieldKind
 
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -53,7 +53,7 @@ LAYOUTS = [
 
 
 def put(kind, value):
-    out = Out()
+    out = FieldWriter()
     VARIABLE[kind][0](value, out)
     return b"".join(out.finish())
 
@@ -132,7 +132,7 @@ def test_packed_numbers_are_not_copied_and_have_whole_items():
 
 
 def test_large_bytes_are_kept_apart_and_small_ones_joined():
-    out = Out()
+    out = FieldWriter()
     large = bytes(5000)
     out.put_bytes(b"a")
     out.put_bytes(large)
@@ -141,7 +141,7 @@ def test_large_bytes_are_kept_apart_and_small_ones_joined():
     buffers = out.finish()
     assert buffers == [b"a", large, b"bc"]
     assert buffers[1] is large
-    assert Out().finish() == [b""]
+    assert FieldWriter().finish() == [b""]
 
 
 def test_an_id_of_another_length_than_16_bytes_is_rejected():

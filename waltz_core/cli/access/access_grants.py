@@ -14,7 +14,7 @@ from waltz_core.cli.access.access_run import (
     new_client_key,
 )
 from waltz_core.cli.verbs import verb
-from waltz_core.cluster.change.changes import parse_partitions
+from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
 

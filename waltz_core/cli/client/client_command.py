@@ -24,7 +24,7 @@ from waltz_core.client import (
     lock,
 )
 from waltz_core.client.model.callbacks import policy_of
-from waltz_core.cluster.change.changes import parse_partitions
+from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.errors import BadConfig, BeforeLogStart, WaltzError
 from waltz_core.records.record import TransactionId
 

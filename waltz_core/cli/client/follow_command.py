@@ -164,7 +164,9 @@ def follow(chosen: FollowCommand) -> int:
         follower: Follower[ArrowTable] = Follower(
             log,
             table,
-            TableMarks(chosen.follower, client.cluster().key.hex(), given),
+            TableMarks(
+                chosen.follower, client.cluster().key.hex(), given, rules.stored(chosen.headers)
+            ),
             batch_transactions=chosen.batch_transactions,
             on_progress=lambda done, total: line.show(done, total, "transactions applied"),
         )

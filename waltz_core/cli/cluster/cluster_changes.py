@@ -1,6 +1,6 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
-Each verb determines the wanted placement; `cluster/change/changes.py` plans the steps,
+Each verb determines the wanted placement; `cluster/change/replica_steps.py` plans the steps,
 `cli/changing.py` runs them.
 """
 
@@ -16,8 +16,8 @@ from waltz_core.cli.output import ranges_of
 from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import admin_connection
-from waltz_core.cluster.change import changes as placements
-from waltz_core.cluster.change.changes import Placement, Plan
+from waltz_core.cluster.change import replica_steps as placements
+from waltz_core.cluster.change.replica_steps import Placement, Plan
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError

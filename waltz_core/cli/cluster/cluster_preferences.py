@@ -8,7 +8,7 @@ from waltz_core.cli.changing import Command, Result, changes, connected
 from waltz_core.cli.output import print_json, print_table, time_text
 from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb
-from waltz_core.cluster.change.changes import parse_partitions
+from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.record import PartitionId

@@ -32,9 +32,9 @@ from waltz_core.cli.storage.owner_requests import (
 )
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
+from waltz_core.cluster.change.replica_steps import Plan, filled
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.znodes.model import (
@@ -438,7 +438,7 @@ async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: A
 rebuild_metadata.details = (
     "The storages do not record whether the cluster had permissions. If it had, restore them "
     "with --access-file. Otherwise the cluster has no permissions, and daemons with access "
-    "control wait for `access import`."
+    "control reject all requests until `access import` has restored them."
 )
 
 

@@ -13,7 +13,7 @@ from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
-from waltz_core.cluster.change import changes
+from waltz_core.cluster.change import replica_steps
 from waltz_core.ops.checks import CHECKS, check, failed_checks
 
 # Timeout of an answer.
@@ -36,7 +36,7 @@ async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: 
 
     async with connected(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
-        chosen = changes.parse_partitions(partitions, count)
+        chosen = replica_steps.parse_partitions(partitions, count)
         with ProgressLine() as line:
             facts = await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
     found = check(facts, chosen)

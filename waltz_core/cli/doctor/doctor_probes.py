@@ -21,7 +21,7 @@ from waltz_core.cli import own_transport
 from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
-from waltz_core.cluster.change import changes
+from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
 from waltz_core.cluster.membership.reachability import ReachReport
@@ -292,7 +292,7 @@ class _Registry:
         self.reports = reports
         self.storage_ids, self.partitions = storage_ids, partitions
         self.count = view.params.partition_count
-        self.assigned = changes.placement_of(layout.assignment, self.count)
+        self.assigned = replica_steps.placement_of(layout.assignment, self.count)
 
     @staticmethod
     async def read(coordinator: Coordinator) -> "_Registry":

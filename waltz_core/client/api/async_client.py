@@ -308,8 +308,8 @@ class AsyncWaltzClient(OpenedByConnect):
     def _assignment_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         for partition_id, owner in owners.items():
             if (partition := self._partitions.get(partition_id)) is not None:
-                partition.moved(owner.generation)
-        self.requests.moved(owners)
+                partition.generation_changed(owner.generation)
+        self.requests.owners_changed(owners)
 
     # --- the cluster
 

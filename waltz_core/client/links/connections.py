@@ -18,7 +18,7 @@ Rules:
        server's version.
     6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and another
        server may own its partitions long before the waiting caller times out. Each silence is
-       logged once (`silence.py`).
+       logged once (`silent_servers.py`).
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from ssl import SSLContext
 from typing import NamedTuple, cast
 
 from waltz_core import errors
-from waltz_core.client.links import silence
+from waltz_core.client.links import silent_servers
 from waltz_core.client.links.legacy_server import LegacyServer
 from waltz_core.client.links.pending_requests import AnswerT, PendingRequests
-from waltz_core.client.links.silence import SilenceWatch, SilentServers
+from waltz_core.client.links.silent_servers import SilenceWatch, SilentServers
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
@@ -291,7 +291,8 @@ class ServerLinks:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
-            silence.SILENT_S, lambda: self._silences.detected(address, _DIAL, since_s=began_s)
+            silent_servers.SILENT_S,
+            lambda: self._silences.detected(address, _DIAL, since_s=began_s),
         )
 
     async def dial_unshared(self, address: str) -> net.Link:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.links.outage import Outage
+from waltz_core.client.links.outage_log import OutageLog
 from waltz_core.client.read.data_cache import DataCache
 from waltz_core.client.read.feed_delivery import Applier, Consumer
 from waltz_core.client.read.ranges import RangeQuery
@@ -55,7 +55,7 @@ class CatchUp:
         self._header_values = recipient.header_values
         self._data = data
         self._applier = Applier(partition.partition_id, recipient.consumer, self._applied)
-        self._outage = Outage(partition.partition_id, "range")
+        self._outage = OutageLog(partition.partition_id, "range")
         partition.applier = self._applier
         partition.fetch = self._fetch_all
 

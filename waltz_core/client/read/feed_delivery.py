@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.links.outage import Outage
+from waltz_core.client.links.outage_log import OutageLog
 from waltz_core.client.model.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
 from waltz_core.client.model.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.records import raw_records
@@ -190,7 +190,7 @@ class Applier:
         self._applied: TransactionId | None = None
         self._advanced_s = 0.0
         self._waiting: dict[asyncio.Future[None], TransactionId] = {}
-        self._outage = Outage(partition_id, "data")
+        self._outage = OutageLog(partition_id, "data")
         self.stopped: Exception | None = None
         self.is_paused_by_application = False  # paused by the application, which may resume it
 

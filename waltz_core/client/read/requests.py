@@ -97,7 +97,7 @@ class OwnerRequests:
         self._numbers = count(1)
         self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
-    def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
+    def owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         """The assignment has changed (rule 5)."""
         for each in self._waiting.values():
             owner = owners.get(each.partition_id)

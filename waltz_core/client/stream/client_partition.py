@@ -24,8 +24,8 @@ from waltz_core.access.client_ids import NO_PROOF, ClientIdentity
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.links.identities import ClientIdentities
-from waltz_core.client.links.outage import LOG_AFTER_S, Outage
-from waltz_core.client.stream import stream_events, verdicts
+from waltz_core.client.links.outage_log import LOG_AFTER_S, OutageLog
+from waltz_core.client.stream import append_errors, stream_events
 from waltz_core.client.stream.appends import Appends, AppendWindow
 from waltz_core.client.stream.monitor import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
@@ -106,7 +106,7 @@ class ClientPartition:
         # Fetches the feed after one mark up to about another, then calls `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
-        self._outage = Outage(partition_id, "server", log_after_s=LOG_AFTER_S)
+        self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
         # A cancelled caller removes its future: nothing else may happen for a long time.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
@@ -197,7 +197,7 @@ class ClientPartition:
             async with asyncio.timeout(timeout_ms / 1000):
                 await future
         except TimeoutError as error:
-            raise verdicts.timed_out(
+            raise append_errors.timed_out(
                 f"the client could not mount partition {self.partition_id} within "
                 f"{timeout_ms} ms: {self.stream.failure}",
                 self.stream.pause_ms(loop_clock_ms()),
@@ -238,7 +238,7 @@ class ClientPartition:
         if self.stream.has_feed:
             self._driver.post(stream_events.Applied(mark))
 
-    def moved(self, generation: Generation) -> None:
+    def generation_changed(self, generation: Generation) -> None:
         """The assignment has changed for this partition."""
         self._driver.post(stream_events.GenerationChanged(generation))
 

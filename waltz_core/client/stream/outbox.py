@@ -13,7 +13,7 @@ Rules:
 from collections import deque
 
 from waltz_core import errors
-from waltz_core.client.stream import verdicts
+from waltz_core.client.stream import append_errors
 from waltz_core.client.stream.monitor import BatchOutcome, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
@@ -80,7 +80,7 @@ class Outbox:
         self, submission: Submission, outcome: BatchOutcome
     ) -> list[tuple[int, BatchOutcome]]:
         """Remove the submissions that must not overtake a lost one; return their outcomes."""
-        if not verdicts.is_order_lost(submission, outcome):
+        if not append_errors.is_order_lost(submission, outcome):
             return []
         outcomes: list[tuple[int, BatchOutcome]] = []
         for _ in range(len(self._waiting)):

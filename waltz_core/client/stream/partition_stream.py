@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
 from waltz_core.access.client_ids import NO_PROOF
-from waltz_core.client.stream import stream_events, verdicts
+from waltz_core.client.stream import append_errors, stream_events
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.client.stream.monitor import (
@@ -470,7 +470,7 @@ class PartitionStream:
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
-            if verdicts.is_mount_retriable(error):
+            if append_errors.is_mount_retriable(error):
                 self._leave(str(error), now_ms, out)
             elif isinstance(error, errors.ClientIdDenied) and not self._is_id_denied:
                 self._id_denied(error, now_ms, out)
@@ -545,7 +545,7 @@ class PartitionStream:
     def _append_error(
         self, pending: Pending, error: errors.WaltzError, now_ms: int, out: list[Effect]
     ) -> None:
-        reason = verdicts.reason_of(error)
+        reason = append_errors.reason_of(error)
         if reason is not None:
             self._monitor.remove(pending)
             outcome = BatchOutcome.uniform(
@@ -580,7 +580,7 @@ class PartitionStream:
         self._settle_submission(pending.submission, outcome, out)
         if self.phase is not Phase.READY:
             return
-        reason = verdicts.remount_reason(outcome)
+        reason = append_errors.remount_reason(outcome)
         if reason is not None:
             remounts_for = f"the server rejected an append: {reason.name}"
         if remounts_for is not None and pending.mount == self._mount:
@@ -618,7 +618,7 @@ class PartitionStream:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             pause_ms = self.pause_ms(now_ms)
-            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure, pause_ms)
+            error = append_errors.not_sent(self._partition_id, timeout_ms, self.failure, pause_ms)
             out.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
@@ -629,7 +629,7 @@ class PartitionStream:
         if outcome is not None:
             out.append(SubmissionSettled(pending.submission.token, outcome))
         else:
-            error = verdicts.unknown(pending, when, self.failure)
+            error = append_errors.unknown(pending, when, self.failure)
             out.append(SubmissionRejected(pending.submission.token, error))
 
     # --- client IDs

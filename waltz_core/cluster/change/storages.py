@@ -5,8 +5,8 @@ may be taken only when the cluster has completed the previous one.
 
 Rules:
     1. Assignment, groups and admin ports are read as one and change in one write.
-    2. `changes.py` decides the next step from the current state of ZooKeeper; after each write
-       everything is read again.
+    2. `replica_steps.py` decides the next step from the current state of ZooKeeper; after each
+       write everything is read again.
     3. The number of partitions that change at a time is limited, so that their copies do not
        displace appends.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from waltz_core import errors
-from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, PlanWait
+from waltz_core.cluster.change import replica_steps
+from waltz_core.cluster.change.replica_steps import Change, PartitionReplicas, Plan, PlanWait
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import Delete, Set, Signal
@@ -224,7 +224,8 @@ class Storages:
                 assignment, open_ends[:CONCURRENT_PARTITIONS_MAX], signal
             )
             steps = {
-                each: changes.next_step(each, replicas, plan) for each, replicas in now.items()
+                each: replica_steps.next_step(each, replicas, plan)
+                for each, replicas in now.items()
             }
             for partition_id in [each for each, step in steps.items() if step is None]:
                 open_ends.remove(partition_id)
@@ -239,7 +240,9 @@ class Storages:
                 return
 
     async def _write(self, todo: tuple[Change, ...]) -> None:
-        await self.change(lambda old: replace(old, assignment=changes.apply(todo, old.assignment)))
+        await self.change(
+            lambda old: replace(old, assignment=replica_steps.apply(todo, old.assignment))
+        )
 
     async def _read(self) -> tuple[StorageLayout, list[Set]]:
         """Read the layout, and the writes that would keep it unchanged."""

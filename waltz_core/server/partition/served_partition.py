@@ -445,7 +445,7 @@ class Partition:
                 case replication.CheckpointDue():
                     self._is_much_archived = True
                     self._consider_checkpoint()
-                case replication.MarkProved() | replication.MarkUnproved():
+                case replication.MarkProved() | replication.MarkProofFailed():
                     self._proof_ended(effect)
                 case replication.Released():
                     self._stop_serving(effect.reason)
@@ -554,7 +554,7 @@ class Partition:
             Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
-    def _proof_ended(self, event: replication.MarkProved | replication.MarkUnproved) -> None:
+    def _proof_ended(self, event: replication.MarkProved | replication.MarkProofFailed) -> None:
         if isinstance(event, replication.MarkProved):
             requests, proofs = self._proofs.proved(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark

@@ -3,8 +3,9 @@
 `server_daemon.py` is the process. `host.py` runs the state machine of one partition, `clients.py`
 has the connections of clients, and `storage_links.py` those to storages. `neighbors.py` and
 `balancing.py` observe other servers, `preferences.py` decides which partitions this server prefers,
-`openings.py` limits how many are opened at a time, and `flow.py` limits what clients may send.
-`id_queue.py` issues client IDs, and `registry_requests.py` changes the registry of exactly-once
-writes for clients. `append_times.py` measures the latency of storages, and `load.py` the cost of a
-partition. `in_process.py` and `log_in_memory.py` are a server without storages, for `MemoryWaltz`.
+`session_open_limit.py` limits how many are opened at a time, and `flow.py` limits what clients may
+send. `id_queue.py` issues client IDs, and `registry_requests.py` changes the registry of
+exactly-once writes for clients. `append_times.py` measures the latency of storages, and `load.py`
+the cost of a partition. `in_process.py` and `log_in_memory.py` are a server without storages, for
+`MemoryWaltz`.
 """

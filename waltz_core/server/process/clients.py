@@ -114,7 +114,7 @@ _TO_A_PARTITION = (
 )
 
 
-class Served(Protocol):
+class PartitionHost(Protocol):
     """One partition: a `host.Host`, or a log in memory."""
 
     @property
@@ -144,7 +144,7 @@ class Backend(Protocol):
     """The server process as its clients use it."""
 
     @property
-    def hosts(self) -> Mapping[PartitionId, Served]:
+    def hosts(self) -> Mapping[PartitionId, PartitionHost]:
         """The partitions that are served here."""
 
     @property
@@ -174,7 +174,7 @@ class Backend(Protocol):
 class _Client:
     link: Link
     legacy_client: LegacyClientAdapter | None
-    hosts: dict[PartitionId, Served] = field(default_factory=dict)  # that have its requests
+    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # that have its requests
     is_feed_paused: bool = False  # its partitions send no feed (rule 3)
     is_read: bool = True
     # Small answers of one turn of the loop are sent together: a system call for each would cost
@@ -235,7 +235,7 @@ class Clients:
             lambda: self._drained(connection),
         )
 
-    def forget_partition(self, host: Served) -> None:
+    def forget_partition(self, host: PartitionHost) -> None:
         """Remove a partition that is not served here any more."""
         for client in self._clients.values():
             if client.hosts.get(host.partition_id) is host:
@@ -365,15 +365,10 @@ class Clients:
     def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
         if client.link.pauses_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
-            self._loop.call_soon(self._post_congested, connection)
+            # Now: a partition may take a turn of its feeds before the loop's next turn.
+            for host in list(client.hosts.values()):
+                host.post(Congested(connection))
         self._note_backlog(connection, client)  # last: flow must know about the congestion, too
-
-    def _post_congested(self, connection: ConnectionId) -> None:
-        client = self._clients.get(connection)
-        if client is None or not client.is_feed_paused:
-            return
-        for host in list(client.hosts.values()):
-            host.post(Congested(connection))
 
     def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
         self._flow.backlog(

@@ -8,8 +8,8 @@ Rules:
        more. Clients get the outcomes of their appends from the next owner.
     3. A partition that was released is owned again after a pause, if it is still assigned. If it
        was released because there was no quorum, it is first offered to another server, if possible.
-    4. A session begins only with a turn (`openings.py`), which ends when the session is open or
-       abandoned.
+    4. A session begins only with a permit (`session_open_limit.py`), which ends when the session is
+       open or abandoned.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.append_times import AppendTimes
 from waltz_core.server.process.load import cost_of
-from waltz_core.server.process.openings import Openings, Turn
+from waltz_core.server.process.session_open_limit import OpenPermit, SessionOpenLimit
 from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, Tasks
 from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
@@ -99,7 +99,7 @@ class ServerServices:
     coordinator: Coordinator
     tasks: Tasks
     read_links: ReadLinks
-    openings: Openings
+    open_limit: SessionOpenLimit
     append_times: AppendTimes
     metrics: Metrics
     refresh_storage_ids: Callable[[], Awaitable[None]]
@@ -134,7 +134,7 @@ class Host:
             ssl=services.ssl,
         )
         self._published = _PublishedCounters()
-        self._turn: Turn | None = None
+        self._permit: OpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
@@ -185,7 +185,7 @@ class Host:
         """Another server owns the partition: answer waiting requests, and stop."""
         self.post(replication.ReleaseOwnership())
         self._driver.stop()
-        self._end_turn()
+        self._release_permit()
         self._links.close_all()
         self._services.metrics.forget(partition=self.partition_id)
 
@@ -242,11 +242,11 @@ class Host:
 
     async def _read_metadata(self, effect: replication.ReadMetadata) -> None:
         coordinator = self._services.coordinator
-        turn = await self._services.openings.turn()
-        self._end_turn()
-        self._turn = turn
+        permit = await self._services.open_limit.acquire()
+        self._release_permit()
+        self._permit = permit
         if self._driver.is_stopped:
-            self._end_turn()
+            self._release_permit()
             return
         try:
             await self._services.refresh_storage_ids()
@@ -302,14 +302,14 @@ class Host:
         _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
         self._services.metrics.report(report)
         if report.name in _OPENING_ENDED:
-            self._end_turn()
+            self._release_permit()
         if report.name == "replica.rejected":
             self._services.tasks.create_task(self._learn_storage_ids())
 
-    def _end_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.end()
-            self._turn = None
+    def _release_permit(self) -> None:
+        if self._permit is not None:
+            self._permit.release()
+            self._permit = None
 
     async def _learn_storage_ids(self) -> None:
         """Read the storage IDs again: a storage may have been replaced since the session began."""

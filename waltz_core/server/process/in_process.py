@@ -210,7 +210,7 @@ class MemoryServer:
 
 
 class MemoryHost:
-    """One partition (`clients.Served`), and the faults of its messages."""
+    """One partition (`clients.PartitionHost`), and the faults of its messages."""
 
     def __init__(self, partition_id: PartitionId, server: MemoryServer) -> None:
         self.partition_id = partition_id

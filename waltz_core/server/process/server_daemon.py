@@ -30,8 +30,8 @@ from waltz_core.cluster.membership.applied import server_name
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.znodes.sharing import SharedRequest
+from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
-from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -56,9 +56,9 @@ from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
 from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.neighbors import Neighbors
-from waltz_core.server.process.openings import Openings
 from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.registry_requests import RegistryRequests
+from waltz_core.server.process.session_open_limit import SessionOpenLimit
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net, tls
@@ -157,7 +157,7 @@ class Server:
         self._ssl = tls.dialing(config, config.connect)
         self._port_ssl: tls.ListenContext | None = None
         self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
-        self._openings = Openings()
+        self._open_limit = SessionOpenLimit()
         self._append_times = AppendTimes()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
@@ -364,7 +364,7 @@ class Server:
             coordinator=self._coordinator,
             tasks=self._tasks,
             read_links=self._read_links,
-            openings=self._openings,
+            open_limit=self._open_limit,
             append_times=self._append_times,
             metrics=self.metrics,
             refresh_storage_ids=self._storage_id_reads.answered,

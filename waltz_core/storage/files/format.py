@@ -465,19 +465,19 @@ class Promise(NamedTuple):
     nonce: bytes = NO_NONCE
 
     @classmethod
-    def without_owner(cls, seen: SessionId) -> Self:
+    def after_loss(cls, seen: SessionId) -> Self:
         """Return the promise of a replica that lost its own and has seen this session."""
         return cls(SessionId(seen + 1), _LOST_NONCE)
 
     @property
-    def has_no_owner(self) -> bool:
+    def is_after_loss(self) -> bool:
         """Whether the promise was lost and no session has prepared the replica since."""
         return self.nonce == _LOST_NONCE
 
     @property
     def seen(self) -> SessionId:
         """The latest session that this replica has seen."""
-        return SessionId(self.session_id - 1) if self.has_no_owner else self.session_id
+        return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
     def at_least(self, session_id: SessionId) -> "Promise":
         """Return this promise, or one to a later session whose nonce is not known."""

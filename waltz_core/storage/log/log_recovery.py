@@ -199,7 +199,7 @@ def _taken_over(slot: Slot, info: PartitionInfo) -> Slot:
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
     """Return a slot that rejects all sessions up to one above what was seen (rule 5)."""
-    return slot.with_promise(Promise.without_owner(max(slot.promise.seen, seen)))
+    return slot.with_promise(Promise.after_loss(max(slot.promise.seen, seen)))
 
 
 def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -635,7 +635,7 @@ class _Opening:
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None
             slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
-        if slot.promise.has_no_owner and end is not None:
+        if slot.promise.is_after_loss and end is not None:
             slot = _without_promise(slot, end.session_id)
         return replace(
             slot,

@@ -52,7 +52,7 @@ _WIPE = WIPE.struct
 WIPE_BYTES: Final = WIPE.size_bytes
 
 
-class Wipe(NamedTuple):
+class WipeIntent(NamedTuple):
     """A partition's files are removed; if `is_held`, it starts again, empty, with its promise."""
 
     partition_id: PartitionId
@@ -65,17 +65,17 @@ class Wipe(NamedTuple):
         return with_crc(_WIPE.pack(VERSION, *self))
 
     @staticmethod
-    def decode(data: Bytes) -> "Wipe":
+    def decode(data: Bytes) -> "WipeIntent":
         """Decode 40 bytes; raise on another version, a wrong CRC or impossible values."""
         body = checked_body(data, WIPE_BYTES, "wipe intent")
         version, partition, is_held, promised, nonce = _WIPE.unpack(body)
         check_version(version, "wipe intent")
         if is_held not in {0, 1} or promised < NO_SESSION:
             raise BadFormat(f"wipe intent: impossible flag {is_held} or session {promised}")
-        return Wipe(PartitionId(partition), bool(is_held), SessionId(promised), nonce)
+        return WipeIntent(PartitionId(partition), bool(is_held), SessionId(promised), nonce)
 
 
-def wipe(disk: Disk, directory: Path, control: ControlFile, intent: Wipe) -> None:
+def wipe(disk: Disk, directory: Path, control: ControlFile, intent: WipeIntent) -> None:
     """Remove a partition's files and its state; durable on return.
 
     The files must be closed. Raises NoSpace, with nothing changed, if the intent cannot be
@@ -119,9 +119,9 @@ def finish(disk: Disk, directory: Path, control: ControlFile, partition_id: Part
     disk.sync_directory(directory)
 
 
-def _read(disk: Disk, path: Path) -> Wipe:
+def _read(disk: Disk, path: Path) -> WipeIntent:
     file = disk.open(path)
     try:
-        return Wipe.decode(file.pread(WIPE_BYTES, 0))
+        return WipeIntent.decode(file.pread(WIPE_BYTES, 0))
     finally:
         file.close()

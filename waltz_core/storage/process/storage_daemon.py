@@ -43,8 +43,8 @@ from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, U
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
-from waltz_core.cluster.zookeeper.unreadable import follow_permissions, follow_readable
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report

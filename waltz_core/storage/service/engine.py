@@ -65,7 +65,7 @@ from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log import removal
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.log.removal import WipeIntent
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
@@ -319,7 +319,7 @@ class Engine:
         """
         self._check_held(partition_id)
         if deletes_files:
-            self._wipe(Wipe(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
+            self._wipe(WipeIntent(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
         else:
             self._report_slot(partition_id)
             self._control.forget(partition_id, FLAG_AVAILABLE)
@@ -362,7 +362,7 @@ class Engine:
         self._check_held(partition_id)
         promise = self._promise(partition_id)
         self._wipe(
-            Wipe(partition_id, is_held=True, promised=promise.session_id, nonce=promise.nonce)
+            WipeIntent(partition_id, is_held=True, promised=promise.session_id, nonce=promise.nonce)
         )
         self.failed.pop(partition_id, None)
 
@@ -470,10 +470,10 @@ class Engine:
                 slot, fell_back = slots.slot, slots.fell_back
                 slots.close()
         if fell_back:
-            return Promise.without_owner(max(slot.promised, seen))
+            return Promise.after_loss(max(slot.promised, seen))
         return slot.promise.at_least(seen)
 
-    def _wipe(self, intent: Wipe) -> None:
+    def _wipe(self, intent: WipeIntent) -> None:
         log = self.logs.pop(intent.partition_id, None) or self._lost_logs.get(intent.partition_id)
         if log is not None:
             log.abandon()

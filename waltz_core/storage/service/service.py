@@ -405,7 +405,7 @@ class StorageService:
                 f"partition {message.partition_id}: expected a store session in "
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
-        if promise.has_no_owner and session in (promise.seen, promise.session_id):
+        if promise.is_after_loss and session in (promise.seen, promise.session_id):
             # It may be the owner of the session that this replica has seen, and no rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "

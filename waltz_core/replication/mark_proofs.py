@@ -15,7 +15,7 @@ from waltz_core.records.record import ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.quorum import Tally, VoteResult
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_events import Effect, MarkProved, MarkUnproved
+from waltz_core.replication.session_events import Effect, MarkProofFailed, MarkProved
 from waltz_core.wire import messages
 
 
@@ -28,7 +28,7 @@ class _Proof:
     deadline_ms: int
 
 
-class ProofCollector:
+class MarkProofs:
     """The proofs that are under way in one session; their tokens are the tickets of heartbeats."""
 
     def __init__(
@@ -71,10 +71,10 @@ class ProofCollector:
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:
                 del self._proofs[token]
-                self._outbox.append(MarkUnproved(token))
+                self._outbox.append(MarkProofFailed(token))
 
     def end(self) -> None:
         """The session has ended: answer all proofs as failed."""
         for token in self._proofs:
-            self._outbox.append(MarkUnproved(token))
+            self._outbox.append(MarkProofFailed(token))
         self._proofs.clear()

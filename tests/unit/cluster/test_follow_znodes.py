@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.cluster.zookeeper.unreadable`."""
+"""Unit tests of `waltz_core.cluster.zookeeper.follow_znodes`."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.access.permissions import Permissions
-from waltz_core.cluster.zookeeper import unreadable
+from waltz_core.cluster.zookeeper import follow_znodes
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.tls import ListenContext
 
@@ -17,7 +17,7 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ending would end all servers or storages at once."""
-    monkeypatch.setattr(unreadable, "UNREADABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     rot = (
         errors.BadFormat("/w/s_0: rotten"),
         errors.BadRequest("the change for partitions shrink"),
@@ -36,9 +36,9 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
     async def scenario() -> None:
         with pytest.raises(errors.BadConfig, match="enough"):
-            await unreadable.follow_readable(follow, seen.append)
+            await follow_znodes.follow_readable(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
-            await unreadable.follow_readable(rotten, seen.append)
+            await follow_znodes.follow_readable(rotten, seen.append)
 
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
@@ -73,13 +73,13 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
     port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     port.access = PortAccess("CN=(.+)", is_enforced=False)
     with pytest.raises(errors.Unavailable, match="enough"):
-        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+        asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", each) for each in (4, 4, 5, 5, 5)]
 
 
 def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> None:
     """Also if it has none yet: then it rejects requests."""
-    monkeypatch.setattr(unreadable, "UNREADABLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)
     denied = errors.BadConfig("R/x/access: not permitted")
     known = Permissions(4, "ops", 0, bytes(32))
@@ -87,7 +87,7 @@ def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> N
     port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     port.access = PortAccess("CN=(.+)", is_enforced=True)
     with pytest.raises(errors.Unavailable, match="enough"):
-        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+        asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == [("server-1", 4)] * 2
     assert [each.message for each in caplog.records] == [
         f"access.permissions_unreadable error={each}" for each in (denied, "format 2", denied)
@@ -97,5 +97,5 @@ def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> N
 def test_a_daemon_without_access_control_publishes_nothing() -> None:
     coordinator = _Coordinator(Permissions(4, "ops", 0, bytes(32)))
     for port in (None, ListenContext(ssl.PROTOCOL_TLS_SERVER)):
-        asyncio.run(unreadable.follow_permissions(coordinator, port, "server-1"))
+        asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))
     assert coordinator.published == []

@@ -5,8 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import Change, PartitionReplicas, Plan, PlanWait
+from waltz_core.cluster.change import replica_steps
+from waltz_core.cluster.change.replica_steps import Change, PartitionReplicas, Plan, PlanWait
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
@@ -35,7 +35,7 @@ def plan(wanted, joining=""):
 
 def step(now, wanted, joining=""):
     """Return the replicas after the next step, why it waits, or None."""
-    found = changes.next_step(0, now, plan(wanted, joining))
+    found = replica_steps.next_step(0, now, plan(wanted, joining))
     if isinstance(found, Change):
         assert set(found.before) == set(now.assigned)
         return "".join(sorted(found.after))
@@ -94,19 +94,19 @@ def test_without_metadata_the_next_step_waits_for_no_replica():
 
 def test_a_partition_without_any_replica_is_rejected():
     with pytest.raises(errors.BadRequest, match="partition 0 would be left without a replica"):
-        changes.next_step(0, seen("A"), plan(""))
+        replica_steps.next_step(0, seen("A"), plan(""))
 
 
 def test_a_change_is_not_applied_to_other_replicas():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    moved = changes.apply([Change(0, ("A", "B"), ("B", "C"))], assigned)
+    moved = replica_steps.apply([Change(0, ("A", "B"), ("B", "C"))], assigned)
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
     with pytest.raises(
         errors.CoordinatorConflict, match="has changed partition 0 meanwhile: expected the replicas"
     ):
-        changes.apply([Change(0, ("A",), ("A", "C"))], assigned)
+        replica_steps.apply([Change(0, ("A",), ("A", "C"))], assigned)
     with pytest.raises(errors.BadRequest, match="D is not a storage of this cluster"):
-        changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
+        replica_steps.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
 
 
 def test_a_plan_names_the_joining_storages():
@@ -177,7 +177,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
         owner.restarts(alive)
-        found = changes.next_step(0, owner.now(), made)
+        found = replica_steps.next_step(0, owner.now(), made)
         if found is None and not gone:
             break
         if not isinstance(found, Change):
@@ -186,7 +186,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         added = [each for each in found.after if each not in found.before]
         removed = [each for each in found.before if each not in found.after]
         assert len(added) <= 1 >= len(removed)
-        after = changes.apply([found], assigned)
+        after = replica_steps.apply([found], assigned)
         check_replica_change(assigned, after, 1)
         in_sync = owner.in_sync & set(found.after)
         if len(found.before) > 1 or removed:
@@ -209,24 +209,27 @@ GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 
 def test_the_replicas_of_a_storage_move_to_groups_without_one():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
-    assert changes.without_storage(now, GROUPS, "A") == {0: ("B", "C", "D"), 1: ("B", "C", "D")}
+    assert replica_steps.without_storage(now, GROUPS, "A") == {
+        0: ("B", "C", "D"),
+        1: ("B", "C", "D"),
+    }
     with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0. Hint: add a"):
-        changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
+        replica_steps.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
 def test_an_interrupted_removal_of_a_storage_continues():
     now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
-    found = changes.without_storage(now, GROUPS, "A")
+    found = replica_steps.without_storage(now, GROUPS, "A")
     assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
 
 
 def test_a_storage_takes_over_from_another():
     now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "B")}
-    assert changes.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
-    assert changes.replaced(now, "A", "D", [1, 2]) == {2: ("D", "B")}
+    assert replica_steps.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
+    assert replica_steps.replaced(now, "A", "D", [1, 2]) == {2: ("D", "B")}
     # The rest of an interrupted move removes only the old replica.
     begun = now | {0: ("A", "B", "D")}
-    assert changes.replaced(begun, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
+    assert replica_steps.replaced(begun, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
 
 
 def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
@@ -236,14 +239,14 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
         match=r"storage D already has a replica of partition 0.* left "
         r"with 2 replicas instead of the usual 3",
     ):
-        changes.replaced(now, "A", "D", now)
-    assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
+        replica_steps.replaced(now, "A", "D", now)
+    assert replica_steps.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
 
 
 def test_a_restored_storage_is_added_where_replicas_are_missing():
     now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
-    assert changes.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
-    assert changes.restored({0: ("A", "B")}, "C") == {}
+    assert replica_steps.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
+    assert replica_steps.restored({0: ("A", "B")}, "C") == {}
 
 
 @st.composite
@@ -260,35 +263,35 @@ def test_spreading_is_even_and_over_groups(placed, count):
     groups, now = placed
     if count is not None and count > len(groups):
         with pytest.raises(errors.BadRequest, match="the number of groups of storages, found"):
-            changes.spread(now, groups, count)
+            replica_steps.spread(now, groups, count)
         return
-    wanted = changes.spread(now, groups, count)
+    wanted = replica_steps.spread(now, groups, count)
     usual = count or len(set(groups.values()))
     for number, replicas in wanted.items():
         assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
         assert set(replicas) <= set(groups)
-    assert changes.sharing_groups(wanted, groups) == []
-    assert changes.spread(wanted, groups, count) == wanted, "what is even is left alone"
+    assert replica_steps.sharing_groups(wanted, groups) == []
+    assert replica_steps.spread(wanted, groups, count) == wanted, "what is even is left alone"
 
 
 @given(st.integers(1, 5), st.integers(1, 30))
 def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_count):
     groups = {f"{name}{number}": name for name in "XYZ" for number in range(members)}
     now = dict.fromkeys(range(partition_count), ("X0", "Y0", "Z0"))
-    wanted = changes.spread(now, groups)
+    wanted = replica_steps.spread(now, groups)
     loads = [sum(each in its for its in wanted.values()) for each in groups]
     assert max(loads) - min(loads) <= 1
-    assert changes.sharing_groups(wanted, groups) == []
+    assert replica_steps.sharing_groups(wanted, groups) == []
 
 
 def test_partitions_with_replicas_in_one_group_are_listed():
     now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
-    assert changes.sharing_groups(now, GROUPS) == [1, 2]
+    assert replica_steps.sharing_groups(now, GROUPS) == [1, 2]
 
 
 def test_missing_replicas_are_added_and_others_stay():
     now = {0: ("A", "D"), 1: ("A", "B", "C")}
-    assert changes.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
+    assert replica_steps.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
 
 
 @pytest.mark.parametrize(
@@ -296,13 +299,13 @@ def test_missing_replicas_are_added_and_others_stay():
     [("3", (3,)), ("0-2,7,9-10", (0, 1, 2, 7, 9, 10)), ("all", tuple(range(12))), ("5,5", (5,))],
 )
 def test_partitions_are_named_in_ranges(text, expected):
-    assert changes.parse_partitions(text, 12) == expected
+    assert replica_steps.parse_partitions(text, 12) == expected
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "12", "0-12", "1,,2", "1.5", "٣-x"])
 def test_invalid_partition_ranges_are_rejected(text):
     with pytest.raises(errors.BadConfig, match=r"expected partitions like 0-3,7 of 0\.\.11"):
-        changes.parse_partitions(text, 12)
+        replica_steps.parse_partitions(text, 12)
 
 
 @pytest.mark.parametrize(
@@ -310,4 +313,4 @@ def test_invalid_partition_ranges_are_rejected(text):
 )
 def test_the_wrong_part_of_a_list_is_reported(text, where):
     with pytest.raises(errors.BadConfig, match=f"^{where}"):
-        changes.parse_partitions(text, 12)
+        replica_steps.parse_partitions(text, 12)

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from tests.loops import in_virtual_time
-from waltz_core.client.links.outage import LOG_INTERVAL_S
-from waltz_core.client.links.silence import SilentServers
+from waltz_core.client.links.outage_log import LOG_INTERVAL_S
+from waltz_core.client.links.silent_servers import SilentServers
 
 SERVER = "host-1:15180"
 
@@ -20,7 +20,7 @@ class Scenario:
         self.silences = SilentServers(self._doubt)
         self.now_s = 100.0
         self._caplog = caplog
-        caplog.set_level(logging.INFO, "waltz_core.client.links.silence")
+        caplog.set_level(logging.INFO, "waltz_core.client.links.silent_servers")
 
     def _doubt(self):
         self.doubts += 1

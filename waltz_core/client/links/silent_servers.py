@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from waltz_core.client.links.outage import LOG_INTERVAL_S
+from waltz_core.client.links.outage_log import LOG_INTERVAL_S
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Unit tests of `waltz_core.replication.proving`: requests, and when an answer counts."""
+"""Unit tests of `waltz_core.replication.mark_proofs`: requests, and when an answer counts."""
 
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.proving import ProofCollector
-from waltz_core.replication.session_events import MarkProved, MarkUnproved
+from waltz_core.replication.mark_proofs import MarkProofs
+from waltz_core.replication.session_events import MarkProofFailed, MarkProved
 from waltz_core.wire import messages
 
 NAMES = ("a:1", "b:1", "c:1")
@@ -21,7 +21,7 @@ class Replica:
 
 def proving():
     outbox = []
-    return ProofCollector(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
+    return MarkProofs(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
 
 
 def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requested():
@@ -56,8 +56,8 @@ def test_a_proof_that_times_out_is_reported_once():
     proofs.expire(1_099)
     assert outbox == []
     proofs.expire(1_100)
-    assert outbox == [MarkUnproved(7)]
+    assert outbox == [MarkProofFailed(7)]
     proofs.end()
     proofs.end()
-    assert outbox == [MarkUnproved(7), MarkUnproved(8)]
+    assert outbox == [MarkProofFailed(7), MarkProofFailed(8)]
     assert list(proofs.deadlines()) == []

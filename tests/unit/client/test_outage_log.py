@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from waltz_core import errors
-from waltz_core.client.links.outage import LOG_INTERVAL_S, Outage
+from waltz_core.client.links.outage_log import LOG_INTERVAL_S, OutageLog
 from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.records.record import PartitionId
 
@@ -20,7 +20,7 @@ def logged_at(
     async def scenario() -> None:
         now = [0.0]
         asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
-        each = Outage(PartitionId(3), "server", log_after_s=log_after_s)
+        each = OutageLog(PartitionId(3), "server", log_after_s=log_after_s)
         for at_s in failures_s:
             caplog.clear()
             if at_s is None:

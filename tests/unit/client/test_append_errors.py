@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.client.scenarios import submission
 from waltz_core import errors
-from waltz_core.client.stream import verdicts
+from waltz_core.client.stream import append_errors
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
@@ -28,14 +28,14 @@ DEFINITE = {
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
 def test_only_errors_before_submission_are_definite_failures(code):
     kind = errors.BY_CODE[code]
-    assert (verdicts.reason_of(kind("x")) is not None) is (kind in DEFINITE)
+    assert (append_errors.reason_of(kind("x")) is not None) is (kind in DEFINITE)
 
 
 def test_mounts_are_retried_unless_the_error_is_permanent():
-    assert verdicts.is_mount_retriable(errors.NotOwned("x"))
-    assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
+    assert append_errors.is_mount_retriable(errors.NotOwned("x"))
+    assert append_errors.is_mount_retriable(errors.GenerationMismatch("x"))
     for kind in (errors.ClientAheadOfLog, errors.ConnectionSuperseded, errors.UnknownPartition):
-        assert not verdicts.is_mount_retriable(kind("x"))
+        assert not append_errors.is_mount_retriable(kind("x"))
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -45,5 +45,5 @@ def test_a_transient_rejection_loses_the_order_of_an_ordered_append(reason):
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])
     )
     may_be = (Reason.COMMITTED, Reason.LOCK, Reason.AHEAD, Reason.TOO_LARGE)
-    assert verdicts.is_order_lost(one, outcome) is (reason not in may_be)
-    assert not verdicts.is_order_lost(submission(1), outcome)
+    assert append_errors.is_order_lost(one, outcome) is (reason not in may_be)
+    assert not append_errors.is_order_lost(submission(1), outcome)

@@ -16,7 +16,7 @@ LOG_AFTER_S = 10.0
 LOG_INTERVAL_S = 60.0
 
 
-class Outage:
+class OutageLog:
     """The outages of one part of a partition's feed; `what` names the part in the log.
 
     `log_after_s` is how long an outage may last before it is logged: 0 if the caller has tried for

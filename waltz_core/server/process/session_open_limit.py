@@ -1,0 +1,46 @@
+"""Limits how many partitions of a server open a store session at the same time.
+
+A server may get a thousand partitions at once. If it opened all together, the first would be served
+no earlier than the last. Also, claims of partitions that soon move to the next server would be
+wasted.
+
+Rules:
+    1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
+    2. A permit ends when the session is open or abandoned, and after `PERMIT_S` in any case: a
+       partition without a quorum tries again and again, but does not block the others.
+"""
+
+import asyncio
+from typing import Final
+
+# Enough to keep ZooKeeper, the network and the storages' disks busy.
+PERMITS_MAX: Final = 64
+PERMIT_S: Final = 0.25
+
+
+class OpenPermit:
+    """Permits one partition to open a session; see the module's rules."""
+
+    def __init__(self, permits: asyncio.Semaphore) -> None:
+        self._permits = permits
+        self._is_released = False
+        self._timer = asyncio.get_running_loop().call_later(PERMIT_S, self.release)
+
+    def release(self) -> None:
+        """Let another partition begin; idempotent."""
+        if not self._is_released:
+            self._is_released = True
+            self._timer.cancel()
+            self._permits.release()
+
+
+class SessionOpenLimit:
+    """Issues permits to open a session."""
+
+    def __init__(self) -> None:
+        self._permits = asyncio.Semaphore(PERMITS_MAX)
+
+    async def acquire(self) -> OpenPermit:
+        """Wait for a permit."""
+        await self._permits.acquire()
+        return OpenPermit(self._permits)

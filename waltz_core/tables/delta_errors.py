@@ -1,0 +1,140 @@
+"""The meaning of errors of the library deltalake, which has few classes of them: the text decides.
+
+Rules:
+    1. `Unavailable` and `Superseded` are errors that another attempt may avoid: of the network, of
+       a store that is overloaded or restarts, and commits that another commit preceded. All others
+       are permanent, also unknown ones, and end the follower.
+    2. A message has the table and one sentence, without the library's stack, and the answer of an
+       object store as status, code and text.
+"""
+
+import re
+from typing import Final, NamedTuple, TypeAlias
+
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
+
+LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unavailable
+
+# The text of an error that the merge raises itself, and where the library shows it.
+TWO_PARTITIONS: Final = "key in two partitions: "
+_FOUND_TWICE = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
+_COLOURS = re.compile(r"\x1b\[\d+m")
+_PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
+_STACK = re.compile(r"\s+0: <unknown>")
+# The XML of an object store; its status precedes it.
+_ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
+_ANSWER_TEXT = re.compile(r"<Message>([^<]*)</Message>")
+_TEMPORARY = r"after \d+ retries|error sending request|timed out|status code\W+(?:408|429|5\d\d)"
+_CREDENTIALS_HINT = (
+    "Hint: check the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY) and their permissions."
+)
+
+
+class _Meaning(NamedTuple):
+    """What a text means: the class, the cause (None: the text of the library), and the hint."""
+
+    text: re.Pattern[str]
+    kind: type[LibraryError]
+    cause: str | None
+    hint: str
+
+
+_MEANINGS = tuple(
+    _Meaning(re.compile(text, re.IGNORECASE | re.DOTALL), kind, cause, hint)
+    for text, kind, cause, hint in (
+        (
+            r"Failed to commit transaction|existing table version",
+            Superseded,
+            "another commit came first",
+            "",
+        ),
+        (
+            "rows failed validation check",
+            BadRequest,
+            None,
+            "Hint: drop the constraint or NOT NULL of the table, or select transactions by header.",
+        ),
+        (
+            r"169\.254\.169\.254|metadata\.google\.internal",
+            BadConfig,
+            "the object store needs credentials, and the environment has none",
+            "Hint: for S3, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
+        ),
+        (
+            "NoSuchBucket",
+            BadConfig,
+            "the bucket does not exist",
+            "Hint: create it, or correct the URL of the table.",
+        ),
+        (
+            "redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed",
+            BadConfig,
+            "the bucket is in another region",
+            "Hint: set AWS_REGION to the region of the bucket.",
+        ),
+        (
+            "URL scheme is not allowed",
+            BadConfig,
+            "the object store has a URL without TLS",
+            "Hint: use https, or set AWS_ALLOW_HTTP=true.",
+        ),
+        (
+            r"status code\W+501",
+            BadRequest,
+            None,
+            "Hint: the object store must support conditional writes.",
+        ),
+        (
+            "Unknown scheme",
+            BadConfig,
+            "the URL has an unknown scheme",
+            "Hint: pass a directory, or a URL such as s3://bucket/path.",
+        ),
+        (
+            _TEMPORARY,
+            Unavailable,
+            None,
+            "",
+        ),
+        (r"status code\W+40[013]", BadConfig, None, _CREDENTIALS_HINT),
+        (
+            r"\(os error (?:1|13|30)\)",
+            BadConfig,
+            None,
+            "Hint: the user of this process needs write permission in the directory.",
+        ),
+        (
+            r"Object at location \S+ not found|fetch metadata for file",
+            BadFormat,
+            None,
+            "Hint: a program has deleted a file of the table; build the table again.",
+        ),
+        ("", BadRequest, None, ""),
+    )
+)
+
+
+def error_of(table: str, error: Exception) -> LibraryError:
+    """Return the error of the project for an error of the library."""
+    text = _COLOURS.sub("", str(error))
+    if found := _FOUND_TWICE.search(text):
+        return BadRequest(
+            f"table {table}: expected the changes of a key in one partition, found key "
+            f"{found[1]}: partitions have no order. Hint: use a key that includes what "
+            "chooses the partition."
+        )
+    meaning = next(each for each in _MEANINGS if each.text.search(text))
+    cause = meaning.cause or _shown(text)
+    return meaning.kind(". ".join(filter(None, (f"table {table}: {cause}", meaning.hint))))
+
+
+def _shown(text: str) -> str:
+    """Return the cause that a text states, in one line (rule 2)."""
+    if answer := _ANSWER.search(text):
+        status, code = answer.groups()
+        reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
+        shown = ": ".join(each for each in reasons if each)
+        return f"the object store answers {status}{f' ({shown})' * bool(shown)}"
+    line = " ".join(_STACK.split(_PREFIXES.sub("", text, 1))[0].split())
+    return line.replace(" ↳ ", ": ")[:300].rstrip(". ")
