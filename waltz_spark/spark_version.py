@@ -114,10 +114,17 @@ def new_session(spark: SparkSession) -> SparkSession:
     if not kind.__module__.startswith("pyspark.sql.connect."):
         return spark.newSession()
     if hasattr(kind, "cloneSession"):
-        return cast("SparkSession", kind.cloneSession(spark))
-    builder = copy.copy(spark.client._builder)
-    builder._params = {name: each for name, each in builder._params.items() if name != "session_id"}
-    return cast("SparkSession", kind(builder))
+        session = kind.cloneSession(spark)
+    else:
+        builder = copy.copy(spark.client._builder)
+        given = builder._params.items()
+        builder._params = {name: each for name, each in given if name != "session_id"}
+        session = kind(builder)
+    if not hasattr(session.client, "_release_futures"):
+        # Before 4.2, a client that is closed, also by Python's garbage collection, ends the threads
+        # of all clients of the process, even while another one starts a task in them.
+        session.client.close = session.client._channel.close
+    return cast("SparkSession", session)
 
 
 def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:

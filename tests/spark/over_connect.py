@@ -4,6 +4,7 @@ This process is a client of a server: it has no Java, and what is done here reac
 the server's Python workers.
 """
 
+import gc
 import json
 import os
 from collections import Counter
@@ -15,6 +16,7 @@ from chispa import assert_df_equality
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.connect.client.reattach import ExecutePlanResponseReattachableIterator
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
@@ -28,6 +30,7 @@ from waltz_core.client import WaltzClient
 from waltz_spark import LagListener, lag_of
 from waltz_spark.functions import lock
 from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
+from waltz_spark.tables.table_session import table_session
 
 pytestmark = pytest.mark.spark
 
@@ -326,7 +329,19 @@ def test_a_stream_with_wrong_columns_is_rejected(
     assert "input has no column 'data'" in shown_first(output)
 
 
-@needs_pyspark(4, 2, "the clients of several sessions share threads that one of them may end")
+def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
+    """Before PySpark 4.2, all clients share them, and a deleted session closes its client."""
+    if hasattr(spark.client, "_release_futures"):
+        pytest.skip("each client of this PySpark waits for its own tasks")
+    with table_session(spark) as session:
+        assert session.range(3).count() == 3
+        shared = ExecutePlanResponseReattachableIterator._release_thread_pool_instance
+    del session
+    gc.collect()
+    assert shared.submit(len, "abc").result() == 3
+    assert spark.range(4).count() == 4
+
+
 @pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
 def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     rows = spark.range(20).select("id", F.lit("followed").alias("owner"))

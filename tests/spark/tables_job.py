@@ -30,7 +30,7 @@ from tests.written_log import DELETE_HEADER
 from waltz_spark.tables import iceberg_table, log_changes, merged_table
 
 IN_A_COMMIT = "in apply"
-STEPS = ("after create", "after marks", "before apply", IN_A_COMMIT, "after apply")
+STEPS = ("after finish", "after marks", "before apply", IN_A_COMMIT, "after apply")
 BATCH = 40
 CATALOG = "lake"
 

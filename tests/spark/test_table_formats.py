@@ -324,8 +324,12 @@ def test_a_format_that_does_not_fit_is_an_error(
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):
             follow(spark, written.connect, table, format=given)
-    with pytest.raises(BadConfig, match="key: expected one or more columns, found none"):
+    with pytest.raises(
+        BadConfig, match="key: expected one or more columns for format delta, found none"
+    ):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
+    with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
+        waltz_spark.follow(spark, written.connect, table=str(tmp_path), format="parquet")
 
 
 # --- Parquet

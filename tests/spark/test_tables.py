@@ -6,8 +6,8 @@ from pathlib import Path
 import msgpack
 import pytest
 from deltalake import DeltaTable
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_core.local
 import waltz_spark
@@ -25,10 +25,9 @@ from tests.written_log import (
     marks_by_version,
 )
 from waltz_core.client import WaltzClient
-from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
-from waltz_core.tables.table_marks import TableMarks, decode
-from waltz_spark.tables.log_changes import changes_schema
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.unwrapping import SPARK_ERRORS
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(
@@ -330,34 +329,44 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
 
 
+def started(connect: str, *rows: tuple[int, dict]) -> dict[int, int]:
+    """Append rows to partitions; return the marks before them."""
+    with WaltzClient(connect, PATIENT) as client:
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        for partition, row in rows:
+            client.append(msgpack.packb(row), partition=partition).result()
+    return start
+
+
 @with_delta
-def test_a_commit_of_a_second_follower_is_rejected_or_reported(
-    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_first_run_that_fails_leaves_no_table(
+    spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    schema = StructType([StructField("id", LongType())])
-    name = TableMarks("follow", "0" * 32, {0: -1})
+    """So the next one may have another type and another start, also with a name."""
+    start = started(connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"}))
+    spark.sql(f"CREATE DATABASE failing LOCATION '{tmp_path}/failing'")
+    for table in (str(tmp_path / "table"), "failing.accounts"):
+        place = {"table": table, "key": "id", "until": "now"}
+        with pytest.raises(BadFormat):
+            waltz_spark.follow(spark, connect, **place, schema="id long, value long", start=start)
+        later = {**start, 0: start[0] + 1}
+        waltz_spark.follow(spark, connect, **place, schema="id long, value string", start=later)
+        frame = spark.read.format("delta").load(table) if "/" in table else spark.table(table)
+        assert [row["value"] for row in frame.collect()] == ["b"]
+    df = transactions(spark.read, connect).selectExpr(
+        "id", "partition", "transaction_id", "assert_true(false) AS x"
+    )
+    with pytest.raises(PySparkException):
+        waltz_spark.upsert(df, connect, table=str(tmp_path / "other"), key="id")
+    assert not (tmp_path / "other").exists()
 
-    def table() -> MergedDeltaTable:
-        return MergedDeltaTable(spark.newSession(), str(tmp_path / "table"), schema, ["id"])
 
-    def changes(key: int) -> DataFrame:
-        return spark.createDataFrame([(key, 0, key, False)], changes_schema(schema))
-
-    def up_to(mark: int) -> TableMarks:
-        return name._replace(marks={0: mark})
-
-    first, second = table(), table()
-    assert first.marks(name) is None
-    first.create(name)
-    with pytest.raises(Superseded):
-        second.create(name._replace(follower="other"))
-    assert decode(first.marks(name).metadata) == decode(second.marks(name).metadata) == name
-    assert second.apply(changes(1), up_to(1))
-    with pytest.raises(Superseded, match="has version 1 of follower 'follow' or a later one"):
-        first.apply(changes(0), up_to(0))
-    assert first.apply(changes(2), up_to(2))
-    assert "follow.concurrent_follower" not in caplog.text
-    first.marks(name)
-    assert "follow.concurrent_follower" in caplog.text
-    assert first.apply(None, up_to(5))
-    assert decode(second.marks(name).metadata) == up_to(5)
+@with_delta
+def test_an_error_of_the_network_is_temporary_and_other_errors_end_a_follower(
+    spark: SparkSession, written: Written
+) -> None:
+    spark.conf.set("ipc.client.connect.max.retries", "0")
+    with pytest.raises(Unavailable, match=r"^table hdfs://127.0.0.1:1/t: .*ConnectException"):
+        follow(spark, written.connect, "hdfs://127.0.0.1:1/t")
+    with pytest.raises(SPARK_ERRORS):
+        follow(spark, written.connect, "/proc/no/table", until=None)

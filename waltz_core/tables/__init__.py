@@ -4,7 +4,8 @@
 `table_marks.py` has the marks that a table stores with its rows, and the rule for the next batch.
 Both are pure. `follower.py` is the loop; it knows neither Arrow nor a table format.
 `followed_log.py` reads the log for it; `found_columns.py` finds the columns of tables that do not
-declare them. `delta_table.py` writes a Delta table with deltalake, and `parquet_table.py` a table
-of Parquet files, which only gains rows.
+declare them. `delta_table.py` writes a Delta table with deltalake; `delta_columns.py` has the
+columns that such a table may have, also with Spark. `parquet_table.py` writes a table of Parquet
+files, which only gains rows.
 docs/decisions/049-tables-that-follow-the-log.md has the design.
 """

@@ -19,8 +19,7 @@ Rules:
        table.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -29,9 +28,10 @@ import pyarrow.compute as pc
 
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
+from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
 from waltz_core.tables.follower import REMOVED, OtherCommit, TableState, operation_of
-from waltz_core.tables.found_columns import LEVELS_MAX, LOG_COLUMNS
+from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
@@ -46,20 +46,6 @@ except ModuleNotFoundError:
 # The columns of the place of the last change (rule 2), and those of the changes that they have.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
-# Spark writes no column with one of these; the library finds no column with a control character,
-# and has columns of its own.
-_NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
-_TYPES_OF_DELTA = (
-    pa.types.is_boolean,
-    pa.types.is_signed_integer,
-    pa.types.is_float32,
-    pa.types.is_float64,
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_date32,
-)
 # Rule 6: the library writes negative decimals as texts that it cannot read, and changes binaries.
 _TYPES_OF_PARTITIONS = (
     pa.types.is_boolean,
@@ -288,56 +274,6 @@ def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks) -> None:
     )
 
 
-def check_schema(schema: ArrowSchema) -> None:
-    """Reject columns that Delta lacks (rule 5).
-
-    Raises:
-        BadConfig: names the column.
-    """
-    if not schema.names:
-        raise BadConfig("expected one or more columns of the table, found none")
-    _check_names(schema, "", {*_PLACE, DELETED})
-    for part in schema:
-        _check_nested(part.type, part.name, 1)
-        if not _is_of_delta(part.type):
-            raise BadConfig(
-                f"column {part.name!r}: Delta has no type {part.type}. Hint: declare it as int64, "
-                "decimal, text or a timestamp in microseconds."
-            )
-
-
-def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
-    seen = set(reserved)
-    for part in fields:
-        if _NO_NAME.search(part.name) or not part.name:
-            raise BadConfig(
-                f"column {path + part.name!r}: Delta has no names with a space, a control "
-                "character or ,;{}()=, and none that start with __delta_rs_"
-            )
-        if part.name.lower() in seen:
-            none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
-            raise BadConfig(
-                f"column {path + part.name!r}: expected names that differ in more than their "
-                f"case{none_of}"
-            )
-        seen.add(part.name.lower())
-
-
-def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
-    """Check the names of fields and the number of levels (rule 5)."""
-    if level > LEVELS_MAX:
-        raise BadConfig(
-            f"column {path!r:.200}: expected at most {LEVELS_MAX} levels of lists, maps and "
-            "structs, found more"
-        )
-    if pa.types.is_struct(kind):
-        _check_names(kind, f"{path}.", set())
-    for each in range(kind.num_fields):
-        part = kind.field(each)
-        inner = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
-        _check_nested(part.type, inner, level + 1)
-
-
 def _check_partitions(table: DeltaTable) -> None:
     """Check the types of partition columns (rule 6)."""
     schema = _schema_of(table)
@@ -375,16 +311,6 @@ def _as_text(column: pa.Field) -> str:
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_of_delta(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind) or pa.types.is_list(kind) or pa.types.is_map(kind):
-        return all(_is_of_delta(kind.field(each).type) for each in range(kind.num_fields))
-    if pa.types.is_timestamp(kind):
-        return kind.unit == "us" and kind.tz in (None, "UTC")
-    if pa.types.is_decimal(kind):
-        return bool(kind.precision <= 38)
-    return any(is_of(kind) for is_of in _TYPES_OF_DELTA)
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

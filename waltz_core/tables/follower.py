@@ -272,7 +272,7 @@ class Follower(Generic[ChangesT]):
                     f"{self._name.follower!r}. Hint: pass the marks up to which the table has the "
                     "log, or use another table."
                 )
-            if is_new or (is_given and state.version == self._name.version):
+            if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start()
         stored = continued(state.metadata, state.version, self._name)
         if self._seen is None and is_given and dict(self._given) != dict(stored.marks):

@@ -12,8 +12,8 @@ Rules:
        it contains depends on its two ends only.
     3. Marks never decrease. A log that ends before the table marks, or that begins after them, has
        lost transactions of the table.
-    4. The version of a table's commits is the number of transactions up to its marks: it increases
-       with each batch, and depends on nothing but the marks.
+    4. The version of a commit is at most the number of transactions up to its marks, and above that
+       of all earlier marks. So it increases with each batch. Without Spark it is that number.
     5. A table with a version and no marks has lost its marks. It never starts again by itself.
     6. A follower never changes the rules of a table: its rows would equal the replay of neither.
 """
@@ -171,7 +171,7 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
         if version is None:
             return start
         raise BadFormat(
-            f"the table has {version} transactions of follower {start.follower!r}, but no "
+            f"the table has {version} transactions or more of follower {start.follower!r}, but no "
             "commit with their high-water marks, because the table's log was cleaned up. "
             "Hint: pass the marks of the table, or build the table again."
         )
@@ -181,7 +181,7 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
             f"the connect string names cluster {start.cluster}. Hint: correct the connect "
             "string, or build the table again."
         )
-    if (found.follower, found.version) != (start.follower, version):
+    if found.follower != start.follower or version is None or version > found.version:
         raise BadFormat(
             f"follower {start.follower!r}: expected high-water marks for version {version} "
             f"of the table, found those of follower {found.follower!r} for version "

@@ -23,6 +23,7 @@ from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.log_changes import SparkLog, changes_of_frame, last_of_tasks
+from waltz_spark.tables.merged_table import MergedDeltaTable
 from waltz_spark.tables.table_formats import MergedTable, TableFormat, open_merged_table, open_table
 from waltz_spark.tables.table_session import table_session
 
@@ -48,7 +49,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     *,
     table: str,
     key: str | Sequence[str] = (),
-    schema: str | StructType,
+    schema: str | StructType | None = None,
     format: TableFormat | None = None,  # noqa: A002 - Spark's name
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
@@ -76,7 +77,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         table: the name of the table, or its path or URL; it is created if there is none.
         key: the key column or columns; none for Parquet.
         schema: the columns of the table: those of the payload, and of the log by their names. The
-            table has two more, `_partition` and `_transaction_id`.
+            table has two more, `_partition` and `_transaction_id`. Without it, columns are found in
+            msgpack or JSON payloads of a Delta table.
         format: that of a new table: delta (default), iceberg, or parquet, which only gains rows.
             Each call for a table of Parquet files needs it.
         headers: the headers of the transactions of the table; without any, all transactions are.
@@ -117,12 +119,18 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         )
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
-        columns = session.createDataFrame([], schema).schema
+        columns = None if schema is None else session.createDataFrame([], schema).schema
         reads = _read_options(connect, columns, headers, options)
         position = LogPosition(client_of(connect), interval_s=interval_s)
+        target = open_table(session, table, format, columns, rules)
+        known: StructType | Callable[[], StructType] | None = columns
+        if known is None:
+            assert isinstance(target, MergedDeltaTable), "other formats have a schema"
+            known = target.columns
+        log = SparkLog(session, position, known, rules, reads)
         loop = Follower(
-            SparkLog(session, position, columns, rules, reads),
-            open_table(session, table, format, columns, rules),
+            log,
+            target,
             TableMarks(
                 follower, cluster, _start_marks(connect, start, reads), rules.stored(headers)
             ),
@@ -130,7 +138,10 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             on_progress=on_progress,
         )
         end = dict(position.state().marks) if until == "now" else until
-        return dict(loop.run(end).marks)
+        try:
+            return dict(loop.run(end).marks)
+        finally:
+            log.release()
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -205,6 +216,7 @@ def _upsert_once(
         with target.reported():
             rows = changes.groupBy("partition").agg(F.max("transaction_id")).collect()
         if not rows:
+            target.finish()
             return dict(stored.marks)
         marks = {**stored.marks, **dict(map(tuple, rows))}
         target.apply(changes, stored._replace(marks=marks))
@@ -255,7 +267,7 @@ def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
 
 
 def _read_options(
-    connect: str, columns: StructType, headers: Sequence[int], given: Mapping[str, object]
+    connect: str, columns: StructType | None, headers: Sequence[int], given: Mapping[str, object]
 ) -> dict[str, str]:
     found = option_texts(given)
     for name in found:
@@ -265,7 +277,7 @@ def _read_options(
     if headers:
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
-    if all(name in parse_read(found).log_columns for name in columns.names):
+    if columns and all(name in parse_read(found).log_columns for name in columns.names):
         del found["dataFormat"]  # the table has columns of the log only
     return found
 

@@ -18,24 +18,17 @@ Rules:
 import contextlib
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.errors import BadConfig
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.failures import error_of
-from waltz_spark.tables.merge_statement import (
-    Place,
-    check_names,
-    error_of_key,
-    merge_statement,
-    quoted,
-)
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.tables.merge_statement import Place, check_names, merge_actions, quoted
+from waltz_spark.tables.spark_errors import ICEBERG, reported
 
 _PROPERTY = "waltz.marks"
 _SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
@@ -60,18 +53,6 @@ _PART = re.compile(r"`((?:[^`]|``)+)`|([^.`]+)")
 # Types of Spark that Iceberg stores as others, so the next run would find another type.
 _CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
 _NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
-_CONFLICT = re.compile(
-    r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)|"
-    r"Found conflicting|Missing required files|"
-    r"TABLE_OR_VIEW_ALREADY_EXISTS|AlreadyExistsException"
-)
-_NO_LIBRARY = re.compile(
-    r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
-    r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|PARSE_SYNTAX_ERROR|CATALOG_NOT_FOUND|"
-    r"REQUIRES_SINGLE_PART_NAMESPACE|UNSUPPORTED_FEATURE.TABLE_OPERATION|"
-    r"ClassNotFoundException: \S*iceberg\S*|CANNOT_FIND_CATALOG_PLUGIN_CLASS\w*|"
-    r"CATALOG_PLUGIN_CLASS_NOT_FOUND\w*"
-)
 _SNAPSHOTS_LIMIT = 20  # to read at first; the newest one of the follower is among them
 
 
@@ -108,26 +89,37 @@ class MergedIcebergTable:
         self._columns = [StructField(part.name, part.dataType) for part in schema]
         self._schema = StructType([*self._columns, *_PLACE.fields()])
         self._branch = f"{_BRANCH}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        self._start: TableMarks | None = None  # of a table that the first `apply` creates
         self._snapshot: int | None = None  # of `main`, which `marks` has read
         self._new_columns: list[StructField] | None = None  # of the table; None before the check
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, with the marks in its first snapshot.
+        """Create the table with the next `apply` or `finish`, if there is none then.
+
+        So a first batch that cannot be read leaves no table.
+        """
+        self._start = start
+
+    def finish(self) -> None:
+        """Create the table, with the marks of its start in the first snapshot, if it is due.
 
         Raises:
             Superseded: the table exists.
             BadConfig: the session has no Iceberg.
         """
+        if self._start is None:
+            return
+        start, self._start = self._start, None
         with self.reported():
             self._session.conf.set(_SETTING, encode(start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
-
-    def finish(self) -> None:
-        """Do nothing: `create` has created the table."""
+            self._snapshot, self._new_columns = self._branches()["main"], []
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest snapshot; None if there is no table.
+        """Return the state of the newest snapshot, or that of a table that is due.
+
+        None if there is no table.
 
         Raises:
             BadConfig: the session has no Iceberg, or a column of the table has another type than
@@ -138,9 +130,12 @@ class MergedIcebergTable:
                 self._session.sql(f"REFRESH TABLE {self._name}")
                 branches = self._branches()
             except PySparkException as error:
-                if _NO_TABLE.search(str(error)):
+                if not _NO_TABLE.search(str(error)):
+                    raise
+                if self._start is None:
                     return None
-                raise
+                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+            self._start = None
             if self._new_columns is None:
                 self._new_columns = self._missing_columns()
                 self._drop_branches(branches)
@@ -162,37 +157,50 @@ class MergedIcebergTable:
             BadConfig: the session has no Iceberg for this Spark.
             Like `read` of the log: the changes cannot be read.
         """
-        with self.reported():
-            self._add_columns()
-            begin = self._begin()
-            self._session.sql(
-                f"ALTER TABLE {self._name} CREATE OR REPLACE BRANCH {self._branch} "
-                f"AS OF VERSION {begin}"
-            )
-            self._session.conf.set(_SETTING, encode(marks))
-            branch = f"{self._name}.branch_{self._branch}"
-            if changes is None:
-                self._session.createDataFrame([], self._schema).writeTo(branch).append()
-            else:
-                self._merge(branch, changes)
-            if self._branches().get(self._branch) == begin:
-                return False
-            catalog, *rest = _parts(self._name)
-            table = ".".join(map(quoted, rest)).replace("\\", "\\\\").replace("'", "\\'")
-            self._session.sql(
-                f"CALL {quoted(catalog)}.system.fast_forward(table => '{table}', "
-                f"branch => 'main', to => '{self._branch}')"
-            ).collect()
-            return True
+        first = changes.persist() if changes is not None and self._start is not None else None
+        try:
+            if first is not None:
+                with self.reported():
+                    first.count()  # it fails before the table exists
+            self.finish()
+            with self.reported():
+                return self._is_committed(changes, marks)
+        finally:
+            if first is not None:
+                first.unpersist()
+
+    def _is_committed(self, changes: DataFrame | None, marks: TableMarks) -> bool:
+        self._add_columns()
+        begin = self._begin()
+        self._session.sql(
+            f"ALTER TABLE {self._name} CREATE OR REPLACE BRANCH {self._branch} "
+            f"AS OF VERSION {begin}"
+        )
+        self._session.conf.set(_SETTING, encode(marks))
+        branch = f"{self._name}.branch_{self._branch}"
+        if changes is None:
+            self._session.createDataFrame([], self._schema).writeTo(branch).append()
+        else:
+            self._merge(branch, changes)
+        if self._branches().get(self._branch) == begin:
+            return False
+        catalog, *rest = _parts(self._name)
+        table = ".".join(map(quoted, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        self._session.sql(
+            f"CALL {quoted(catalog)}.system.fast_forward(table => '{table}', "
+            f"branch => 'main', to => '{self._branch}')"
+        ).collect()
+        return True
 
     def _merge(self, branch: str, changes: DataFrame) -> None:
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
-            names = [part.name for part in self._columns]
-            merge = merge_statement(branch, f"global_temp.{view}", names, self._key, _PLACE)
-            self._session.sql(merge).collect()
+            actions = merge_actions([part.name for part in self._columns], self._key, _PLACE)
+            self._session.sql(
+                f"MERGE INTO {branch} AS target USING global_temp.{view} AS source ON {actions}"
+            ).collect()
         finally:
             self._session.catalog.dropGlobalTempView(view)
 
@@ -251,30 +259,9 @@ class MergedIcebergTable:
             self._session.sql(f"ALTER TABLE {self._name} ADD COLUMNS ({columns})")
             self._new_columns = []
 
-    @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
-        """Raise errors of tasks and of Iceberg as errors of the project; others are Spark's own."""
-        try:
-            yield
-        except SPARK_ERRORS as failure:
-            found = error_of(failure) or self._error_of_table(str(failure))
-            if found is None:
-                raise
-            raise found from failure
-
-    def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
-        if twice := error_of_key(self._name, text):
-            return twice
-        if conflict := _CONFLICT.search(text):
-            return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")
-        if missing := _NO_LIBRARY.search(text):
-            return BadConfig(
-                f"table {self._name}: Spark {self._session.version} has no library of Iceberg, or "
-                f"no settings, that work with it ({missing[0]}). Hint: there are "
-                "libraries for Spark 4.0 and 4.1, and none for 4.2 and 4.3; docs/spark-tables.md "
-                "has them with the settings of the session."
-            )
-        return None
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raise errors of Spark, its tasks and Iceberg as errors of the project."""
+        return reported(f"table {self._name}", self._session, ICEBERG)
 
 
 def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks) -> TableState:

@@ -9,15 +9,23 @@ Rules:
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import BooleanType, IntegerType, LongType, StructField, StructType
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    IntegerType,
+    LongType,
+    StructField,
+    StructType,
+)
 
+from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import LogPosition
 from waltz_core.tables.row_changes import (
     DELETED,
@@ -31,10 +39,11 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.failures import without_stack_each
 from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.found_changes import FindingRead, FoundChanges
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
-# The start of the message of an error that Spark raises, and of what follows it.
-TWO_PARTITIONS = "a key in two partitions: "
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
+_HEADER = StructField("header", IntegerType())
 
 
 class SparkLog:
@@ -43,25 +52,36 @@ class SparkLog:
     Args:
         session: runs the tasks.
         position: the marks of the log.
-        schema: the columns of the table.
+        schema: the declared columns of the table. Or, to find the columns in payloads, a function
+            that returns those of the table so far.
         rules: how transactions become changes.
         options: the options of the reads.
 
     Raises:
-        BadConfig: the rules do not fit the schema.
+        BadConfig: the rules do not fit the schema, or columns cannot be found in the format.
     """
 
     def __init__(
         self,
         session: SparkSession,
         position: LogPosition,
-        schema: StructType,
+        schema: StructType | Callable[[], StructType],
         rules: ChangeRules,
         options: Mapping[str, str],
     ) -> None:
         self._session, self._position = session, position
         self._options, self._rules = dict(options), rules
-        used = [*_PLACE, *([StructField("header", IntegerType())] if rules.delete_headers else [])]
+        self._found = FoundChanges(session)
+        self._known = schema if callable(schema) else None
+        if callable(schema):
+            self._data_format = self._options.pop("dataFormat")
+            if self._data_format not in ("msgpack", "json"):
+                raise BadConfig(
+                    "columns are found in msgpack and JSON only. Hint: declare the columns."
+                )
+            self._read = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
+            return
+        used = [*_PLACE, *([_HEADER] if rules.delete_headers else [])]
         self._read = StructType(
             [*schema, *(each for each in used if each.name not in schema.names)]
         )
@@ -76,10 +96,17 @@ class SparkLog:
         """Wait until the next request is due."""
         self._position.wait()
 
+    def release(self) -> None:
+        """Release what the last changes need in Spark's cache."""
+        self._found.release()
+
     def changes(self, starts: MarkMap, ends: MarkMap) -> DataFrame:
-        """Return the last change of each key after `starts` up to `ends`, read at the next action.
+        """Return the last change of each key after `starts` up to `ends`.
+
+        Declared columns are read at the next action; to find columns, the log is read at once.
 
         Raises:
+            BadFormat, BadConfig: columns were not found, see `FoundChanges`.
             DataLoss: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -90,9 +117,16 @@ class SparkLog:
         }
         reader = WaltzDataSource(options).reader(self._read)
         tasks = reader.partitions()
-        numbers = self._session.range(0, len(tasks), 1, len(tasks))
-        read = TaskRead(reader, tasks, self._rules, arrow_schema(self._read), self._schema.names)
-        found = numbers.mapInArrow(read, self._schema)
+        if self._known is not None:
+            known = arrow_schema(self._known())
+            found = self._found.of(
+                FindingRead(reader, tasks, self._rules, known, self._data_format)
+            )
+        else:
+            numbers = self._session.range(0, len(tasks), 1, len(tasks))
+            schema = arrow_schema(self._read)
+            read = TaskRead(reader, tasks, self._rules, schema, self._schema.names)
+            found = numbers.mapInArrow(read, self._schema)
         if len(tasks) == 1 or not self._rules.key:
             return found
         return last_of_tasks(found, self._rules.key)

@@ -7,15 +7,14 @@ Rules:
        `TWO_PARTITIONS`.
 """
 
-import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
-from waltz_core.errors import BadConfig, BadRequest
+from waltz_core.errors import BadConfig
 from waltz_core.tables.row_changes import DELETED
-from waltz_spark.tables.log_changes import TWO_PARTITIONS
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
 
 class Place(NamedTuple):
@@ -31,37 +30,36 @@ class Place(NamedTuple):
 
 
 PLACE = Place()
-_FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
-)
 
 
-def merge_statement(
-    table: str,
-    view: str,
-    columns: Sequence[str],
-    key: Sequence[str],
-    place: Place = PLACE,
-    *,
-    evolving: bool = False,
-) -> str:
-    """Return the statement.
+class Place(NamedTuple):
+    """The columns of a table for the place of the last change (rule 1)."""
+
+    partition: str = "_partition"
+    transaction_id: str = "_transaction_id"
+
+    def fields(self) -> list[StructField]:
+        """Return the columns with their types."""
+        types = (IntegerType(), LongType())
+        return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
+
+
+PLACE = Place()
+
+
+def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLACE) -> str:
+    """Return the condition and the actions of `MERGE INTO ... AS target USING ... AS source ON`.
 
     Args:
-        table: the table, in SQL.
-        view: the view of the changes, with the columns of the table, of the place, and `_deleted`.
-        columns: the columns of the table, without those of the place.
+        columns: the columns of the changes, without those of the place and `_deleted`.
         key: the key columns.
         place: the columns of the place.
-        evolving: whether the table lacks some of the columns, and adds them.
     """
     names = {quoted(name): f"source.{quoted(name)}" for name in columns}
     names |= {quoted(name): f"source.{column}" for column, name in place._asdict().items()}
     is_key = (f"target.{each} = source.{each}" for each in map(quoted, key))
-    evolution = "WITH SCHEMA EVOLUTION " if evolving else ""
-    return (  # names are quoted; the name of the table is the user's SQL
-        f"MERGE {evolution}INTO {table} AS target USING {view} AS source "  # noqa: S608
-        f"ON {' AND '.join(is_key)} "
+    return (  # names are quoted
+        f"{' AND '.join(is_key)} "  # noqa: S608
         f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key, place)} THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
         f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
@@ -86,19 +84,8 @@ def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
     )
 
 
-def error_of_key(table: str, text: str) -> BadRequest | None:
-    """Return the error of a key in two partitions (rule 2), if the text of an error has it."""
-    twice = _FOUND_TWICE.search(text)
-    if twice is None:
-        return None
-    return BadRequest(
-        f"table {table}: the key {twice[1]}, and partitions have no common order. "
-        "Hint: use a key that includes the column that chooses the partition."
-    )
-
-
 def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
-    """Reject a schema without a key, or with reserved names.
+    """Reject a schema that lacks a key column, or has a reserved name.
 
     Args:
         schema: the declared columns.
@@ -108,8 +95,6 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
     Raises:
         BadConfig: names the column.
     """
-    if not key:
-        raise BadConfig("key: expected one or more columns, found none")
     if missing := [name for name in key if name not in schema.names]:
         raise BadConfig(
             f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."

@@ -4,64 +4,44 @@ Each commit has the marks as `userMetadata`, and the identifier of the follower 
 takes both from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. Delta skips a `MERGE` whose version it has, and rejects one if a commit with the same
+    1. The `txn` version of a commit is one more than the transactions of the table before it. So
+       of all commits that were prepared on the same marks, Delta accepts the first one: it skips a
+       `MERGE` whose version the table has or had, and rejects one if a commit with the same
        identifier came between its start and its end. Both raise `Superseded`.
-    2. A commit of another follower of this name that came before the start of a `MERGE`, and after
-       `marks` has read the table, is reported as a warning. Rows may be newer than the marks then,
-       until the batches up to that commit are applied again.
+    2. Delta does not compare commits of other programs. A `RESTORE`, or a commit of a follower with
+       another name, between two commits of the follower is found when the table is read again.
     3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
 """
 
 import contextlib
-import logging
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.errors import BadConfig, Superseded
+from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.follower import OtherCommit, TableState, operation_of
+from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.failures import error_of
-from waltz_spark.tables.log_changes import changes_schema
-from waltz_spark.tables.merge_statement import (
-    PLACE,
-    check_names,
-    error_of_key,
-    merge_statement,
-    quoted,
-)
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.merge_statement import PLACE, check_names, merge_actions, quoted
+from waltz_spark.tables.spark_errors import reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# How Spark and Delta report that there is no table, ...
+# How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
     r"DELTA_TABLE_NOT_FOUND|DELTA_PATH_DOES_NOT_EXIST"
 )
-_TABLE_EXISTS = re.compile(
-    r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
-)
-# ... another commit, ...
-_CONFLICT = re.compile(
-    r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]"
-)
-# ... and a Spark without a library of Delta, or with that of another version.
-_NO_LIBRARY = re.compile(
-    r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
-    r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
-    r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
-)
 _HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
-
-_log = logging.getLogger(__name__)
 
 
 class MergedDeltaTable:
@@ -70,7 +50,7 @@ class MergedDeltaTable:
     Args:
         session: a session for this table only.
         name: the name of the table, or its path or URL, which has a slash.
-        schema: the declared columns.
+        schema: the declared columns; None if the columns are those of the changes.
         key: the key columns.
 
     Raises:
@@ -78,34 +58,51 @@ class MergedDeltaTable:
     """
 
     def __init__(
-        self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
+        self, session: SparkSession, name: str, schema: StructType | None, key: Sequence[str]
     ) -> None:
-        check_names(schema, key)
+        self._is_declared = schema is not None
+        if schema is not None:
+            check_names(schema, key)
         self._session, self._name, self._key = session, name, key
-        self._schema = StructType([StructField(part.name, part.dataType) for part in schema])
+        self._schema = _plain(schema or StructType())
         self._is_path = "/" in name
         self._sql = f"delta.{quoted(name)}" if self._is_path else name
-        self._is_checked = self._has_new_columns = False
-        self._version: int | None = None  # which `marks` has read
+        self._is_checked = False
+        self._stored = StructType()  # the columns of the version that `marks` has read
+        self._start: TableMarks | None = None  # of a table that the first `apply` creates
+        self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
 
-    def finish(self) -> None:
-        """Do nothing: `create` has created the table."""
+    def columns(self) -> StructType:
+        """Return the columns of the version that `marks` has read, without those of the place."""
+        return StructType([part for part in self._stored if part.name not in PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, with the marks in its first commit.
+        """Create the table with the next `apply` or `finish`, if there is none then.
+
+        So a first batch that cannot be read leaves no table.
+        """
+        self._start = start
+
+    def finish(self) -> None:
+        """Create the table without rows, if it is due.
 
         Raises:
             Superseded: the table exists.
             BadConfig: the session has no Delta.
         """
+        if self._start is None:
+            return
+        start = self._start
         with self.reported():
-            self._set_identifier(start)
+            self._set_identifier(start, start.version)
             empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE.fields()]))
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
             else:
                 writer.saveAsTable(self._name)
+        self._start, self._next_version = None, start.version + 1
+        self._stored = empty.schema
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version; None if there is no table.
@@ -117,11 +114,15 @@ class MergedDeltaTable:
         with self.reported():
             commits, found = self._newest_commits(follower)
             if not commits:
-                return None
+                if self._start is None:
+                    return None
+                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+            self._start = None
+            self._stored = self._frame().schema
             self._check_columns()
-            self._warn_of_another(commits, follower)
-            self._version = commits[0]["version"]
-            return found or self._state_without_marks(commits, follower)
+            state = found or self._state_without_marks(commits, follower)
+            self._next_version = 0 if state.version is None else state.version + 1
+            return state
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
         """Merge changes, and commit the marks with them; return whether there is a new version.
@@ -132,43 +133,87 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta for this Spark.
             Like `read` of the log: the changes cannot be read.
         """
-        if changes is None:
-            changes = self._session.createDataFrame([], changes_schema(self._schema))
-        view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        merge = merge_statement(
-            self._sql,
-            f"global_temp.{view}",
-            self._schema.names,
-            self._key,
-            evolving=self._has_new_columns,
-        )
-        with self.reported():
-            self._set_identifier(marks)
-            # The changes may be of another session, which shares the global views.
-            changes.createOrReplaceGlobalTempView(view)
-            try:
-                is_committed = bool(self._session.sql(merge).collect())
-            finally:
-                self._session.catalog.dropGlobalTempView(view)
+        schema = self._checked_columns(changes)
+        first = changes.persist() if changes is not None and self._start is not None else None
+        try:
+            if first is not None:
+                with self.reported():
+                    first.count()  # it fails before the table exists
+                self._schema = schema
+            self.finish()
+            with self.reported():
+                is_committed = self._is_merged(changes, schema, marks)
+        finally:
+            if first is not None:
+                first.unpersist()
         if not is_committed:
             raise Superseded(
-                f"table {self._name}: another commit has version {marks.version} of follower "
-                f"{marks.follower!r} or a later one"
+                f"table {self._name}: another commit of follower {marks.follower!r} came first"
             )
         return True
 
-    def _set_identifier(self, marks: TableMarks) -> None:
+    def _checked_columns(self, changes: DataFrame | None) -> StructType:
+        """Return the columns of changes in the table; of found ones, Delta may lack a name."""
+        own = {*PLACE._asdict(), DELETED}
+        schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
+        if schema and not self._is_declared:
+            check_schema(arrow_schema(schema))
+        return schema
+
+    def _is_merged(self, changes: DataFrame | None, schema: StructType, marks: TableMarks) -> bool:
+        """Merge changes; return whether Delta has not skipped it (rule 1)."""
+        view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
+        if changes is None or not set(self._key) <= set(schema.names):  # it has no rows then
+            changes = self._session.createDataFrame([], "partition int")
+            merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
+        else:
+            self._add_key(schema)
+            merge = self._merge(into, schema)
+        self._set_identifier(marks, self._next_version)
+        # The changes may be of another session, which shares the global views.
+        changes.createOrReplaceGlobalTempView(view)
+        try:
+            return bool(self._session.sql(merge).collect())
+        finally:
+            self._session.catalog.dropGlobalTempView(view)
+
+    def _add_key(self, schema: StructType) -> None:
+        """Add key columns to a table without columns: the condition of a `MERGE` needs them."""
+        new = [
+            part
+            for part in schema
+            if part.name in self._key and part.name not in self._stored.names
+        ]
+        if not new:
+            return
+        if self._frame().limit(1).collect():
+            raise BadConfig(
+                f"table {self._name}: expected a key column {new[0].name!r}, found "
+                f"{', '.join(self._stored.names)}"
+            )
+        columns = ", ".join(f"{quoted(part.name)} {part.dataType.simpleString()}" for part in new)
+        self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
+        self._stored = self._frame().schema
+
+    def _set_identifier(self, marks: TableMarks, version: int) -> None:
         self._session.conf.set(_METADATA, encode(marks))
         self._session.conf.set(_APPLICATION, marks.application)
-        self._session.conf.set(_VERSION, str(marks.version))
+        self._session.conf.set(_VERSION, str(version))
+
+    def _merge(self, into: str, schema: StructType) -> str:
+        is_new = _types(schema).items() - _types(self._stored).items()
+        evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
+        return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[Row], TableState | None]:
         """Return commits, newest first, and the state that they have; none if there is no table."""
         limit = _HISTORY_LIMIT
         while True:
             commits = self._history(limit)
-            found = _state_of(commits, follower)
-            if found is not None or len(commits) < limit:
+            is_complete = len(commits) < limit
+            found = _state_of(commits, follower, is_complete=is_complete)
+            if found is not None or is_complete:
                 return commits, found
             limit *= 100
 
@@ -205,11 +250,10 @@ class MergedDeltaTable:
         return max((row[0] for row in found if row[0] is not None), default=None)
 
     def _check_columns(self) -> None:
-        if self._is_checked:
+        if self._is_checked or not self._is_declared:
             return
-        found = self._frame().schema
         declared = {part.name: part.dataType for part in (*self._schema, *PLACE.fields())}
-        for part in found:
+        for part in self._stored:
             if part.name not in declared:
                 raise BadConfig(
                     f"table {self._name}: column {part.name!r} is not declared. Hint: declare all "
@@ -221,66 +265,48 @@ class MergedDeltaTable:
                     f"table {self._name}: column {part.name!r}: expected the declared type "
                     f"{expected}, found {part.dataType.simpleString()}"
                 )
-        self._has_new_columns = len(found) < len(declared)
         self._is_checked = True
 
-    def _warn_of_another(self, commits: Sequence[Row], follower: TableMarks) -> None:
-        """Report commits of another follower with this name, below one of this one (rule 2)."""
-        if self._version is None:
-            return
-        new = [row for row in commits if row["version"] > self._version]
-        mine = [row for row in new if _is_of(row, follower)]
-        if len(mine) > 1:
-            _log.warning(
-                "follow.concurrent_follower table=%s versions=%s",
-                self._name,
-                ",".join(str(row["version"]) for row in reversed(mine)),
-            )
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raise errors of Spark, its tasks and Delta as errors of the project."""
+        return reported(f"table {self._name}", self._session)
 
-    @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
-        """Raise errors of tasks and of Delta as errors of the project; others are Spark's own."""
-        try:
-            yield
-        except SPARK_ERRORS as failure:
-            text = str(failure)
-            found = error_of(failure) or self._error_of_table(text)
-            if found is None:
-                raise
-            raise found from failure
 
-    def _error_of_table(self, text: str) -> BadConfig | BadRequest | Superseded | None:
-        if twice := error_of_key(self._name, text):
-            return twice
-        if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
-            return Superseded(f"table {self._name}: another commit came first ({conflict[0]})")
-        if missing := _NO_LIBRARY.search(text):
-            return BadConfig(
-                f"table {self._name}: Spark {self._session.version} has no library of Delta that "
-                f"works with it ({missing[0]}). Hint: Delta 4.4.0 has one for Spark 4.0, 4.1 and "
-                "4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and none for 4.3; docs/tables.md has "
-                "the settings of the session."
-            )
+def _state_of(
+    commits: Sequence[Row], follower: TableMarks, *, is_complete: bool
+) -> TableState | None:
+    """Return the state in commits, newest first; None if there is none, or older ones decide."""
+    own = [place for place, row in enumerate(commits) if _is_of(row, follower)]
+    if not own:
         return None
+    others = [_other(row) for row in commits[: own[0]]]
+    before = [_other(row) for row in commits[own[0] :] if not _is_of(row, follower)]
+    conflicts = [each for each in before if each.follower or each.is_replacement]
+    oldest = commits[own[-1]]["version"]
+    if not is_complete and any(each.version < oldest for each in conflicts):
+        return None
+    others += [each for each in conflicts if each.version > oldest]  # rule 2
+    metadata = commits[own[0]]["userMetadata"]
+    found = decode(metadata)
+    assert found is not None, "it is of the follower"
+    return TableState(metadata, found.version, others)  # `txn` has this version or a lower one
 
 
-def _state_of(commits: Sequence[Row], follower: TableMarks) -> TableState | None:
-    """Return the newest commit of a follower, and the later ones; None if there is none."""
-    others: list[OtherCommit] = []
-    for row in commits:
-        if _is_of(row, follower):
-            metadata = row["userMetadata"]
-            found = decode(metadata)
-            assert found is not None, "it is of the follower"
-            # One commit has both, so the version is that of the marks.
-            return TableState(metadata, found.version, others)
-        other = decode(row["userMetadata"])
-        name = None if other is None else other.follower
-        operation = operation_of(row["operation"] or "", row["mode"])
-        others.append(OtherCommit(row["version"], operation, name))
-    return None
+def _other(row: Row) -> OtherCommit:
+    found = decode(row["userMetadata"])
+    operation = operation_of(row["operation"] or "", row["mode"])
+    return OtherCommit(row["version"], operation, found and found.follower)
 
 
 def _is_of(row: Row, follower: TableMarks) -> bool:
     found = decode(row["userMetadata"])
     return found is not None and found.follower == follower.follower
+
+
+def _plain(fields: Iterable[StructField]) -> StructType:
+    """Return columns that may be null, without metadata."""
+    return StructType([StructField(part.name, part.dataType) for part in fields])
+
+
+def _types(schema: StructType) -> dict[str, str]:
+    return {part.name: part.dataType.simpleString() for part in schema}

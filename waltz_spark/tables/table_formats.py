@@ -21,7 +21,7 @@ def open_table(
     session: SparkSession,
     name: str,
     given: TableFormat | None,
-    schema: StructType,
+    schema: StructType | None,
     rules: ChangeRules,
 ) -> MergedTable | SparkParquetTable:
     """Return a table of a follower.
@@ -30,7 +30,7 @@ def open_table(
         session: a session for this table only.
         name: the name of the table, or its path or URL, which has a slash.
         given: the format of a new table, Delta without it. A table with a name has a format.
-        schema: the declared columns.
+        schema: the declared columns; None if they are found in the payloads, for Delta.
         rules: how transactions become changes.
 
     Raises:
@@ -44,14 +44,22 @@ def open_table(
     if is_path != (given == "parquet") and given in ("iceberg", "parquet"):
         expected = "a path or a URL" if given == "parquet" else "a name"
         raise BadConfig(f"expected {expected} of a table with format {given}, found {name!r}")
-    if given == "parquet":
-        return SparkParquetTable(name, schema, rules)
     found = None if is_path else _stored_format(session, name)
     if None not in (found, given) and found != given:
         raise BadConfig(f"table {name}: expected format {given}, found {found}")
-    if (found or given) == "iceberg":
-        return MergedIcebergTable(session, name, schema, rules.key)
-    return MergedDeltaTable(session, name, schema, rules.key)
+    chosen = found or given or "delta"
+    if chosen != "parquet" and not rules.key:
+        raise BadConfig(f"key: expected one or more columns for format {chosen}, found none")
+    if chosen == "delta":
+        return MergedDeltaTable(session, name, schema, rules.key)
+    if schema is None:
+        raise BadConfig(
+            f"expected a schema for a table with format {chosen}, found none. Hint: declare the "
+            "columns; they are found for Delta tables only."
+        )
+    if chosen == "parquet":
+        return SparkParquetTable(name, schema, rules)
+    return MergedIcebergTable(session, name, schema, rules.key)
 
 
 def open_merged_table(

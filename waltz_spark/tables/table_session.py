@@ -25,8 +25,7 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         yield session
     finally:
         if is_connect(session):
-            # Not stop(): it would end a server that this process has started. Nor close(): before
-            # PySpark 4.2 it ends the threads of all clients.
+            # Not stop(): it would end a server that this process has started.
             with contextlib.suppress(Exception):  # it ends by itself after an hour
                 session.client.release_session()
 

@@ -95,11 +95,16 @@ def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
 
 
 def test_a_table_that_has_lost_its_marks_does_not_start_again():
-    with pytest.raises(BadFormat, match="has 42 transactions of follower 'f', but no commit"):
+    with pytest.raises(BadFormat, match="has 42 transactions or more of follower 'f', but no"):
         continued(None, 42, TableMarks("f", KEY, {}))
 
 
-@pytest.mark.parametrize("version", [None, 41, 43])
+def test_the_version_of_a_commit_of_spark_is_above_that_of_the_marks_before_it():
+    for version in (1, 41, 42):
+        assert continued(metadata(), version, TableMarks("f", KEY, {})).marks == {0: 41}
+
+
+@pytest.mark.parametrize("version", [None, 43])
 def test_marks_and_version_of_two_commits_are_an_error(version):
     start = TableMarks("f", KEY, {})
     with pytest.raises(BadFormat, match=f"marks for version {version} .* for version 42"):

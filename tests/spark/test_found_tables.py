@@ -1,0 +1,154 @@
+"""Delta tables of Spark whose columns are found in payloads are those of the core's follower."""
+
+import json
+import re
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+import waltz_spark
+from tests import table_jars
+from tests.commands import run_command
+from tests.spark.test_tables import started
+from waltz_core.errors import WaltzError
+from waltz_core.tables.table_marks import decode
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.core,
+    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
+]
+
+ROWS = [
+    {"id": 1, "name": "a", "at": {"x": 1}},
+    {"id": 2, "tags": [{"k": "v"}, None], "flag": None},
+    {"id": 1, "name": None, "at": {"x": 2, "y": [1.5]}, "flag": True},
+    {"id": 3, "raw": b"\x00"},
+    {"id": 9, "_d": True, "only_of_a_delete": 1},
+    {"id": 2, "tags": [{"k": "w", "n": 5}], "at": None},
+    {"id": 3, "_d": True},
+    {"id": 4, "tags": [], "at": {"y": []}},
+]
+
+
+def without_spark(connect: str, table: Path, start: dict[int, int], *more: str) -> CompletedProcess:
+    marks = json.dumps({str(each): mark for each, mark in start.items()})
+    line = ["follow", str(table), "--connect", connect, "--key", "id", "--until", "now"]
+    return run_command(
+        *line, "--delete-where", "_d", *(["--start-marks", marks] if start else []), *more
+    )
+
+
+def found_rows(table: Path) -> dict[int, dict]:
+    rows = DeltaTable(table).to_pyarrow_table().to_pylist()
+    return {row["id"]: row for row in rows}
+
+
+def found_columns(table: Path) -> dict[str, str]:
+    return {part.name: str(part.type) for part in DeltaTable(table).schema().fields}
+
+
+def test_columns_are_found_as_without_spark_wherever_batches_end(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    start = started(connect, *((0, row) for row in ROWS))
+    place = {"key": "id", "delete_where": "_d", "until": "now"}
+    table = tmp_path / "without Spark"
+    assert without_spark(connect, table, start).returncode == 0
+    expected = found_rows(table), found_columns(table)
+    assert len(expected[1]) == 9
+    for number, limits in enumerate(
+        ({}, {"batch_transactions": 1}, {"batch_transactions": 3, "minPartitions": 2})
+    ):
+        table = tmp_path / str(number)
+        marks = waltz_spark.follow(spark, connect, table=str(table), start=start, **place, **limits)
+        assert (found_rows(table), found_columns(table)) == expected, limits
+        newest = DeltaTable(table).history(1)[0]["userMetadata"]
+        assert dict(decode(newest).marks) == marks
+    # Either follower continues it, with new columns.
+    started(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
+    waltz_spark.follow(spark, connect, table=str(table), **place)
+    started(connect, (0, {"id": 6, "newer": 2}))
+    assert without_spark(connect, table, {}).returncode == 0
+    started(connect, (0, {"id": 7, "newest": b""}))
+    waltz_spark.follow(spark, connect, table=str(table), **place)
+    assert without_spark(connect, tmp_path / "all", start).returncode == 0
+    assert (found_rows(table), found_columns(table)) == (
+        found_rows(tmp_path / "all"),
+        found_columns(tmp_path / "all"),
+    )
+
+
+def test_a_table_without_columns_is_continued(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    """Neither follower had a transaction when it created the table."""
+    start = started(connect)
+    place = {"key": "id", "delete_where": "_d", "until": "now"}
+    tables = tmp_path / "of Spark", tmp_path / "without Spark"
+    waltz_spark.follow(spark, connect, table=str(tables[0]), start=start, **place)
+    assert without_spark(connect, tables[1], start).returncode == 0
+    started(connect, (0, {"id": 1, "value": 5}))
+    for table in tables:
+        waltz_spark.follow(spark, connect, table=str(table), **place)
+        assert found_rows(table)[1]["value"] == 5
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, {"id": 1, "a": 1}), (0, {"id": 2, "a": "x"})],
+        [(0, {"id": 1, "a": 1.5}), (0, {"id": 1}), (1, {"id": 3, "a": 1})],
+        [(0, {"id": 1, "a": {"b": [[1], ["x"]]}})],
+        [(0, {"id": 1, "a": []})],
+        [(0, {"id": 1}), (0, {"a": 1})],
+        [(0, {"a": 1})],
+        [(0, {"id": 1.5})],
+        [(0, {"id": 1, "header": 5})],
+        [(0, {"id": 1, "A": 5, "a": 5})],
+        [(0, {"id": 1, "a b": 5})],
+        [(0, {"id": 1}), (1, {"id": 1})],
+    ],
+)
+def test_columns_that_are_not_found_fail_as_without_spark_and_leave_no_table(
+    spark: SparkSession, connect: str, tmp_path: Path, rows: list[tuple[int, dict]]
+) -> None:
+    start = started(connect, *rows)
+    done = without_spark(connect, tmp_path / "table", start)
+    assert done.returncode == 1
+    table = tmp_path / "of Spark"
+    with pytest.raises(WaltzError) as caught:
+        waltz_spark.follow(
+            spark,
+            connect,
+            table=str(table),
+            key="id",
+            delete_where="_d",
+            start=start,
+            until="now",
+            minPartitions=4,
+        )
+    assert without_place(str(caught.value)) == without_place(done.stderr)
+    assert not (table / "_delta_log").exists()
+
+
+def without_place(text: str) -> str:
+    """Return an error without the name of the table and the command's prefix."""
+    return re.sub(r"^.*(error: |table \S+: )", "", text.strip())
+
+
+def test_tasks_that_find_a_column_in_another_order_than_the_log_agree(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    """A task has an empty list only, and the value before it is in another task."""
+    start = started(
+        connect, (0, {"id": 1, "a": [1]}), (0, {"id": 3, "a": []}), (1, {"id": 2, "a": []})
+    )
+    table = tmp_path / "table"
+    waltz_spark.follow(
+        spark, connect, table=str(table), key="id", start=start, until="now", minPartitions=3
+    )
+    assert {row["id"]: row["a"] for row in found_rows(table).values()} == {1: [1], 2: [], 3: []}

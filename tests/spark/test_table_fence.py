@@ -1,0 +1,195 @@
+"""A Delta table of Spark has one follower, and accepts one commit on top of the same marks."""
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StructField, StructType
+
+import waltz_spark
+from tests import table_jars
+from tests.spark.tables_job import follow
+from tests.spark.test_tables import transactions, upsert
+from tests.written_log import (
+    DELETE_HEADER,
+    Written,
+    check_versions,
+    content,
+    ends,
+    marks_by_version,
+)
+from waltz_core.errors import BadConfig, BadFormat, Superseded
+from waltz_core.tables.follower import OtherCommit
+from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.merged_table import MergedDeltaTable
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.core,
+    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
+]
+
+
+def opened(spark: SparkSession, table: Path) -> MergedDeltaTable:
+    """Return a table of one column `id`, in a session of its own."""
+    schema = StructType([StructField("id", LongType())])
+    return MergedDeltaTable(spark.newSession(), str(table), schema, ["id"])
+
+
+def change(spark: SparkSession, key: int) -> DataFrame:
+    schema = changes_schema(StructType([StructField("id", LongType())]))
+    return spark.createDataFrame([(key, 0, key, False)], schema)
+
+
+NAME = TableMarks("follow", "0" * 32, {0: -1, 1: -1})
+
+
+def up_to(*marks: int) -> TableMarks:
+    return NAME._replace(marks=dict(enumerate(marks)))
+
+
+def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Also if the marks of the later one cover more transactions, in other partitions."""
+    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    assert first.marks(NAME) is None
+    first.create(NAME)
+    second.create(NAME._replace(follower="other"))
+    first.finish()
+    with pytest.raises(Superseded):
+        second.finish()
+    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
+    assert second.apply(change(spark, 1), up_to(1, -1))
+    for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
+        with pytest.raises(Superseded, match="another commit of follower 'follow' came first"):
+            first.apply(change(spark, 0), marks)
+    second.marks(NAME)
+    assert second.apply(None, up_to(1, 0))
+    second.marks(NAME)
+    assert second.apply(None, up_to(2, 0))
+    with pytest.raises(Superseded):
+        first.apply(change(spark, 0), up_to(0, 60))
+    assert decode(first.marks(NAME).metadata) == up_to(2, 0)
+    assert first.apply(change(spark, 3), up_to(3, 0))
+    assert [
+        row["id"] for row in spark.read.format("delta").load(f"{tmp_path}/table").collect()
+    ] == [1, 3]
+
+
+def test_a_table_without_marks_accepts_one_first_commit(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """The user has created it, and two followers have other starts."""
+    table = tmp_path / "table"
+    spark.sql(
+        f"CREATE TABLE delta.`{table}` (id BIGINT, _partition INT, _transaction_id BIGINT) "
+        "USING delta"
+    )
+    first, second = (opened(spark, table) for _ in range(2))
+    for each in (first, second):
+        assert each.marks(NAME).metadata is None
+    assert second.apply(change(spark, 1), up_to(1, -1))
+    with pytest.raises(Superseded):
+        first.apply(change(spark, 0), up_to(8, 50))
+    first.marks(NAME)
+    assert first.apply(change(spark, 2), up_to(2, -1))
+
+
+@pytest.mark.parametrize("other", ["restore", "follower"])
+def test_another_commit_between_a_read_and_a_merge_is_found(
+    spark: SparkSession, tmp_path: Path, other: str
+) -> None:
+    """Also by the next process, and behind commits that change no row."""
+    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    first.create(NAME)
+    first.finish()
+    first.marks(NAME)
+    first.apply(change(spark, 1), up_to(1, -1))
+    first.marks(NAME)
+    place = f"delta.`{tmp_path}/table`"
+    if other == "restore":
+        spark.sql(f"RESTORE {place} TO VERSION AS OF 0")
+    else:
+        name = NAME._replace(follower="other")
+        second.marks(name)
+        second.apply(change(spark, 7), name)
+    for number in range(5):
+        spark.sql(f"ALTER TABLE {place} SET TBLPROPERTIES ('a' = '{number}')")
+    assert first.apply(change(spark, 2), up_to(2, -1))
+    for each in (first, opened(spark, tmp_path / "table")):
+        state = each.marks(NAME)
+        expected = (
+            OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
+        )
+        assert state.others == [expected]
+    # A follower that starts after it has no such commit.
+    third = NAME._replace(follower="third")
+    second.marks(third)
+    second.apply(None, third)
+    assert second.marks(third).others == []
+
+
+def test_two_followers_at_once(
+    spark: SparkSession,
+    written: Written,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each version is a replay of its marks, although the second one commits before each MERGE."""
+    table = str(tmp_path / "table")
+    apply = MergedDeltaTable.apply
+    ends_of_second = iter([{0: 3, 1: 40}, {0: 45, 1: 41}, {0: 46, 1: 70}])
+    depth = []
+
+    def applied_second(self: MergedDeltaTable, *args: object) -> bool:
+        until = None if depth else next(ends_of_second, None)
+        if until is not None:
+            depth.append(until)
+            follow(spark, written.connect, table, until=until, batch_transactions=30)
+            depth.clear()
+        return apply(self, *args)
+
+    monkeypatch.setattr(MergedDeltaTable, "apply", applied_second)
+    with caplog.at_level("INFO", logger="waltz_core.tables.follower"):
+        assert follow(spark, written.connect, table) == ends(written)
+    assert caplog.text.count("follow.commit_conflict") == 3
+    check_versions(written, table)
+    assert content(table) == written.replayed(ends(written))
+
+
+def test_a_table_has_one_follower(spark: SparkSession, written: Written, tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    half = {each: end // 2 for each, end in ends(written).items()}
+    follow(spark, written.connect, str(table), until=half)
+    df = transactions(spark.read, written.connect)
+
+    def upsert_as_other() -> None:
+        waltz_spark.upsert(
+            df,
+            written.connect,
+            table=str(table),
+            key="id",
+            delete_headers=[DELETE_HEADER],
+            delete_where="op = 'D'",
+            follower="other",
+        )
+
+    for call in (
+        lambda: follow(spark, written.connect, str(table), follower="other"),
+        upsert_as_other,
+    ):
+        with pytest.raises(BadConfig, match="no marks of follower 'other'"):
+            call()
+    follow(spark, written.connect, str(table), follower="other", start=half)
+    versions = marks_by_version(table)
+    for call in (
+        lambda: follow(spark, written.connect, str(table)),
+        lambda: upsert(transactions(spark.read, written.connect), written.connect, str(table)),
+    ):
+        with pytest.raises(BadFormat, match=r"by follower 'other' after .* has one follower"):
+            call()
+    assert marks_by_version(table) == versions
+    assert content(table) == written.replayed(ends(written))

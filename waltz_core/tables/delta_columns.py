@@ -1,0 +1,87 @@
+"""The columns that a Delta table may have, written by deltalake or by Spark."""
+
+import re
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from waltz_core.client.api.scanning import ArrowSchema
+from waltz_core.errors import BadConfig
+from waltz_core.tables.found_columns import LEVELS_MAX
+from waltz_core.tables.row_changes import DELETED
+
+_RESERVED = {"_partition", "_transaction_id", DELETED}
+# Spark writes no column with one of these; the library finds no column with a control character,
+# and has columns of its own.
+_NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
+_TYPES_OF_DELTA = (
+    pa.types.is_boolean,
+    pa.types.is_signed_integer,
+    pa.types.is_float32,
+    pa.types.is_float64,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_date32,
+)
+
+
+def check_schema(schema: ArrowSchema) -> None:
+    """Reject columns that Delta lacks.
+
+    Raises:
+        BadConfig: names the column.
+    """
+    if not schema.names:
+        raise BadConfig("expected one or more columns of the table, found none")
+    _check_names(schema, "", _RESERVED)
+    for part in schema:
+        _check_nested(part.type, part.name, 1)
+        if not _is_of_delta(part.type):
+            raise BadConfig(
+                f"column {part.name!r}: Delta has no type {part.type}. Hint: declare it as int64, "
+                "decimal, text or a timestamp in microseconds."
+            )
+
+
+def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
+    seen = set(reserved)
+    for part in fields:
+        if _NO_NAME.search(part.name) or not part.name:
+            raise BadConfig(
+                f"column {path + part.name!r}: Delta has no names with a space, a control "
+                "character or ,;{}()=, and none that start with __delta_rs_"
+            )
+        if part.name.lower() in seen:
+            none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
+            raise BadConfig(
+                f"column {path + part.name!r}: expected names that differ in more than their "
+                f"case{none_of}"
+            )
+        seen.add(part.name.lower())
+
+
+def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
+    """Check the names of fields and the number of levels."""
+    if level > LEVELS_MAX:
+        raise BadConfig(
+            f"column {path!r:.200}: expected at most {LEVELS_MAX} levels of lists, maps and "
+            "structs, found more"
+        )
+    if pa.types.is_struct(kind):
+        _check_names(kind, f"{path}.", set())
+    for each in range(kind.num_fields):
+        part = kind.field(each)
+        inner = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
+        _check_nested(part.type, inner, level + 1)
+
+
+def _is_of_delta(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind) or pa.types.is_list(kind) or pa.types.is_map(kind):
+        return all(_is_of_delta(kind.field(each).type) for each in range(kind.num_fields))
+    if pa.types.is_timestamp(kind):
+        return kind.unit == "us" and kind.tz in (None, "UTC")
+    if pa.types.is_decimal(kind):
+        return bool(kind.precision <= 38)
+    return any(is_of(kind) for is_of in _TYPES_OF_DELTA)

@@ -1,0 +1,178 @@
+"""The changes in a part of the log whose columns are found in the payloads.
+
+Rules:
+    1. Tasks find columns at the same time, each in its own part of the log. If one fails, or if two
+       do not agree, they run one after the other: each knows the columns of those before it, as in
+       the follower without Spark. So the columns and the errors are the same.
+    2. Spark needs the columns of a DataFrame before it runs a task. So tasks return their changes
+       as bytes of Arrow, which Spark keeps until all columns are known.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.tables.followed_log import changes_in
+from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
+from waltz_spark.failures import without_stack_each
+from waltz_spark.tables.spark_errors import reported
+
+# What tasks return: the columns first, then changes (rule 2).
+_PARTS = "task int, columns binary, changes binary"
+_PART_BYTES = 8 * 1024 * 1024
+
+
+class _Disagree(Exception):
+    """Two tasks have found two types for a column."""
+
+
+@dataclass
+class FindingRead:
+    """Reads the transactions of tasks, and yields the last changes with the columns found in them.
+
+    Attributes:
+        reader: reads the columns of the log, with `data`.
+        tasks: in the order of the log.
+        rules: how transactions become changes.
+        known: the columns of the table.
+        data_format: that of the payloads.
+    """
+
+    reader: DataSourceReader
+    tasks: Sequence[InputPartition]
+    rules: ChangeRules
+    known: pa.Schema
+    data_format: str
+
+    @without_stack_each
+    def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the columns and changes of each task."""
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                rows = parts_of(self.reader.read(self.tasks[number]))
+                found = changes_in(rows, self.rules, self.known, self.data_format)
+                names = [name for name in found.schema.names if name not in LOG_COLUMNS]
+                names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
+                yield from _packed(number, found.select(names))
+
+
+def _packed(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:
+    columns = pa.schema(list(changes.schema)[: -len(LOG_COLUMNS)])
+    yield _part(task, columns.serialize().to_pybytes(), None)
+    count = max(1, changes.num_rows * _PART_BYTES // max(1, changes.nbytes))
+    for rows in changes.combine_chunks().to_batches(count):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as stream:
+            stream.write_batch(rows)
+        yield _part(task, None, sink.getvalue().to_pybytes())
+
+
+def _part(task: int, columns: bytes | None, changes: bytes | None) -> pa.RecordBatch:
+    arrays = [
+        pa.array([task], pa.int32()),
+        *(pa.array([x], pa.binary()) for x in (columns, changes)),
+    ]
+    return pa.RecordBatch.from_arrays(arrays, ["task", "columns", "changes"])
+
+
+@dataclass
+class Unpacked:
+    """Returns packed changes with all columns."""
+
+    schema: pa.Schema
+
+    @without_stack_each
+    def __call__(self, parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the changes in Arrow batches."""
+        for part in parts:
+            for packed in part.column(0):
+                changes = pa.ipc.open_stream(packed.as_buffer()).read_all()
+                columns = [
+                    changes[each.name].cast(each.type)
+                    if each.name in changes.schema.names
+                    else pa.nulls(changes.num_rows, each.type)
+                    for each in self.schema
+                ]
+                yield from pa.table(columns, schema=self.schema).to_batches()
+
+
+class FoundChanges:
+    """Keeps the bytes of the last changes until the next ones are read.
+
+    Args:
+        session: runs the tasks.
+    """
+
+    def __init__(self, session: SparkSession) -> None:
+        self._session = session
+        self._parts: DataFrame | None = None
+
+    def of(self, read: FindingRead) -> DataFrame:
+        """Return the changes of tasks: the last one of each key and task.
+
+        Raises:
+            BadFormat: a payload does not fit, a key is null, or a column has no type.
+            BadConfig: the rules do not fit the columns.
+            Like the read: the log cannot be read.
+        """
+        try:
+            columns = self._run(read)
+        except (BadFormat, BadConfig, _Disagree):
+            columns = read.known
+            for task in read.tasks:  # rule 1
+                columns = self._run(replace(read, tasks=[task], known=columns))
+            columns = self._run(replace(read, known=columns))
+        assert self._parts is not None, "the tasks have run"
+        place = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
+        deleted = pa.field(DELETED, pa.bool_(), nullable=False)
+        schema = pa.schema([*columns, *place, deleted])
+        packed = self._parts.where("changes IS NOT NULL").select("changes")
+        return packed.mapInArrow(Unpacked(schema), spark_schema(schema))
+
+    def release(self) -> None:
+        """Release the bytes."""
+        if self._parts is not None:
+            self._parts.unpersist()
+            self._parts = None
+
+    def _run(self, read: FindingRead) -> pa.Schema:
+        """Run the tasks, and return all columns."""
+        self.release()
+        numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
+        self._parts = numbers.mapInArrow(read, _PARTS).persist()
+        with reported("the log", self._session):
+            found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
+        known = read.known
+        for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
+            known = _with_columns(known, pa.ipc.read_schema(pa.py_buffer(columns)))
+        return known
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """Return the columns of found types for Spark."""
+    return from_arrow_schema(schema)
+
+
+def _with_columns(known: pa.Schema, more: pa.Schema) -> pa.Schema:
+    return pa.schema(list(_common(pa.struct(list(known)), pa.struct(list(more)))))
+
+
+def _common(known: pa.DataType, more: pa.DataType) -> pa.DataType:
+    """Return the type with the fields of both types, those of the first one first."""
+    if known == more:
+        return known
+    if pa.types.is_list(known) and pa.types.is_list(more):
+        return pa.list_(_common(known.value_type, more.value_type))
+    if not (pa.types.is_struct(known) and pa.types.is_struct(more)):
+        raise _Disagree
+    fields = {part.name: part.type for part in known}
+    for part in more:
+        fields[part.name] = _common(fields.get(part.name, part.type), part.type)
+    return pa.struct(list(fields.items()))
