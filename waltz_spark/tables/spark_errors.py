@@ -51,7 +51,8 @@ _NO_LIBRARY = re.compile(
     r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
     r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
     r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|"
-    r"ClassNotFoundException: \S*(?:delta|iceberg)\S*|CATALOG_NOT_FOUND|REQUIRES_SINGLE_PART_NAMESPACE|\w*PLUGIN_CLASS_NOT_FOUND\w*"
+    r"ClassNotFoundException: \S*(?:delta|iceberg)\S*|CATALOG_NOT_FOUND|"
+    r"REQUIRES_SINGLE_PART_NAMESPACE|\w*PLUGIN_CLASS_NOT_FOUND\w*"
 )
 _FOUND_TWICE = re.compile(
     rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
