@@ -213,9 +213,12 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
 
     first, second = opened(), opened()
     assert first.marks(NAME) is None
-    first.create(NAME)
+    for each in (first, second):
+        each.create(NAME)
+        assert not each.marks(NAME).has_rows
+    first.finish()
     with pytest.raises(Superseded):
-        second.create(NAME._replace(follower="other"))
+        second.finish()
     assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
     assert second.apply(changes(1), up_to(1))
     for change in (changes(0), None):
@@ -289,7 +292,6 @@ def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
     schema = StructType([StructField("id", LongType())])
     table = MergedIcebergTable(lake, f"{CATALOG}.shop.keys", schema, ["id"])
     table.create(NAME)
-    table.marks(NAME)
     for partition in (0, 1):
         changes = lake.createDataFrame([(7, partition, 5, False)], changes_schema(schema))
         if partition == 0:
