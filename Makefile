@@ -81,6 +81,7 @@ test-core:
 # With the oldest Spark, the file with most tests starts first: it takes longest.
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'not versions' $(SPARK) $(ARGS)
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
 	    -m 'core and not versions' tests/spark $(ARGS)

@@ -1,6 +1,8 @@
 """A log of changes of rows, and what a table that follows it must contain."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +10,9 @@ import msgpack
 import pyarrow as pa
 from deltalake import DeltaTable
 
+from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
+from waltz_core.local import running
 from waltz_core.tables.table_marks import decode
 
 PARTITIONS = 2
@@ -25,7 +29,7 @@ class Written(NamedTuple):
     connect: str
     log: list[list[tuple[int, dict]]]
 
-    def append(self, client: WaltzClient, count: int, seed: int) -> None:
+    def append(self, client: WaltzClient, seed: int, count: int = TRANSACTIONS) -> None:
         """Append upserts, deletes by header and by payload, and transactions of other kinds."""
         rng = random.Random(seed)
         futures = []
@@ -62,6 +66,17 @@ class Written(NamedTuple):
             *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
             *["--batch-transactions", "25", "--interval-s", "0.05", *more],
         ]
+
+
+@contextmanager
+def running_log(place: Path) -> Iterator[Written]:
+    """Run a local cluster in a directory, and append the first transactions."""
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    with running(place, **options) as cluster:
+        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+        with WaltzClient(cluster.connect, PATIENT) as client:
+            found.append(client, 1)
+        yield found
 
 
 def ends(written: Written) -> dict[int, int]:

@@ -31,39 +31,30 @@ from tests.ports import free_port
 from tests.schema_registry import schema_registry
 from tests.written_log import (
     OTHER_HEADER,
-    PARTITIONS,
-    TRANSACTIONS,
     Written,
     check_versions,
     content,
     ends,
     marks_by_version,
+    running_log,
 )
 from waltz_core.client import Avro, WaltzClient
-from waltz_core.local import LocalCluster, running
+from waltz_core.config import ClientConfig
 
 AVRO_HEADER = 6
+SECRET_HEADER = 7
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
-    with running(place, **options) as found:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(cluster: LocalCluster) -> Iterator[WaltzClient]:
-    with WaltzClient(cluster.connect, PATIENT) as opened:
+def client(written: Written) -> Iterator[WaltzClient]:
+    with WaltzClient(written.connect, PATIENT) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def written(cluster: LocalCluster, client: WaltzClient) -> Written:
-    found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-    found.append(client, TRANSACTIONS, 1)
-    return found
 
 
 def follow(written: Written, table: Path, *more: str) -> dict[int, int]:
@@ -307,10 +298,55 @@ def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, 
         found = run_command(*words)
         assert (found.returncode, found.stdout) == (1, "")
         assert "columns are found in msgpack and JSON only" in found.stderr
-        done = run_command(*words, "--column", "id:int64", "--column", "owner:string")
+        words += ["--column", "id:int64", "--column", "owner:string"]
+        done = run_command(*words)
         assert done.returncode == 0, done.stderr
+    other = f"http://127.0.0.1:{free_port()}"  # schemas of the first URL are cached
+    words[1] = str(tmp_path / "other")
+    done = run_command(*(other if word == registry.url else word for word in words))
+    assert done.returncode == 1
+    assert f"{other} cannot be read: Connection refused. Hint: check its" in done.stderr
     rows = DeltaTable(tmp_path / "table").to_pyarrow_table().select(["id", "owner"]).to_pylist()
     assert sorted(row["owner"] or "" for row in rows) == ["", "Anna"]
+
+
+def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
+    """Also if the key of the table is in the log: a row of nulls would be no replay."""
+    keys, fewer = tmp_path / "keys", tmp_path / "fewer"
+    for place, names in ((keys, ("a", "b")), (fewer, ("a",))):
+        place.mkdir()
+        for name in names:
+            (place / name).write_text(name * 64)
+    with WaltzClient(written.connect, ClientConfig(encryption_keys=str(keys))) as client:
+        for name in ("a", "b"):
+            data = msgpack.packb({"id": ord(name)})
+            sent = client.append(data, partition=0, header=SECRET_HEADER, encryption_key=name)
+            written.log[0].append((OTHER_HEADER, {}))
+            last = sent.result()
+    words = ["follow", str(tmp_path / "table"), "--connect", written.connect, "--until", "now"]
+    words += ["--key", "transaction_id", "--column", "transaction_id", "--column", "id:int64"]
+    words += ["--header", str(SECRET_HEADER)]
+    for more, reason in (
+        ([], "expected a payload in msgpack"),
+        (
+            ["--encryption-keys", str(fewer)],
+            f"transaction {last}: the key 'b' does not exist. Hint",
+        ),
+        (["--encryption-keys", str(tmp_path / "no")], str(tmp_path / "no")),
+    ):
+        done = run_command(*words, *more)
+        assert done.returncode == 1
+        assert reason in done.stderr
+        assert not (tmp_path / "table").exists()
+    done = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
+    assert done.returncode == 0, done.stderr
+    found = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
+    assert sorted(found) == [ord("a"), ord("b")]
+    words[1] = str(tmp_path / "other")
+    words[words.index("id:int64")] = "value:int64"
+    words[words.index(str(SECRET_HEADER))] = "1"
+    done = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
+    assert "the payload is not encrypted. Hint: " in done.stderr
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(

@@ -24,12 +24,9 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         text = text.replace(CONNECT, cluster.connect).replace("/lake/", f"{tmp_path}/lake/")
         blocks = BLOCK.findall(text)
         assert [language for language, _ in blocks] == [
-            "bash",
-            "bash",
-            "python",
-            "python",
-            "bash",
-            "python",
+            *["bash", "bash"],
+            *["python"] * 3,
+            *["bash", "python"],
         ]
         for language, block in blocks:
             if language == "python":

@@ -125,10 +125,44 @@ def expect_measurements(notebook: Notebook) -> None:
     assert 0 < half <= most <= nearly_all
 
 
+def expect_a_right_table(notebook: Notebook) -> None:
+    expect_what_is_committed("06_a_table_that_is_never_wrong", notebook)
+    output = notebook.output()
+    assert output.count(" ended with -9\n") == 4
+    assert "the last follower ended with 0\n" in output
+    assert "wrong rows in all versions: 0\n" in output
+    assert "repeated keys in all versions: 0\n" in output
+    assert "the log has what was appended: True\n" in output
+    assert "the table contains the whole log: True\n" in output
+    assert "versions written by another run: 0\n" in output
+
+
+def expect_audit(notebook: Notebook) -> None:
+    before = committed("07_time_travel_and_audit")
+    assert notebook.output() == before.output()
+    found, expected = (
+        [table for table in each.tables() if "commit_time" not in table]
+        for each in (notebook, before)
+    )
+    assert found == expected
+    (row,) = [each for each in notebook.table("rows.loc[[KETTLE]]") if each[""]]
+    (cause,) = notebook.table("read(partition, cause, cause + 1)")
+    assert cause["cents"] == row["cents"]
+    assert (cause["program"], cause["by"]) == ("import", "nordwind-w07.csv")
+    history = notebook.table("history_of(KETTLE, partition)")
+    assert [each["by"] for each in history] == ["opening", "Anna", "Boris", "nordwind-w07.csv"]
+    assert [float(each["before"]) for each in history[1:]] == [
+        float(each["cents"]) for each in history[:-1]
+    ]
+    assert "prices that are less than half of the old ones: 0\n" in notebook.output()
+
+
 EXPECTED = {
     "01_first_append_and_read": expect_first_append,
     "02_optimistic_locking": expect_optimistic_locking,
     "03_ledger": expect_ledger,
     "04_replay_and_time_travel": expect_time_travel,
     "05_measure_your_cluster": expect_measurements,
+    "06_a_table_that_is_never_wrong": expect_a_right_table,
+    "07_time_travel_and_audit": expect_audit,
 }

@@ -13,9 +13,7 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 import waltz_spark
 from tests import table_jars
-from tests.patience import PATIENT
-from tests.written_log import PARTITIONS, TRANSACTIONS, Written
-from waltz_core.client import WaltzClient
+from tests.written_log import Written, running_log
 
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
@@ -50,10 +48,5 @@ def connect(cluster: waltz_core.local.LocalCluster) -> str:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
     """Yield a log of changes of rows, in a cluster of its own."""
-    place = tmp_path_factory.mktemp("cluster") / "local"
-    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
-    with waltz_core.local.running(place, **options) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        with WaltzClient(found.connect, PATIENT) as client:
-            found.append(client, TRANSACTIONS, seed=1)
+    with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
         yield found

@@ -361,6 +361,8 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     other = {"table": str(tmp_path / "other"), "key": "id"}
     assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
     assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
+    found = {"table": str(tmp_path / "found"), "key": "id"}
+    assert waltz_spark.follow(spark, connect, **found, start=start, until="now") == marks
     streamed = {"table": str(tmp_path / "streamed"), "key": "id"}
     stream = spark.readStream.format("waltz").option("startingHighWaterMarks", as_json(start))
     rows = stream.schema(df.schema).option("dataFormat", "msgpack").load(connect)
@@ -371,7 +373,7 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     query = in_batches.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
     query.awaitTermination()
     expected, *tables = [
-        spark.read.format("delta").load(each["table"]) for each in (place, other, streamed)
+        spark.read.format("delta").load(each["table"]) for each in (place, other, found, streamed)
     ]
     for table in tables:
         assert_df_equality(table, expected, ignore_row_order=True)

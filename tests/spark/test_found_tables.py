@@ -59,7 +59,7 @@ def test_columns_are_found_as_without_spark_wherever_batches_end(
     table = tmp_path / "without Spark"
     assert without_spark(connect, table, start).returncode == 0
     expected = found_rows(table), found_columns(table)
-    assert len(expected[1]) == 9
+    assert len(expected[1]) == 10
     for number, limits in enumerate(
         ({}, {"batch_transactions": 1}, {"batch_transactions": 3, "minPartitions": 2})
     ):

@@ -5,9 +5,11 @@ ZooKeeper.
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from kazoo.security import make_digest_acl_credential
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -48,9 +50,16 @@ def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
                 cluster.start(member.name)
 
 
+class Places(NamedTuple):
+    """Connect strings of one cluster."""
+
+    tenant: str
+    administrator: str
+
+
 @pytest.fixture(scope="module")
-def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the connect string of the tenant."""
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    """Run a cluster with access control."""
     directory = tmp_path_factory.mktemp("tenant")
     certificates = make(directory)
     tls, members, administrators, token = (
@@ -65,8 +74,18 @@ def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ):
         place = cluster.connect.partition("?")[0]
         members.write_text(MEMBERS)
-        set_up(cluster, f"{place}?auth={administrators}&tls={tls}", token)
-        yield f"{place}?tls={certificates.authorities}&token_file={token}"
+        made = Places(
+            f"{place}?tls={certificates.authorities}&token_file={token}",
+            f"{place}?auth={administrators}&tls={tls}",
+        )
+        set_up(cluster, made.administrator, token)
+        yield made
+
+
+@pytest.fixture
+def tenant(places: Places) -> str:
+    """Return the connect string of the tenant."""
+    return places.tenant
 
 
 def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenant: str) -> None:
@@ -101,3 +120,22 @@ def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> 
         ids = [client.append(b"in turn") for _ in range(4)]
         assert all(each.result() >= 0 for each in ids)
         assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}
+
+
+def test_a_revoked_permission_ends_a_stream(spark: SparkSession, places: Places) -> None:
+    grant = ("tenant", "read", "--partitions", "1", "--connect", places.administrator)
+    stream = spark.readStream.format("waltz").options(**OWN_PARTITIONS).load(places.tenant)
+    query = stream.writeStream.format("memory").queryName("revoked").start()
+    try:
+        query.processAllAvailable()  # It has determined where it starts.
+        with WaltzClient(places.tenant, partitions=[1]) as client:
+            client.append(b"before").result()
+            query.processAllAvailable()
+            assert run_command("access", "revoke", *grant).returncode == 0
+            client.append(b"after").result()
+        with pytest.raises(StreamingQueryException, match="tenant has no grant of read"):
+            query.processAllAvailable()
+    finally:
+        query.stop()
+        run_command("access", "grant", *grant)
+    assert [bytes(row.data) for row in spark.table("revoked").collect()] == [b"before"]

@@ -30,8 +30,8 @@ def texts_of(cell: dict) -> list[str]:
     return texts
 
 
-def test_there_are_five_small_notebooks():
-    assert [path.name[:3] for path in PATHS] == ["01_", "02_", "03_", "04_", "05_"]
+def test_there_are_seven_small_notebooks():
+    assert [path.name[:3] for path in PATHS] == ["01_", "02_", "03_", "04_", "05_", "06_", "07_"]
     assert sum(path.stat().st_size for path in PATHS) < BYTES_MAX
 
 

@@ -91,8 +91,10 @@ def request(
         response = connection.getresponse()
         found = response.read(ANSWER_BYTES_MAX + 1)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else _reason(error)
-        raise Unavailable(f"the schema registry at {address} cannot be read: {reason}") from None
+        raise Unavailable(
+            f"the schema registry at {address} cannot be read: {_reason(error)}. Hint: check its "
+            "URL, and that it runs."
+        ) from None
     finally:
         connection.close()
         if opened is not None:
@@ -105,6 +107,10 @@ def request(
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return f"{type(error).__name__}: {str(error)[:_TEXT_MAX]}"
 
 

@@ -33,7 +33,7 @@ from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
 from waltz_core.tables.follower import REMOVED, OtherCommit, TableState, operation_of
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
-from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 
 try:
     from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
@@ -335,16 +335,18 @@ def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
     while True:
         commits = table.history(limit)
         others: list[OtherCommit] = []
+        rules: StoredRules | None = None
         for each in commits:
             metadata = each.get("userMetadata")
             found = decode(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, version, others)
             name = None if found is None else found.follower
+            rules = rules or (found and found.rules)
             others.append(OtherCommit(each["version"], _operation_of(each), name))
         if limit is None or len(commits) < limit:
-            has_follower = any(each.follower is not None for each in others)
-            return TableState(None, version, (), has_rows=has_follower or _has_rows(table))
+            has_rows = rules is not None or _has_rows(table)
+            return TableState(None, version, (), has_rows, rules)
         limit = None if limit > 1000 else limit * 8
 
 

@@ -5,6 +5,7 @@ Rules:
     2. Changes are reduced part by part, so a batch needs memory for a part of 32 MiB, and for
        the last change of each key.
     3. The server selects transactions by header; without headers, all.
+    4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
 """
 
 import time
@@ -15,7 +16,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from waltz_core.client import ReplicaSet, WaltzClient
-from waltz_core.client.api.scanning import ArrowSchema, DataFormat, ScanColumns
+from waltz_core.client.api.scanning import ERROR_FIELD, ArrowSchema, DataFormat, ScanColumns
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
@@ -29,6 +30,7 @@ from waltz_core.tables.row_changes import (
     with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
+from waltz_core.wire.messages import RangeForm
 
 
 class LogPosition:
@@ -74,6 +76,7 @@ class ClientLog:
         rules: how transactions become changes.
         data_format: the format of the payloads.
         headers: the headers of the transactions of the table; without any, all transactions are.
+        has_keys: whether the client decrypts payloads.
 
     Raises:
         BadConfig: the rules do not fit the schema, deletes have a header that is not selected, or
@@ -81,7 +84,7 @@ class ClientLog:
         BadRequest: a column of the log has another type, or the format is unknown.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a user states four of them
         self,
         client: WaltzClient,
         position: LogPosition,
@@ -90,6 +93,7 @@ class ClientLog:
         rules: ChangeRules,
         data_format: DataFormat = "msgpack",
         headers: Sequence[int] = (),
+        has_keys: bool = False,
     ) -> None:
         self._known = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
@@ -106,7 +110,8 @@ class ClientLog:
                 f"delete_headers: header {min(unread)} is not one of the headers of the table, "
                 f"{sorted(headers)}. Hint: add it to them."
             )
-        self._columns = ScanColumns(rows, data_format)
+        self._rows = rows
+        self._columns = _columns(rows, data_format, has_keys=has_keys)
         self._client, self._position = client, position
         self._found_format = str(data_format)
         self._rules, self._headers = rules, tuple(headers)
@@ -131,7 +136,7 @@ class ClientLog:
         batches = self._batches(starts, ends)
         if self._known is not None:
             return changes_in(parts_of(batches), self._rules, self._known(), self._found_format)
-        return reduced(batches, self._rules, self._columns.schema)
+        return reduced(batches, self._rules, self._rows)
 
     def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:
         for partition, end in sorted(ends.items()):
@@ -147,7 +152,37 @@ class ClientLog:
             )
             with closing(chunks):  # a traceback would keep the range open
                 for chunk in chunks:
-                    yield from self._columns.batches(chunk, partition)
+                    for batch in self._columns.batches(chunk, partition):
+                        check_decrypted(batch)
+                        yield batch.select(self._rows.names)
+
+
+def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
+    """Return the columns of the reads: those of the rows, and with keys the reasons (rule 4)."""
+    found = ScanColumns(rows, data_format, has_keys=has_keys)
+    if not has_keys or found.form is RangeForm.HEADERS:
+        return found
+    if ERROR_FIELD.name in rows.names:
+        raise BadConfig(
+            f"column {ERROR_FIELD.name!r}: this name is reserved if payloads are decrypted. Hint: "
+            "use a payload without this field."
+        )
+    return ScanColumns(rows.append(ERROR_FIELD), data_format, has_keys=True)
+
+
+def check_decrypted(batch: pa.RecordBatch) -> None:
+    """Raise BadFormat for the first payload that could not be decrypted (rule 4)."""
+    if ERROR_FIELD.name not in batch.schema.names:
+        return
+    errors = batch[ERROR_FIELD.name]
+    if errors.null_count == len(errors):
+        return
+    row = errors.is_valid().index(True).as_py()
+    place = ", ".join(f"{name.removesuffix('_id')} {batch[name][row]}" for name in LOG_COLUMNS[:2])
+    raise BadFormat(
+        f"{place}: {errors[row]}. Hint: follow with all keys, or select the transactions of the "
+        "table by header."
+    )
 
 
 def changes_in(

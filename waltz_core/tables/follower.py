@@ -24,7 +24,15 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from waltz_core.errors import BadConfig, BadFormat, Superseded, Unavailable
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, continued, next_batch
+from waltz_core.tables.table_marks import (
+    LogState,
+    MarkMap,
+    StoredRules,
+    TableMarks,
+    common_rules,
+    continued,
+    next_batch,
+)
 
 # After this time without a commit, marks that have moved are committed alone (rule 3).
 MARKS_COMMIT_S = 600.0
@@ -85,12 +93,14 @@ class TableState(NamedTuple):
             version in Delta's `txn`, not the version of the table.
         others: the commits after that commit, in any order; none if there is no such commit.
         has_rows: whether the table has rows, or commits of another follower.
+        rules: those in the newest commit of any follower, if this one has no commit.
     """
 
     metadata: str | None
     version: int | None
     others: Sequence[OtherCommit] = ()
     has_rows: bool = True
+    rules: StoredRules | None = None
 
 
 def operation_of(operation: str, mode: str) -> str:
@@ -272,6 +282,8 @@ class Follower(Generic[ChangesT]):
                     f"{self._name.follower!r}. Hint: pass the marks up to which the table has the "
                     "log, or use another table."
                 )
+            if state.rules is not None:
+                common_rules(state.rules, self._name.rules)
             if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start()
         stored = continued(state.metadata, state.version, self._name)

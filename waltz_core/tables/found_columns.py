@@ -7,9 +7,11 @@ Rules:
        two values is first must not depend on the limits of batches.
     3. Null has no type, and an empty list or struct as first value is an error.
     4. New columns, and new fields of structs, are appended to the known ones.
+    5. A table has at most `COLUMNS_MAX` of both, so that a log whose payloads have arbitrary names
+       does not create thousands of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -23,6 +25,7 @@ ArrowType: TypeAlias = pa.DataType
 
 # Of lists, maps and structs: deltalake commits a schema with 60 levels, and cannot read it again.
 LEVELS_MAX = 32
+COLUMNS_MAX = 1_000
 
 # Columns of the log in the rows of a follower, and those of the place in the table.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
@@ -93,7 +96,19 @@ def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED))}", repr(name)
             )
-        types[name] = _grown(known, value, name)
+        grown = _grown(known, value, name)
+        if grown == known:
+            continue
+        types[name] = grown
+        if field_count(types.values()) > COLUMNS_MAX:
+            raise _Mismatch(name[:200], f"at most {COLUMNS_MAX} columns and fields of maps", "more")
+
+
+def field_count(types: Iterable[ArrowType]) -> int:
+    """Return the number of columns with these types and of the fields in them (rule 5)."""
+    return sum(
+        1 + field_count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
+    )
 
 
 def _grown(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:

@@ -188,10 +188,10 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
             f"{found.version}. Hint: another program has restored or changed the table; pass "
             "another follower name and the marks of the table."
         )
-    return found._replace(rules=_common_rules(found.rules, start.rules))
+    return found._replace(rules=common_rules(found.rules, start.rules))
 
 
-def _common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
+def common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
     """Return the rules of a table; raises BadConfig if the given ones differ (rule 6)."""
     if stored.headers is None:
         stored = stored._replace(headers=given.headers)

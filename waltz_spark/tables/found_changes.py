@@ -18,8 +18,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.tables.followed_log import changes_in
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.followed_log import changes_in, check_decrypted
+from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
 from waltz_spark.failures import without_stack_each
 from waltz_spark.tables.spark_errors import reported
@@ -30,7 +30,7 @@ _PART_BYTES = 8 * 1024 * 1024
 
 
 class _Disagree(Exception):
-    """Two tasks have found two types for a column."""
+    """Tasks have found two types for a column, or too many columns together."""
 
 
 @dataclass
@@ -56,11 +56,17 @@ class FindingRead:
         """Yield the columns and changes of each task."""
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                rows = parts_of(self.reader.read(self.tasks[number]))
-                found = changes_in(rows, self.rules, self.known, self.data_format)
+                rows = _decrypted(self.reader.read(self.tasks[number]))
+                found = changes_in(parts_of(rows), self.rules, self.known, self.data_format)
                 names = [name for name in found.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
                 yield from _packed(number, found.select(names))
+
+
+def _decrypted(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        check_decrypted(batch)
+        yield batch.select([*LOG_COLUMNS, "data"])
 
 
 def _packed(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:
@@ -152,6 +158,8 @@ class FoundChanges:
         known = read.known
         for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
             known = _with_columns(known, pa.ipc.read_schema(pa.py_buffer(columns)))
+        if field_count(part.type for part in known) > COLUMNS_MAX:
+            raise _Disagree
         return known
 
 

@@ -21,6 +21,7 @@ from pyspark.sql.types import (
     BooleanType,
     IntegerType,
     LongType,
+    StringType,
     StructField,
     StructType,
 )
@@ -38,6 +39,7 @@ from waltz_core.tables.row_changes import (
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.failures import without_stack_each
+from waltz_spark.options import ERROR_COLUMN
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.found_changes import FindingRead, FoundChanges
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
@@ -80,6 +82,8 @@ class SparkLog:
                     "columns are found in msgpack and JSON only. Hint: declare the columns."
                 )
             self._read = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
+            if "encryptionKeys" in self._options:
+                self._read.add(ERROR_COLUMN, StringType())
             return
         used = [*_PLACE, *([_HEADER] if rules.delete_headers else [])]
         self._read = StructType(

@@ -233,9 +233,10 @@ class MergedDeltaTable:
         return self._session.table(self._name)
 
     def _state_without_marks(self, commits: Sequence[Row], follower: TableMarks) -> TableState:
-        has_follower = any(decode(row["userMetadata"]) is not None for row in commits)
-        has_rows = has_follower or bool(self._frame().limit(1).collect())
-        return TableState(None, self._stored_version(follower.application), (), has_rows)
+        found = [marks for row in commits if (marks := decode(row["userMetadata"])) is not None]
+        has_rows = bool(found) or bool(self._frame().limit(1).collect())
+        rules = found[0].rules if found else None
+        return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
 
     def _stored_version(self, application: str) -> int | None:
         """Return the newest version of an application in Delta's log; no statement returns it."""

@@ -58,16 +58,16 @@ class OpenTable:
         self._seen = len(self.stored) - 1
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
-        others = []
+        others, rules = [], None
         for at in range(self._seen, -1, -1):
             found = decode(self.stored[at].metadata)
             if found is not None and found.follower == follower.follower:
                 metadata = self.stored[at].metadata
                 return TableState(metadata, version, others, bool(newest.rows))
             name = None if found is None else found.follower
+            rules = rules or (found and found.rules)
             others.append(OtherCommit(at, self.stored[at].operation, name))
-        has_follower = any(each.follower is not None for each in others)
-        return TableState(None, version, (), has_follower or bool(newest.rows))
+        return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
         self._on_step("apply")

@@ -16,7 +16,7 @@ from waltz_core.tables.delta_errors import error_of
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.row_changes import DELETED
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1, 1: -1})
@@ -235,8 +235,11 @@ def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: 
     other = START._replace(follower="g")
     state = opened(path).marks(other)
     assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
-    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
-    assert opened(path).marks(other).has_rows
+    rules = StoredRules(("Id", "day"))
+    marks = up_to(0, -1)._replace(rules=rules)
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), marks)
+    state = opened(path).marks(other)
+    assert (state.has_rows, state.rules) == (True, rules)
 
 
 def test_lost_marks_leave_the_version(path: Path, table: FollowedDeltaTable):

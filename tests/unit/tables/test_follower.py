@@ -355,6 +355,15 @@ def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
         follower(log, OpenTable(second, create), name).run({0: 1})
 
 
+def test_a_follower_with_another_name_has_the_rules_of_the_table():
+    log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
+    follower(log, table, NAME._replace(rules=StoredRules(("id",)))).run({0: 0})
+    again = TableMarks("again", KEY, {0: 0}, StoredRules(("other",)))
+    with pytest.raises(BadConfig, match=r"key: expected id, as in .* found other"):
+        follower(log, table, again).run({0: 1})
+    follower(log, table, again._replace(rules=StoredRules(("id",)))).run({0: 1})
+
+
 def test_lost_marks_must_be_passed():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     follower(log, table).run({0: 1})

@@ -17,7 +17,7 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.delta_table import FollowedDeltaTable
 from waltz_core.tables.followed_log import changes_in
 from waltz_core.tables.follower import Follower
-from waltz_core.tables.found_columns import with_found_columns
+from waltz_core.tables.found_columns import COLUMNS_MAX, with_found_columns
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks
 
@@ -104,6 +104,16 @@ def test_another_type_is_an_error_that_names_the_transaction(
 def test_a_name_of_the_log_or_the_table_is_an_error(name: str):
     with pytest.raises(BadFormat, match=rf"transaction 0: column '{name}': .* Hint: declare the"):
         columns_of({name: 1})
+
+
+def test_a_log_with_arbitrary_names_is_an_error():
+    half = {f"c{each}": 1 for each in range(COLUMNS_MAX // 2)}
+    assert len(columns_of(half).schema.names) == COLUMNS_MAX // 2
+    nested = {"map": {f"f{each}": 1 for each in range(COLUMNS_MAX // 2)}}
+    with pytest.raises(BadFormat, match=r"transaction 1: column 'map': expected at most 1000 col"):
+        columns_of(half, nested)
+    with pytest.raises(BadFormat, match=r"transaction 1000: column 'c1000': .* Hint: declare the"):
+        columns_of(*({f"c{each}": 1} for each in range(COLUMNS_MAX + 1)))
 
 
 class FoundLog:

@@ -20,6 +20,7 @@ from waltz_core.cli.verbs import verb
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
+from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import ClientLog, LogPosition
 from waltz_core.tables.follower import Follower
@@ -45,6 +46,8 @@ class FollowCommand(NamedTuple):
     data_format: str
     schema_registry: str | None
     schema_registry_auth_file: Path | None
+    encryption_keys: str
+    require_encryption: bool
     headers: tuple[int, ...]
     delete_headers: tuple[int, ...]
     delete_where: str | None
@@ -75,6 +78,18 @@ class FollowCommand(NamedTuple):
 )
 @payload_columns.column_option("the columns are found in the payloads")
 @payload_columns.payload_format_options
+@click.option(
+    "--encryption-keys",
+    metavar="KEYS",
+    default="",
+    help="where the keys of encrypted payloads are: a directory with a file for each key, or "
+    "module:function [default: payloads are not decrypted]",
+)
+@click.option(
+    "--require-encryption",
+    is_flag=True,
+    help="fail if a payload is not encrypted",
+)
 @click.option(
     "--header",
     "headers",
@@ -149,7 +164,10 @@ def follow(chosen: FollowCommand) -> int:
     )
     given = _given_marks(chosen)
     since_ms = _given_ms(chosen)
-    with WaltzClient(chosen.connect) as client, ProgressLine() as line:
+    config = ClientConfig(
+        encryption_keys=chosen.encryption_keys, encryption_required=chosen.require_encryption
+    )
+    with WaltzClient(chosen.connect, config) as client, ProgressLine() as line:
         position = LogPosition(client, interval_s=chosen.interval_s)
         log = ClientLog(
             client,
@@ -158,6 +176,7 @@ def follow(chosen: FollowCommand) -> int:
             rules=rules,
             data_format=payloads,
             headers=chosen.headers,
+            has_keys=bool(chosen.encryption_keys),
         )
         if since_ms is not None:
             given = _marks_since(client, position, since_ms)

@@ -1,0 +1,201 @@
+"""The followers of `table_kills.py`: their processes, and what can be killed of them.
+
+Rules:
+    1. A follower is started again after it was killed, as a supervisor does.
+    2. The command `follow` never ends by itself. A Spark job may, with the error of a failed Spark
+       job, if one of its processes or a member of the cluster was killed.
+    3. All processes of a Spark job are in one session of Linux, so they are found and ended
+       without its driver.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from tests.commands import run_command
+from tests.patience import HANG_S
+from tests.written_log import Written
+
+ROOT = Path(__file__).parents[2]
+FINISHED_TWICE = "a repeated command has written version {after}, after version {before}"
+
+
+class TableFollower(Protocol):
+    """A follower of a table, as a supervisor runs it."""
+
+    targets: Mapping[str, int]  # what can be killed, with its weight
+    ended: list[str]  # how it has ended by itself
+
+    def start(self) -> None:
+        """Start it if it does not run."""
+
+    def kill(self, target: str) -> bool:
+        """Kill a target; return False if there is none now."""
+
+    def finish(self) -> list[str]:
+        """Apply the whole log, twice; return what is wrong."""
+
+    def close(self) -> None:
+        """End all its processes."""
+
+
+class _Supervised:
+    """The process of a follower, which is started again when it has ended."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self._child: subprocess.Popen[bytes] | None = None
+        self._sessions: list[int] = []
+        self.ended: list[str] = []
+
+    def start(self) -> None:
+        """Start it if it does not run."""
+        if self._child is not None:
+            code = self._child.poll()
+            if code is None:
+                return
+            if code != -signal.SIGKILL:
+                self.ended.append(f"ended with {code}: {self._last_line()}")
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+            )
+        self._sessions.append(self._child.pid)
+
+    def process(self) -> psutil.Process | None:
+        """Return its process; None if it has ended."""
+        if self._child is None or self._child.poll() is not None:
+            return None
+        return psutil.Process(self._child.pid)
+
+    def wait(self) -> None:
+        """Wait for its end, after it was killed."""
+        assert self._child is not None
+        self._child.wait(HANG_S)
+
+    def end_sessions(self) -> None:
+        """Kill what is left of all its processes (rule 3)."""
+        for each in self._sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each, signal.SIGKILL)
+        if self._child is not None:
+            self._child.wait()
+            self._child = None
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [line for line in lines if "Error" in line or "Exception" in line or "Hint" in line]
+        return (found or lines or [""])[-1][:300]
+
+
+class CommandFollower:
+    """`waltz-core follow`."""
+
+    targets: Mapping[str, int] = {"follower": 2}
+
+    def __init__(self, written: Written, table: Path, directory: Path) -> None:
+        self._table = table
+        self._words = written.command(table, "--batch-transactions", "100")
+        self._process = _Supervised(
+            [sys.executable, "-m", "waltz_core", *self._words], directory / "follower.log"
+        )
+        self.ended = self._process.ended
+        self.start = self._process.start
+        self.close = self._process.end_sessions
+
+    def kill(self, target: str) -> bool:
+        """Kill the process."""
+        process = self._process.process()
+        if process is None:
+            return False
+        process.kill()
+        self._process.wait()
+        return True
+
+    def finish(self) -> list[str]:
+        """Run the command to the end, twice."""
+        versions = []
+        for _ in range(2):
+            done = run_command(*self._words, "--until", "now")
+            if done.returncode:
+                return [f"the last run ended with {done.returncode}: {done.stderr}"]
+            versions.append(len(list(self._table.glob("_delta_log/*.json"))))
+        if versions[0] != versions[1]:
+            return [FINISHED_TWICE.format(before=versions[0] - 1, after=versions[1] - 1)]
+        return []
+
+
+class SparkFollower:
+    """`waltz_spark.follow` on a master with two executors (`local-cluster`)."""
+
+    # The driver is a Python process and its Java, which may die together or alone.
+    targets: Mapping[str, int] = {"driver": 2, "python": 1, "java": 1, "executor": 2, "worker": 1}
+
+    def __init__(self, written: Written, table: Path, directory: Path) -> None:
+        self._command = [sys.executable, "-m", "tests.chaos.endless_spark_job", written.connect]
+        self._command.append(str(table))
+        self._directory = directory
+        self._process = _Supervised(self._command, directory / "follower.log")
+        self.ended = self._process.ended
+        self.start = self._process.start
+        self.close = self._process.end_sessions
+
+    def kill(self, target: str) -> bool:
+        """Kill the driver, one of its two processes, an executor, or a Python worker."""
+        driver = self._process.process()
+        if driver is None:
+            return False
+        try:
+            victims = self._victims(driver, target)
+            for each in victims:
+                each.kill()
+        except psutil.NoSuchProcess:
+            return False
+        if driver in victims:
+            self._process.wait()
+        return bool(victims)
+
+    def _victims(self, driver: psutil.Process, target: str) -> list[psutil.Process]:
+        java = [each for each in driver.children() if each.name() == "java"]
+        executors = [each for one in java for each in one.children() if each.name() == "java"]
+        if target == "executor":
+            return executors[-1:]
+        if target == "worker":  # a fork of the daemon, which is a child of its executor
+            daemons = [each for one in executors for each in one.children()]
+            return [each for one in daemons for each in one.children()][:1]
+        return {"driver": [*java, driver], "python": [driver], "java": java}[target]
+
+    def finish(self) -> list[str]:
+        """Run a job to the end, which repeats the call and the batch."""
+        # A Java without its Python may still commit; it ends as soon as it finds the pipe closed.
+        self._process.end_sessions()
+        log = self._directory / "finish.log"
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [*self._command, "finish"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+            )
+        code = child.wait(2 * HANG_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if code == 3:
+            return ["a repeated call or batch of Spark has written a version"]
+        return [f"the last job ended with {code}; its output is in {log}"] if code else []

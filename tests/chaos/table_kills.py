@@ -1,0 +1,330 @@
+"""Kills of followers, servers and storages at random points; the table always equals a replay.
+
+    python -m tests.chaos.table_kills --kills 50 --seed 1
+    PYSPARK_VERSION=4.2.1 scripts/run python -m tests.chaos.table_kills --kills 50 --follower spark
+
+A client appends to a local cluster, and a follower keeps a Delta table equal to the log, while
+their processes are killed (SIGKILL). At the end each version of the table is compared with a
+replay of the log in plain Python.
+
+Rules:
+    1. The victim and the moment of each kill are drawn from the seed. A moment is a delay, or the
+       appearance of a file: the data of a version that is not committed yet, or a version.
+    2. A killed process is started again, after a drawn time or at once. Half of the kills wait
+       first until the table has what the log had at the kill before: the others overlap.
+    3. The expected table is computed from the log alone. The log must have what was acknowledged.
+"""
+
+import argparse
+import contextlib
+import random
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgpack
+from deltalake import DeltaTable
+
+from tests.chaos.table_followers import CommandFollower, SparkFollower, TableFollower
+from tests.fault.load import wait_until
+from tests.patience import PATIENT
+from tests.written_log import (
+    DELETE_HEADER,
+    KEYS,
+    OTHER_HEADER,
+    PARTITIONS,
+    Written,
+    content,
+    ends,
+    marks_by_version,
+)
+from waltz_core import local
+from waltz_core.client import WaltzClient
+from waltz_core.errors import WaltzError
+from waltz_core.local import LocalCluster
+from waltz_core.tables.table_marks import decode
+
+FOLLOWERS = {"command": CommandFollower, "spark": SparkFollower}
+MEMBERS = {"server": 1, "storage": 1}
+MOMENTS = ("delay", "data", "version")
+DELAY_S = 3.0
+POLL_S = 0.001
+SESSION_MS = 4_000
+BURST = 20
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Outcome:
+    """The result of a run."""
+
+    seed: int
+    kills: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    ended: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class EndlessWriter:
+    """Appends upserts, deletes and other transactions in a thread, and keeps what was committed."""
+
+    def __init__(self, client: WaltzClient, seed: int) -> None:
+        self._client, self._rng = client, random.Random(seed)
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self.committed: dict[tuple[int, int], tuple[int, dict]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the outcomes of all appends."""
+        self._enough.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        while not self._enough.is_set():
+            sent = [self._append() for _ in range(self._rng.randrange(1, BURST))]
+            for partition, header, row, future in sent:
+                try:
+                    self.committed[partition, int(future.result())] = header, row
+                    self.counts["committed"] += 1
+                except WaltzError as error:
+                    self.counts[type(error).__name__] += 1
+            self._enough.wait(self._rng.uniform(0, 0.1))
+
+    def _append(self) -> tuple:
+        rng = self._rng
+        key = rng.randrange(KEYS)
+        header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
+        row = {"id": key, "op": rng.choice("UUUD"), "value": rng.randrange(1000)}
+        if header == DELETE_HEADER:
+            row = {"id": key}
+        elif header == OTHER_HEADER:
+            row = {"other": True}
+        partition = key % PARTITIONS
+        future = self._client.append(msgpack.packb(row), partition=partition, header=header)
+        return partition, header, row, future
+
+
+class TableKills:
+    """One run: a cluster, a writer, a follower and its table."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        follower: TableFollower,
+        table: Path,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._follower, self._table = cluster, follower, table
+        self._rng, self._say = random.Random(seed), say
+        self._due: list[tuple[float, Callable[[], None]]] = []  # starts, and their times
+        self.outcome = Outcome(seed)
+
+    def play(self, kills: int) -> None:
+        """Kill processes; restart all in the end."""
+        weights = {**self._follower.targets, **MEMBERS}
+        with WaltzClient(self._cluster.connect, PATIENT) as client:
+            while self.outcome.kills.total() < kills:
+                before = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+                self._await_moment()
+                (victim,) = self._rng.choices([*weights], [*weights.values()])
+                if not self._kill(victim):
+                    continue
+                self.outcome.kills[victim] += 1
+                self._say(f"{self.outcome.kills.total():4}  {victim}, version {self._version()}")
+                if self._rng.random() < 0.5:
+                    self._await_marks(before)
+                self._supervise()
+        while self._due:
+            self._pause(DELAY_S)
+
+    def _await_moment(self) -> None:
+        """Wait for a drawn moment (rule 1)."""
+        moment = self._rng.choice(MOMENTS)
+        if moment == "delay":
+            self._pause(self._rng.uniform(0, DELAY_S))
+            return
+        pattern = {"data": "*.parquet", "version": "_delta_log/*.json"}[moment]
+        after_s = self._rng.choice((0.0, 0.0, 0.002, 0.02, 0.1))
+        known = set(self._table.glob(pattern))
+        while set(self._table.glob(pattern)) <= known:
+            self._supervise()
+            time.sleep(POLL_S)
+        time.sleep(after_s)  # not `_pause`: it is to be exact
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for a drawn time: the moment of a kill is the test."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            self._supervise()
+            time.sleep(POLL_S)
+
+    def _kill(self, victim: str) -> bool:
+        """Kill a victim; return False if there is none now."""
+        if victim not in MEMBERS:
+            self._start_later(self._follower.start)
+            return self._follower.kill(victim)
+        names = [each.name for each in self._cluster.members if each.kind == victim]
+        name = self._rng.choice(names)
+        if self._cluster.member(name).process() is None:
+            return False
+        self._cluster.kill(name)
+        self._start_later(partial(self._cluster.start, name))
+        return True
+
+    def _start_later(self, start: Callable[[], None]) -> None:
+        delay_s = self._rng.choice((0.0, self._rng.uniform(0, DELAY_S)))
+        self._due.append((time.monotonic() + delay_s, start))
+
+    def _supervise(self) -> None:
+        """Start what is due, and a follower that has ended by itself."""
+        now_s = time.monotonic()
+        for each in [each for each in self._due if each[0] <= now_s]:
+            self._due.remove(each)
+            each[1]()
+        if all(start != self._follower.start for _, start in self._due):
+            self._follower.start()
+
+    def _version(self) -> int:
+        return len(list(self._table.glob("_delta_log/*.json"))) - 1
+
+    def _await_marks(self, marks: dict[int, int]) -> None:
+        def has_marks() -> bool:
+            self._supervise()
+            if not DeltaTable.is_deltatable(str(self._table)):
+                return False
+            found = marks_by_version(self._table)
+            newest = found[max(found)]
+            return all(newest[each] >= mark for each, mark in marks.items())
+
+        wait_until(f"the marks {marks} in the table", has_marks)
+
+
+def read_log(client: WaltzClient) -> list[list[tuple[int, dict]]]:
+    """Return the transactions of each partition: header and payload."""
+    log = []
+    for partition in range(PARTITIONS):
+        last = client.high_water_mark(partition, linearizable=True)
+        chunks = client.read_range(partition, 0, last)
+        rows = [row for chunk in chunks for row in chunk.rows()]
+        log.append([(row.header, msgpack.unpackb(row.data)) for row in rows])
+    return log
+
+
+def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[str]:
+    """Yield each difference between the log and the versions of the table (rule 3)."""
+    for (partition, place), sent in writer.committed.items():
+        if written.log[partition][place : place + 1] != [sent]:
+            yield f"partition {partition}: transaction {place} is not the acknowledged one"
+    before: dict[int, int] | None = None
+    history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
+    for version, metadata in sorted(history.items()):
+        decoded = decode(metadata)
+        if decoded is None:
+            yield f"version {version} has no marks"
+            continue
+        marks = dict(decoded.marks)
+        found, expected = content(table, version), written.replayed(marks)
+        if found != expected:
+            keys = sorted(key for key in found | expected if found.get(key) != expected.get(key))
+            yield (
+                f"version {version} with marks {marks}: keys {keys} differ: expected "
+                f"{[expected.get(key) for key in keys]}, found {[found.get(key) for key in keys]}"
+            )
+        if before is not None and (
+            marks == before or any(marks[each] < mark for each, mark in before.items())
+        ):
+            yield f"version {version} has the marks {marks} after {before}"
+        before = marks
+    if before != ends(written):
+        yield f"the table ends at {before}, the log at {ends(written)}"
+
+
+def play(
+    seed: int, kills: int, follower: str, directory: Path, say: Callable[[str], None]
+) -> Outcome:
+    """Play one run."""
+    table = directory / "table"
+    settings: dict[str, dict[str, object]] = {
+        kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in MEMBERS
+    }
+    settings["server"]["quorum_timeout_ms"] = 2 * SESSION_MS
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(
+            local.running(directory / "local", partition_count=PARTITIONS, settings=settings)
+        )
+        written = Written(cluster.connect, [])
+        client = stack.enter_context(WaltzClient(cluster.connect, PATIENT))
+        writer = EndlessWriter(client, seed)
+        stack.callback(writer.stop)
+        following = FOLLOWERS[follower](written, table, directory)
+        stack.callback(following.close)
+        writer.start()
+        following.start()
+        run = TableKills(cluster, following, table, seed, say)
+        run.play(kills)
+        writer.stop()
+        following.close()
+        outcome = run.outcome
+        outcome.wrong += following.finish()
+        outcome.ended += following.ended
+        if follower == "command":
+            outcome.wrong += following.ended
+        written.log.extend(read_log(client))
+        outcome.wrong += compare(written, table, writer)
+        outcome.counts = writer.counts + Counter(
+            {
+                "transactions": sum(map(len, written.log)),
+                "versions": DeltaTable(table).version() + 1,
+            }
+        )
+    return outcome
+
+
+def main() -> int:
+    """Play a run; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.table_kills", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--kills", type=int, default=50, help="number of kills; default 50")
+    parser.add_argument("--seed", type=int, help="default: any")
+    parser.add_argument("--follower", choices=[*FOLLOWERS], default="command")
+    parser.add_argument("--directory", type=Path, default=ROOT / "build" / "table-kills")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(1_000_000)
+    shutil.rmtree(arguments.directory, ignore_errors=True)
+    arguments.directory.mkdir(parents=True)
+
+    def print_line(text: str) -> None:
+        print(text, flush=True)  # noqa: T201 - the person at the terminal
+
+    print_line(f"seed {seed}, {arguments.kills} kills, {arguments.follower}")
+    outcome = play(seed, arguments.kills, arguments.follower, arguments.directory, print_line)
+    for wrong in outcome.wrong:
+        print_line(f"WRONG: {wrong}")
+    for each in outcome.ended:
+        print_line(f"the follower {each}")
+    print_line(f"kills: {dict(outcome.kills)}; {dict(outcome.counts)}")
+    print_line(
+        f"{len(outcome.wrong)} wrong; table and logs are in {arguments.directory}"
+        if outcome.wrong
+        else "OK: each version of the table equals a replay of the log"
+    )
+    return 1 if outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""A short run of the kills of a table's follower, and its comparison against wrong tables."""
+
+from pathlib import Path
+
+import pytest
+from deltalake import CommitProperties, DeltaTable
+
+from tests.chaos.table_kills import EndlessWriter, compare, play
+from tests.integration.test_follow import follow
+from tests.patience import PATIENT
+from tests.written_log import PARTITIONS, Written, ends
+from waltz_core.client import WaltzClient
+from waltz_core.local import running
+from waltz_core.tables.table_marks import TableMarks, encode
+
+
+@pytest.mark.fault
+def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(tmp_path: Path):
+    lines: list[str] = []
+    outcome = play(3, 4, "command", tmp_path, lines.append)
+    assert outcome.wrong == [], lines
+    assert outcome.kills.total() == 4
+    assert outcome.counts["versions"] > 4
+
+
+@pytest.mark.fault
+def test_the_comparison_finds_wrong_rows_marks_and_transactions(tmp_path: Path):
+    table = tmp_path / "table"
+    with (
+        running(tmp_path / "local", partition_count=PARTITIONS) as cluster,
+        WaltzClient(cluster.connect, PATIENT) as client,
+    ):
+        written = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+        written.append(client, 60, 1)
+        follow(written, table)
+        writer = EndlessWriter(client, 1)
+        assert list(compare(written, table, writer)) == []
+        writer.committed[0, 0] = 1, {"id": -1}
+        delta = DeltaTable(table)
+        marks = TableMarks("follow", client.cluster().key.hex(), ends(written))
+        forged = CommitProperties(custom_metadata={"userMetadata": encode(marks)})
+        delta.delete("value >= 0", commit_properties=forged)
+        version = delta.version()
+        delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 9 days"})
+        wrong = list(compare(written, table, writer))
+    assert wrong[0] == "partition 0: transaction 0 is not the acknowledged one"
+    assert wrong[1].startswith(f"version {version} with marks {ends(written)}: keys [")
+    assert wrong[2] == f"version {version} has the marks {ends(written)} after {ends(written)}"
+    assert wrong[3:] == [f"version {version + 1} has no marks"]
