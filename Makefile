@@ -41,7 +41,7 @@ SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test test-computed test-processes test-core test-spark spark-versions check sim fuzz chaos bench notebook docs site local format
+.PHONY: help demo test test-core test-spark spark-versions check sim fuzz chaos bench notebook docs site local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -57,25 +57,13 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 	@$(RUN) python -m tests.java_classes
 	@scripts/bootstrap site
 	@scripts/spark_version $(OLDEST_SPARK)
-	@$(MAKE) -j 2 test-computed test-processes
+	@$(MAKE) test-core test-spark
 
-# Tests with daemons often wait for timers; meanwhile the tests that compute use the cores. These
-# have a lower priority, and their files are in memory, so that they delay neither the daemons nor
-# their syncs. Their output is printed when they end.
-test-computed:
-	@place=$$(mktemp -d "$(or $(wildcard /dev/shm),/tmp)/waltz-tests-XXXXXX"); \
-	    trap 'rm -rf "$$place"' EXIT; \
-	    for tests in "-n auto $(SIMULATED)" "$(SITE)"; do \
-	        TMPDIR=$$place nice -n 5 $(RUN) python -m pytest $$tests $(ARGS) > "$$place/output" 2>&1 \
-	            && code=0 || code=$$?; \
-	        cat "$$place/output"; [ $$code = 0 ] || exit $$code; done
-
-# One after the other, also under `make -j`: on two cores they would delay each other.
-test-processes:
-	@$(MAKE) test-core
-	@$(MAKE) test-spark
-
+# On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
+# Tests that compute or sync all the time would delay the daemons of others, so they have a run.
 test-core:
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest $(SITE) $(ARGS)
 	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
 
 # With the oldest Spark, the file with most tests starts first: it takes longest.

@@ -1,7 +1,7 @@
 """A log of changes of rows, and what a table that follows it must contain."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,8 @@ KEYS = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5
 Rows = dict[int, tuple[int, int, int]]  # of an ID: value, partition, transaction
+# From a transaction to its changes: an ID, and a value or None.
+Changes = Callable[[int, dict], list[tuple[int, int | None]]]
 
 
 class Written(NamedTuple):
@@ -47,15 +49,16 @@ class Written(NamedTuple):
         for future in futures:
             future.result()
 
-    def replayed(self, marks: dict[int, int]) -> Rows:
-        """Return the table by its definition."""
+    def replayed(self, marks: dict[int, int], changes: Changes | None = None) -> Rows:
+        """Return the table by its definition, with the changes of each transaction."""
         rows: Rows = {}
         for partition, mark in marks.items():
             for place, (header, row) in enumerate(self.log[partition][: mark + 1]):
-                if header == DELETE_HEADER or row.get("op") == "D":
-                    rows.pop(row["id"], None)
-                elif header != OTHER_HEADER:
-                    rows[row["id"]] = (row["value"], partition, place)
+                for key, value in (changes or _changes)(header, row):
+                    if value is None:
+                        rows.pop(key, None)
+                    else:
+                        rows[key] = (value, partition, place)
         return rows
 
     def command(self, table: Path | str, *more: str) -> list[str]:
@@ -66,6 +69,14 @@ class Written(NamedTuple):
             *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
             *["--batch-transactions", "25", "--interval-s", "0.05", *more],
         ]
+
+
+def _changes(header: int, row: dict) -> list[tuple[int, int | None]]:
+    """Return the changes of a transaction by the rules of `Written.command`."""
+    if header == OTHER_HEADER:
+        return []
+    is_deleted = header == DELETE_HEADER or row["op"] == "D"
+    return [(row["id"], None if is_deleted else row["value"])]
 
 
 @contextmanager
@@ -94,10 +105,10 @@ def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
 
 
-def check_versions(written: Written, table: Path | str) -> None:
+def check_versions(written: Written, table: Path | str, changes: Changes | None = None) -> None:
     """Each version has the rows of its marks, and marks never decrease."""
     before = dict.fromkeys(range(PARTITIONS), -1)
     for version, marks in sorted(marks_by_version(table).items()):
-        assert content(table, version) == written.replayed(marks)
+        assert content(table, version) == written.replayed(marks, changes)
         assert all(mark >= before.get(each, -1) for each, mark in marks.items())
         before = marks

@@ -36,8 +36,13 @@ from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, Del
 from waltz_core.client.stream.append_errors import reason_of
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
-from waltz_core.server.process.in_process import GENERATION, Faults, InjectedFailures, MemoryServer
 from waltz_core.server.process.log_in_memory import StoredTransaction
+from waltz_core.server.process.server_in_memory import (
+    GENERATION,
+    Faults,
+    InjectedFailures,
+    MemoryServer,
+)
 from waltz_core.transport import net
 
 # The default settings of clients: within one process, waits are short.

@@ -22,14 +22,14 @@ Rules:
        itself.
     2. All checkers of the simulator are active. At its end a scenario is healed, and the cluster
        must recover, unless the scenario has the command `leave it broken`.
-    3. `stage.py` has the commands, `narration.py` the milestones.
+    3. `scenario_commands.py` has the commands, `milestones.py` the milestones.
 """
 
 import re
 from dataclasses import dataclass, field
 
 from waltz_core.errors import BadFormat
-from waltz_sim.stage import Stage
+from waltz_sim.scenario_commands import ScenarioRunner
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def replayed(scenario: Scenario) -> Scenario:
     """
     again = Scenario(scenario.title, scenario.words)
     opening = scenario.steps[0].commands if scenario.steps else ""
-    stage = Stage(opening.split(";")[0])
+    stage = ScenarioRunner(opening.split(";")[0])
     for step in scenario.steps:
         again.steps.append(ScenarioStep(step.commands, stage.play(step.commands)))
     if not stage.is_left_broken:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
-    from waltz_spark.failures import error_of
     from waltz_spark.lag import LagListener, lag_of
-    from waltz_spark.tables.following import follow, upsert
+    from waltz_spark.tables.following import Table, follow, upsert
+    from waltz_spark.worker_errors import error_of
 
 _MODULE_OF = {
     "LagListener": "lag",
     "Snapshot": "api",
+    "Table": "tables.following",
     "WriteResult": "api",
     "append": "api",
     "error_of": "failures",
@@ -32,6 +33,7 @@ _MODULE_OF = {
 __all__ = [
     "LagListener",
     "Snapshot",
+    "Table",
     "WriteResult",
     "append",
     "error_of",

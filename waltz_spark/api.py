@@ -24,10 +24,10 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
-from waltz_spark.failures import error_of
 from waltz_spark.option_table import BY_KEY
+from waltz_spark.session_errors import is_connect, unwrap
 from waltz_spark.shared_clients import with_client
-from waltz_spark.unwrapping import is_connect, unwrap
+from waltz_spark.worker_errors import error_of
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (
     COMMITTED,
@@ -38,7 +38,7 @@ from waltz_spark.writer.results import (
     is_of,
     open_place,
 )
-from waltz_spark.writer.row_sum import RowSum
+from waltz_spark.writer.rows_hash import RowsHash
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def append(
     # The results of a write that was done before are in the directory of its first run.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
     is_repeated = summary.pop("already_committed", False)
-    for each in RowSum().as_fields():
+    for each in RowsHash().as_fields():
         summary.pop(each, None)
     results = _results(spark, path, name)
     if results is None and not sum(summary[each] for each in ("committed", "rejected", "retry")):

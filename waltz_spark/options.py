@@ -26,6 +26,7 @@ from waltz_core.records.typed_values import TYPED_FORMATS
 from waltz_core.schemas.registered_schemas import RegisteredSchema
 from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
+from waltz_core.user_functions import is_function_name
 from waltz_spark.option_table import (
     BY_KEY,
     CONNECT_ENVIRONMENT,
@@ -50,7 +51,6 @@ _REGISTRY_OPTIONS = (
     "schemaVersion",
     "schemaMessage",
 )
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
@@ -378,7 +378,7 @@ class _OptionParser:
         for name in ("maxRetries", "retryBackoff"):
             if value is None and self.text(name) is not None:
                 raise BadConfig(f"option {name!r} needs option 'recompute'")
-        if value is not None and _FUNCTION.fullmatch(value) is None:
+        if value is not None and not is_function_name(value):
             raise BadConfig(
                 "option 'recompute': expected 'module:function', such as "
                 f"'shop.stock:again', found {value!r}"

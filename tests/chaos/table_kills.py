@@ -161,7 +161,7 @@ class TableKills:
         while set(self._table.glob(pattern)) <= known:
             self._supervise()
             time.sleep(POLL_S)
-        time.sleep(after_s)  # not `_pause`: it is to be exact
+        self._pause(after_s)
 
     def _pause(self, seconds: float) -> None:
         """Wait for a drawn time: the moment of a kill is the test."""

@@ -22,7 +22,7 @@ from tests.unit.cluster.test_backup import TASK
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.pins import is_pinned
 from waltz_core.archive.saved_manifest import SavedManifest
-from waltz_core.cli import changing
+from waltz_core.cli import change_commands
 from waltz_core.cluster.change import creation
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.writes import BegunWrite, WriteState
@@ -58,7 +58,7 @@ class Place:
         self.recorder = Recorder(directory / "recorded", changes)
         self.zookeeper = RecordedZooKeeper(self.recorder)
         self.backup = directory / "backup"
-        monkeypatch.setattr(changing, "connected", lambda _connect: self)
+        monkeypatch.setattr(change_commands, "connected", lambda _connect: self)
 
     async def __aenter__(self):
         return self.zookeeper.coordinator(PLACE)

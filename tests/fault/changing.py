@@ -10,7 +10,7 @@ from typing import Any
 from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, shown, wait_until
 from tests.patience import HANG_S
-from waltz_core.cluster.change.storages import StorageLayout
+from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local.ports import is_free

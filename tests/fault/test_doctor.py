@@ -33,7 +33,7 @@ from tests.fault.load import wait_until
 from tests.fault.threads import resume_threads, stop_threads
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.change.storages import StorageLayout
+from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster

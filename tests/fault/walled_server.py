@@ -4,7 +4,7 @@ import sys
 
 from waltz_core.cli.main import main
 from waltz_core.errors import Unreachable
-from waltz_core.server.process import neighbors
+from waltz_core.server.process import failure_detector
 
 
 class Firewall:
@@ -16,5 +16,5 @@ class Firewall:
 
 
 if __name__ == "__main__":
-    neighbors.net = Firewall()  # type: ignore[assignment]
+    failure_detector.net = Firewall()  # type: ignore[assignment]
     sys.exit(main(["server", "run", "--config", sys.argv[1]]))

@@ -13,7 +13,7 @@ from tests.golden.wire_examples import example, messages_of
 from waltz_core.client.model.predecessors import _predecessors_in
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
 from waltz_core.client.stream.cursor import FeedCursor
-from waltz_core.client.stream.monitor import _decode
+from waltz_core.client.stream.outcome_tracker import _decode
 from waltz_core.errors import (
     BadFormat,
     BadRequest,

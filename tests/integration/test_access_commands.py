@@ -11,7 +11,7 @@ from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.integration.tls_cluster import daemons_with_access, tls_cluster
 from tests.patience import HANG_S
-from waltz_core.cli.access import access_run
+from waltz_core.cli.access import access_change
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import AuthenticationFailed
@@ -35,7 +35,7 @@ def test_permissions_and_tokens_reach_every_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # However long a daemon takes to find the first permissions, its access control is not off.
-    monkeypatch.setattr(access_run, "ACCESS_OFF_AFTER_S", HANG_S)
+    monkeypatch.setattr(access_change, "ACCESS_OFF_AFTER_S", HANG_S)
     own = ("--connect", cluster.connect)
 
     def access(*words: str, code: int = 0) -> dict[str, object]:

@@ -12,11 +12,11 @@ from tests.integration.test_storage_daemon import config_for, on_loop, serving, 
 from tests.ports import free_port
 from waltz_core.cli.doctor.doctor_probes import _Storage
 from waltz_core.client.links.storage_admin import admin_connection
-from waltz_core.cluster.change.storages import StorageLayout
+from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
-from waltz_core.storage.service import upkeep
+from waltz_core.storage.service import admin_execution
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
@@ -74,13 +74,13 @@ def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, mon
 
 
 def test_hanging_threads_are_not_reported_as_a_wrong_port(tmp_path, monkeypatch, released):
-    disk_status_of, admin_port = upkeep.disk_status_of, free_port()
+    disk_status_of, admin_port = admin_execution.disk_status_of, free_port()
 
     def hangs(*arguments):
         released.wait(60)
         return disk_status_of(*arguments)
 
-    monkeypatch.setattr(upkeep, "disk_status_of", hangs)
+    monkeypatch.setattr(admin_execution, "disk_status_of", hangs)
 
     async def main():
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:

@@ -1,6 +1,7 @@
 """`waltz-core follow` against a local cluster: the table equals a plain replay of the log."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from deltalake import DeltaTable
 from pyarrow import fs
 
+from tests.changing import PAIRS
+from tests.changing import changes_of as pair_changes
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.archiving import (
@@ -30,6 +33,7 @@ from tests.patience import HANG_S, PATIENT
 from tests.ports import free_port
 from tests.schema_registry import schema_registry
 from tests.written_log import (
+    DELETE_HEADER,
     OTHER_HEADER,
     Written,
     check_versions,
@@ -42,6 +46,7 @@ from waltz_core.client import Avro, WaltzClient
 from waltz_core.config import ClientConfig
 
 AVRO_HEADER = 6
+PLACE = ("_partition", "_transaction_id")
 SECRET_HEADER = 7
 
 
@@ -110,6 +115,89 @@ def test_a_follower_that_is_killed_at_a_step_continues(
     follow(written, table)
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
+
+
+def test_a_table_with_a_changes_function_equals_a_replay(written: Written, tmp_path: Path):
+    table = tmp_path / "table"
+    words = ["follow", str(table), "--connect", written.connect, "--key", "id", "--until", "now"]
+    words += ["--column", "id:int64", "--column", "op:string", "--column", "value:int64"]
+    words += ["--batch-transactions", "50", "--changes", PAIRS]
+    assert run_command(*words).returncode == 0
+    check_versions(written, table, pair_changes)
+    assert content(table) == written.replayed(ends(written), pair_changes)
+    assert DeltaTable(table).schema().to_arrow().names == ["id", "value", *PLACE]
+    other = run_command(*words[:-1], "tests.changing:failing")
+    assert "changes: expected tests.changing:pairs, as in the commits of the table" in other.stderr
+    words[1] = str(tmp_path / "other")
+    failed = run_command(*words[:-1], "tests.changing:failing")
+    assert failed.returncode == 1
+    assert re.search(
+        r"changes function tests.changing:failing for transactions from partition 0, transaction 0 "
+        r"on: .* found KeyError: 'none' \(.*tests/changing.py, line \d+\)",
+        failed.stderr,
+    )
+
+
+@pytest.fixture
+def tables(written: Written, tmp_path: Path) -> Path:
+    """Return a file with three tables: by rules, by a function, and with columns that are found."""
+    columns = 'columns = ["id:int64", "op:string", "value:int64"]'
+    headers = f"headers = [1, {DELETE_HEADER}]\ndelete_headers = [{DELETE_HEADER}]"
+    rules = f"""{headers}\ndelete_where = "op = 'D'\""""
+    sections = {
+        "rules": f"{columns}\n{rules}",
+        "pairs": f'{columns}\nchanges = "{PAIRS}"',
+        "found": rules,
+    }
+    file = tmp_path / "tables.toml"
+    file.write_text(
+        "".join(f'["{tmp_path}/{name}"]\nkey = "id"\n{lines}\n' for name, lines in sections.items())
+    )
+    return file
+
+
+def follow_all(written: Written, file: Path) -> list[str]:
+    words = ["follow", "--tables", str(file), "--connect", written.connect, "--until", "now"]
+    return [*words, "--batch-transactions", "50", "--json"]
+
+
+def check_all(written: Written, directory: Path) -> None:
+    for name, changes in (("rules", None), ("pairs", pair_changes), ("found", None)):
+        check_versions(written, directory / name, changes)
+        assert content(directory / name) == written.replayed(ends(written), changes)
+
+
+def test_a_table_may_be_added_to_those_of_a_follower(
+    written: Written, tables: Path, tmp_path: Path
+):
+    follow(written, tmp_path / "rules")
+    before = marks_by_version(tmp_path / "rules")
+    done = run_command(*follow_all(written, tables))
+    assert done.returncode == 0, done.stderr
+    marks = {"marks": {str(each): mark for each, mark in ends(written).items()}}
+    paths = [str(tmp_path / name) for name in ("rules", "pairs", "found")]
+    assert json.loads(done.stdout) == {"tables": dict.fromkeys(paths, marks)}
+    assert marks_by_version(tmp_path / "rules") == before
+    check_all(written, tmp_path)
+
+
+@pytest.mark.parametrize(("step", "passes"), [("after apply", 1), ("after apply", 4)])
+def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
+    written: Written, tables: Path, tmp_path: Path, step: str, passes: int
+):
+    command = [sys.executable, "-m", "tests.integration.killed_follower", step, str(passes)]
+    killed = subprocess.run(
+        [*command, *follow_all(written, tables)], capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -9, killed.stderr
+    marks = [
+        max(marks_by_version(tmp_path / name).items()) if (tmp_path / name).exists() else None
+        for name in ("rules", "pairs", "found")
+    ]
+    assert marks[0] == marks[1] != marks[2]
+    done = run_command(*follow_all(written, tables))
+    assert done.returncode == 0, done.stderr
+    check_all(written, tmp_path)
 
 
 def test_an_interrupt_ends_a_follower(written: Written, tmp_path: Path):

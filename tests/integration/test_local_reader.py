@@ -13,10 +13,12 @@ from waltz_core import errors
 from waltz_core.client.read import ranges
 from waltz_core.client.read.ranges import RangeQuery, ReplicaReader, ReplicaSet
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, segment_name
-from waltz_core.transport import handover
+from waltz_core.transport import descriptor_passing
 from waltz_core.wire.messages import DamageFound, RangeForm
 
-pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
+pytestmark = pytest.mark.skipif(
+    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+)
 
 COUNT = 60
 RECORDS = records_of(0, COUNT)[0]
@@ -172,7 +174,7 @@ def test_a_storage_that_hands_over_no_file_sends_the_records(tmp_path, monkeypat
     async def main():
         async with log_in(tmp_path) as log:
             with log.reader() as reader, monkeypatch.context() as changed:
-                changed.setattr(ranges.handover, "is_offered", lambda _door: False)
+                changed.setattr(ranges.descriptor_passing, "is_offered", lambda _door: False)
                 assert await log.read(reader) == RECORDS
                 assert reader.from_local_count == 0
             (tmp_path / "0" / segment_name(0, ".seg")).rename(tmp_path / "elsewhere")

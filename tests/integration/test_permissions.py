@@ -33,7 +33,7 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.records.record import ReqId
-from waltz_core.transport import handover, net, tls
+from waltz_core.transport import descriptor_passing, net, tls
 from waltz_core.wire.admin_messages import AdminRejected
 from waltz_core.wire.codec import message_classes
 from waltz_core.wire.messages import (
@@ -53,7 +53,9 @@ from waltz_core.wire.messages import (
 )
 from waltz_core.wire.record_locations import TICKET_BYTES, encode_segment, socket_name_of
 
-IS_LINUX = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
+IS_LINUX = pytest.mark.skipif(
+    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ class Reader:
         name = socket_name_of(self._replicas.cluster_key, address, with_tickets=True)
         request = encode_segment(partition, 0, ticket)
         try:
-            os.close(handover.take(name, request, timeout_s=HANG_S))
+            os.close(descriptor_passing.take(name, request, timeout_s=HANG_S))
         except Unreachable as error:
             if "not available" not in str(error):
                 raise
@@ -257,10 +259,10 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
 
     assert asyncio.run(read()) == 1
     names = []
-    monkeypatch.setattr(ranges.handover, "is_offered", names.append)
+    monkeypatch.setattr(ranges.descriptor_passing, "is_offered", names.append)
     assert asyncio.run(read()) == 0
     monkeypatch.undo()
-    assert [handover.is_offered(name) for name in names] == [False, True]
+    assert [descriptor_passing.is_offered(name) for name in names] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -35,10 +35,10 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.storage.process import serving as serving_module
+from waltz_core.storage.process import served_replicas as serving_module
 from waltz_core.storage.process import storage_daemon
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
-from waltz_core.storage.service import upkeep
+from waltz_core.storage.service import admin_execution
 from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import LaneRequest, Work
@@ -566,7 +566,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
             shutil.rmtree(tmp_path / "data")
             with contextlib.suppress(errors.Unreachable):
                 assert not await is_served(address, 6)
-            await asyncio.Event().wait()  # until `serving` raises what the daemon ends with
+            await asyncio.Event().wait()  # until `served_replicas` raises what the daemon ends with
 
     with pytest.raises(ExceptionGroup) as found:
         on_loop(main())
@@ -618,14 +618,14 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
 
 def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, monkeypatch):
     asked, may_answer = threading.Event(), threading.Event()
-    disk_status_of = upkeep.disk_status_of
+    disk_status_of = admin_execution.disk_status_of
 
     def hang(engine, clock_ms):
         asked.set()
         assert may_answer.wait(HANG_S)
         return disk_status_of(engine, clock_ms)
 
-    monkeypatch.setattr(upkeep, "disk_status_of", hang)
+    monkeypatch.setattr(admin_execution, "disk_status_of", hang)
     monkeypatch.setattr(storage_daemon, "DISK_STATUS_S_MAX", 0.05)
 
     async def main():

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,23 +13,25 @@ from waltz_core.local import running
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tables.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.\w+)\n")  # the first line of a block that is a file
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
 
 
 def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WALTZ_CONNECT", "")  # restored after the test, which exports it
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     with running(tmp_path / "local", storage_count=1, server_count=1, partition_count=2) as cluster:
         text = PAGE.read_text(encoding="utf-8")
         assert CONNECT in text
         text = text.replace(CONNECT, cluster.connect).replace("/lake/", f"{tmp_path}/lake/")
         blocks = BLOCK.findall(text)
-        assert [language for language, _ in blocks] == [
-            *["bash", "bash"],
-            *["python"] * 3,
-            *["bash", "python"],
-        ]
+        assert len(blocks) == 12
         for language, block in blocks:
+            if file := FILE.match(block):
+                (tmp_path / file[1]).write_text(block)
+                continue
             if language == "python":
                 exec(compile(block, PAGE, "exec"), names)
                 continue

@@ -26,9 +26,9 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.session_events import Batch, SessionOpened
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached, SubmitBatch
-from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
@@ -56,7 +56,7 @@ def req_ids_of(batch: Batch) -> list[ReqId]:
     return [ReqId(*each) for each in raw_records.req_ids_of(batch.records, lengths).tolist()]
 
 
-class Pieces(Pace):
+class Pieces(LargeBatchThrottle):
     """Cuts as chance has it: one row, two rows, or whatever the server's own rules say."""
 
     def __init__(self, rng: random.Random) -> None:

@@ -1,24 +1,29 @@
 """A followed table equals a replay of the log, wherever its batches end and however often they run.
 
-Random logs of several partitions, with upserts and deletes; random limits of batches, which are cut
-into random parts as the tasks of a batch are, and some of which fail before their commit.
+Random logs of several partitions, with upserts and deletes, by rules or by a changes function;
+random limits of batches, which are cut into random parts as the tasks of a batch are, and some of
+which fail before their commit.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waltz_core.tables import row_changes
 from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
+    changes_function,
     changes_of,
     last_changes,
     parse_condition,
-    rows_after,
+    reduced,
 )
 from waltz_core.tables.table_marks import LogState, TableMarks, continued, encode, next_batch
 
@@ -39,6 +44,9 @@ SCHEMA = pa.schema(
     ]
 )
 SORTING = [("partition", "ascending"), ("transaction_id", "ascending")]
+RESULT = pa.schema(
+    [*(part for part in SCHEMA if part.name not in ("header", "op")), (DELETED, pa.bool_())]
+)
 # The part of a row that does not depend on its place in the log.
 BODIES = st.tuples(
     st.sampled_from((0, 1, DELETE_HEADER)),
@@ -73,14 +81,44 @@ def table_of(rows: list[tuple], cuts: list[int]) -> pa.Table:
     )
 
 
-def replayed(rows: list[tuple]) -> Content:
+def by_rules(row: tuple) -> list[tuple[Key, int | None]]:
+    """Return the changes of a transaction: the value of a key, or None for a delete."""
+    _, _, header, account, day, op, value = row
+    return [((account, day), None if header == DELETE_HEADER or op == "D" else value)]
+
+
+def by_function(row: tuple) -> list[tuple[Key, int | None]]:
+    """Return none to four changes of a transaction, of two keys."""
+    _, _, _, account, day, _, value = row
+    return [
+        ((account, (day + each) % 2), None if (value + each) % 3 == 0 else value + each)
+        for each in range(value % 5)
+    ]
+
+
+def function(rows: pa.Table) -> pa.Table:
+    """Return the changes of transactions."""
+    found = []
+    for row in zip(*(rows[name].to_pylist() for name in SCHEMA.names), strict=True):
+        for (account, day), value in by_function(row):
+            found.append((row[0], row[1], account, day, value, value is None))
+    names = RESULT.names
+    return pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in found], RESULT)
+
+
+BY_FUNCTION = ChangeRules(KEY, function=changes_function(f"{__name__}:function", SCHEMA, KEY))
+CASES = st.sampled_from(((RULES, by_rules), (BY_FUNCTION, by_function)))
+
+
+def replayed(rows: list[tuple], changes: Callable = by_rules) -> Content:
     """Return the table by the definition, without Arrow."""
     table: Content = {}
-    for partition, transaction, header, account, day, op, value in rows:
-        if header == DELETE_HEADER or op == "D":
-            table.pop((account, day), None)
-        else:
-            table[account, day] = (partition, transaction, value)
+    for row in rows:
+        for key, value in changes(row):
+            if value is None:
+                table.pop(key, None)
+            else:
+                table[key] = (row[0], row[1], value)
     return table
 
 
@@ -110,6 +148,7 @@ class Turn(NamedTuple):
     count_max: int
     cuts: list[int]
     is_killed: bool  # before its commit
+    part_bytes: int = 1 << 20
 
 
 TURNS = st.lists(
@@ -119,14 +158,16 @@ TURNS = st.lists(
         st.integers(1, 30),
         st.lists(st.integers(0, 99), max_size=3),
         st.booleans(),
+        st.sampled_from((1, 200, 1 << 20)),
     ),
     max_size=12,
 )
 REST = Turn(100, 1_000, [], is_killed=False)
 
 
-@given(LOGS, TURNS)
-def test_a_followed_table_equals_a_replay_of_the_log(log, turns):
+@given(LOGS, TURNS, CASES)
+def test_a_followed_table_equals_a_replay_of_the_log(log, turns, case):
+    rules, plain = case
     rows = rows_of(log)
     start = TableMarks("f", CLUSTER, dict.fromkeys(range(PARTITIONS), -1))
     ends = dict.fromkeys(range(PARTITIONS), -1)
@@ -137,12 +178,13 @@ def test_a_followed_table_equals_a_replay_of_the_log(log, turns):
         table = continued(stored.metadata, stored.version, start)
         batch = next_batch(table.marks, LogState(ends, {}), turn.count_max)
         # Rows that the table has are dropped: a repeated micro-batch has them.
-        read = rows_after(table_of(up_to(rows, batch), turn.cuts), table.marks)
-        changes = last_changes(changes_of(read, RULES), KEY)
+        read = table_of(up_to(rows, batch), turn.cuts)
+        with patch.object(row_changes, "PART_BYTES", turn.part_bytes):
+            changes = reduced(read.to_batches(), rules, SCHEMA, table.marks)
         if not turn.is_killed:
             stored = stored.merged(changes, table._replace(marks=batch))
-            assert stored.content == replayed(up_to(rows, batch))
-    assert stored.content == replayed(rows)
+            assert stored.content == replayed(up_to(rows, batch), plain)
+    assert stored.content == replayed(rows, plain)
 
 
 def up_to(rows: list[tuple], marks: dict[int, int]) -> list[tuple]:

@@ -10,7 +10,7 @@ from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.archive import collection
 from waltz_core.archive.file_names import FileOrigin
 from waltz_core.archive.manifest import Manifest
-from waltz_core.client.stream.monitor import Monitor
+from waltz_core.client.stream.outcome_tracker import OutcomeTracker
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
@@ -457,7 +457,7 @@ def expired_rows_are_lost() -> Patches:
     def doubtful_below(self, first_available):
         return []
 
-    yield instead(Monitor, "doubtful_below", doubtful_below)
+    yield instead(OutcomeTracker, "doubtful_below", doubtful_below)
 
 
 @switch

@@ -3,8 +3,8 @@
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.client.stream import append_errors, partition_stream
 from waltz_core.client.stream.client_partition import ClientPartition
-from waltz_core.client.stream.monitor import Monitor
 from waltz_core.client.stream.outbox import WaitingSubmission
+from waltz_core.client.stream.outcome_tracker import OutcomeTracker
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
@@ -13,7 +13,7 @@ from waltz_core.wire.messages import Reason
 @switch
 def doubt_settled_as_failed() -> Patches:
     """After a mount, a client reports appends in doubt as failed without checking the log."""
-    yield instead(Monitor, "unresolved", nothing)
+    yield instead(OutcomeTracker, "unresolved", nothing)
 
 
 @switch

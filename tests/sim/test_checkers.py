@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream import stream_events as client_events
-from waltz_core.client.stream.monitor import BatchOutcome
+from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.cluster.znodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
 from waltz_core.errors import ClientAheadOfLog, DataLoss, DiskFailed, LockFailed, Unreachable
 from waltz_core.records.checksum import crc32

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
-from tests.spark.test_once import Write, batches_of, once, rows_of, stopped_after
+from tests.spark.test_earlier_rows import Write, batches_of, once, rows_of, stopped_after
 from waltz_core.client import MSGPACK, WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, BadRequest

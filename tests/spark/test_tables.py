@@ -26,8 +26,8 @@ from tests.written_log import (
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
+from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.tables.merged_table import MergedDeltaTable
-from waltz_spark.unwrapping import SPARK_ERRORS
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(
@@ -235,6 +235,20 @@ def test_a_restored_table_and_lost_marks_are_errors(
 
 
 @with_delta
+def test_a_table_that_another_program_overwrites_is_an_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = str(tmp_path / "table")
+    follow(spark, written.connect, table, batch_transactions=1000)
+    rows = spark.read.format("delta").load(table)
+    rows.write.format("delta").mode("overwrite").save(table)
+    with pytest.raises(
+        BadFormat, match=r"is a WRITE \(OVERWRITE\) after the last commit of follow"
+    ):
+        follow(spark, written.connect, table)
+
+
+@with_delta
 def test_types_are_those_of_the_other_follower(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
@@ -312,6 +326,7 @@ def test_another_session_continues_a_follower_that_ended_between_two_commits(
 def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
     page = ROOT / "docs/spark-tables.md"
     text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
+    tables_page = (ROOT / "docs/tables.md").read_text(encoding="utf-8")
     session, *rest = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     compile(session, page, "exec")  # it starts another Spark
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
@@ -320,11 +335,21 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         with WaltzClient(cluster.connect, PATIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()
+        ledger = tables_page[tables_page.index("# ledger.py") :]
+        (tmp_path / "ledger.py").write_text(ledger[: ledger.index("```")])
+        spark.sparkContext.addPyFile(str(tmp_path / "ledger.py"))
         for snippet in rest:
+            if "ledger:entries" in snippet:
+                names["query"].awaitTermination()
+                with WaltzClient(cluster.connect, PATIENT) as client:
+                    row = {"transfer": 1, "payer": 1, "payee": 3, "amount": 25}
+                    client.append(msgpack.packb(row), header=3).result()
             here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
             exec(compile(here, page, "exec"), names)
-        names["query"].awaitTermination()
     assert names["marks"] == {0: 2}
+    assert set(map(str, names["by_table"].values())) == {"{0: 3}"}
+    rows = spark.read.format("delta").load(f"{tmp_path}/entries").orderBy("account").collect()
+    assert [(row["account"], row["amount"]) for row in rows] == [(1, -25), (3, 25)]
     for table in ("accounts", "balances"):
         rows = spark.read.format("delta").load(f"{tmp_path}/{table}").collect()
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
+from waltz_core.cli.client.followed_tables import TableOptions
 from waltz_core.config import KINDS
 from waltz_core.errors import BadConfig
 from waltz_spark.option_table import OPTIONS
@@ -117,11 +118,15 @@ def faults_of_shell(block: Block) -> Iterator[str]:
 
 
 def faults_of_toml(block: Block) -> Iterator[str]:
-    """Yield the syntax error, or each name that is no setting."""
+    """Yield the syntax error, or each name that is no setting, or none of a table."""
     try:
         values = tomllib.loads(block.text)
     except tomllib.TOMLDecodeError as error:
         yield str(error)
+        return
+    if values and all(isinstance(each, dict) for each in values.values()):  # tables of `follow`
+        names = {name for section in values.values() for name in section}
+        yield from sorted(names - set(TableOptions._fields[1:]))
         return
     for kind in KINDS.values():
         if values.keys() <= {each.name for each in fields(kind)}:

@@ -76,7 +76,7 @@ LIBRARY_FILES = {
     ),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local/local_cluster.py", "waltz_bench/measuring.py"),
-    "py4j": ("waltz_spark/unwrapping.py",),
+    "py4j": ("waltz_spark/session_errors.py",),
     "rich": ("waltz_core/cli/output.py", "waltz_core/cli/progress.py"),
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
 }

@@ -394,7 +394,7 @@ def test_pending_retries_end_with_the_client(monkeypatch):
 def test_a_partition_in_memory_needs_no_checkpoint(monkeypatch):
     """There is no replica whose mark a new session would move up."""
     limits = partial(PartitionLimits, checkpoint_interval_ms=1)
-    monkeypatch.setattr("waltz_core.server.process.in_process.PartitionLimits", limits)
+    monkeypatch.setattr("waltz_core.server.process.server_in_memory.PartitionLimits", limits)
     rows, none = [b""] * 16_000, [[]] * 16_000
     payload = encode_append(
         [0] * 16_000, rows, write_locks=none, read_locks=none, append_locks=none

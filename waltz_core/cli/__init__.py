@@ -8,6 +8,6 @@ returns the exit code: 0 done, 1 an error that the command explains in one sente
 The folders have the verbs of larger nouns; `local_command.py`, `zookeeper_command.py`,
 `config_command.py` and `bench_command.py` those of small ones. `verbs.py` and `progress.py` adapt
 click and rich, and `output.py` prints tables or JSON. `daemon_command.py` runs daemons,
-`changing.py` runs commands that change a cluster, `queries.py` sends single requests,
-`own_transport.py` has their TLS settings, and `http_pages.py` reads the pages of daemons.
+`change_commands.py` runs commands that change a cluster, `queries.py` sends single requests,
+`command_connections.py` has their TLS settings, and `http_pages.py` reads the pages of daemons.
 """

@@ -67,7 +67,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "verify": "check each partition: its assignment, server, connections, storages and "
                 "quorum",
             },
-            "cluster.cluster_reach": {
+            "cluster.cluster_connectivity": {
                 "check-connectivity": (
                     "check the connections to each server, and from each server to each storage"
                 ),
@@ -197,7 +197,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "list": "show the permissions, the tokens, and the daemons that use them",
                 "check": "check whether a principal has a verb; exit code 1 if not",
             },
-            "access.access_copies": {
+            "access.access_export": {
                 "export": "save the permissions to a file, including the secrets",
                 "import": "replace the permissions with those of a file",
             },

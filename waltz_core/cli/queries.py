@@ -7,7 +7,7 @@ answer them, too.
 from collections.abc import Callable
 from typing import TypeVar
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import ClientMessage, WireProtocol
@@ -26,7 +26,7 @@ async def query(
     """Send a request to a server; raises the error that it answers, or Unreachable."""
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
-    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=own_transport.ssl())
+    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=command_connections.ssl())
     try:
         link = await links.get(address)
         return await link.request(
@@ -48,7 +48,7 @@ async def name_at(protocol: WireProtocol, address: str) -> str | None:
     (`WireProtocol.listener_text`).
     """
     try:
-        link = await own_transport.dial(protocol, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await command_connections.dial(protocol, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
         return None
     name = "" if link.peer is None else link.peer.text

@@ -67,10 +67,10 @@ class Verb(click.Command):
 
     def invoke(self, ctx: click.Context) -> int:
         """Run the verb; return the exit code."""
-        from waltz_core.cli import own_transport  # noqa: PLC0415 - help needs no sockets
+        from waltz_core.cli import command_connections  # noqa: PLC0415 - help needs no sockets
         from waltz_core.transport import net  # noqa: PLC0415 - as above
 
-        own_transport.begin(tls=ctx.params.get("tls"), connect=ctx.params.get("connect"))
+        command_connections.begin(tls=ctx.params.get("tls"), connect=ctx.params.get("connect"))
         result = super().invoke(ctx)
         if inspect.iscoroutine(result):
             result = net.run(result)

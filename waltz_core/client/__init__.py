@@ -41,7 +41,7 @@ from waltz_core.client.read.archive_ranges import (
 from waltz_core.client.read.feed_delivery import LATEST
 from waltz_core.client.read.ranges import ArchivedRange, RangeChunk, RangeRow, ReplicaSet
 from waltz_core.client.stream.appends import ReportOrder
-from waltz_core.client.stream.monitor import BatchOutcome
+from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.encryption.envelopes import DecryptedColumn, DecryptedPayload, Encryption
 from waltz_core.schemas.formats import Avro, Protobuf

@@ -26,9 +26,9 @@ from waltz_core.cluster.change.audit import AuditLog
 from waltz_core.cluster.change.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.change.rebuilding import rebuilding_steps
 from waltz_core.cluster.change.restoring import RestoredCluster, restoring_steps
-from waltz_core.cluster.change.storages import Storages
+from waltz_core.cluster.change.storage_changes import StorageChanges
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
-from waltz_core.cluster.membership.applied import AppliedRevisions
+from waltz_core.cluster.membership.applied_revisions import AppliedRevisions
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
@@ -108,7 +108,7 @@ class Coordinator:
         self._membership = Membership(self._nodes)
         self.writes = WriteRegistry(self._nodes)
         self.issued_ids = IssuedIds(self._nodes)
-        self.storages = Storages(self._nodes)
+        self.storages = StorageChanges(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
         self.reach = PublishedReachability(self._nodes)

@@ -1,7 +1,7 @@
 """Validation of the host of an address.
 
 Settings and connect strings reject impossible hosts, and the simulator reads settings: it must not
-import `lookup.py`, which has threads.
+import `dns_lookup.py`, which has threads.
 """
 
 import ipaddress

@@ -12,16 +12,16 @@ Rules (docs/decisions/048, "Payload encryption"):
 """
 
 import importlib
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from waltz_core import errors
+from waltz_core.user_functions import is_function_name, load_function
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -32,7 +32,6 @@ KEYS_MAX: Final = 10_000
 # Derived keys that are kept for each key: those of the batches that are read at the same time.
 _DERIVED_MAX: Final = 16
 _INFO: Final = b"waltz payload 1"
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 # Returns the 32 bytes of the key with an ID, or None if there is none.
 KeyProvider = Callable[[str], bytes | None]
@@ -150,8 +149,10 @@ def keys_of(reference: str) -> KeyCache:
             f"payload encryption needs the package cryptography: {error}. Hint: "
             "pip install 'waltz-spark[encryption]'"
         ) from error
-    if _FUNCTION.fullmatch(reference) is not None:
-        return KeyCache(_function(reference), reference)
+    if is_function_name(reference):
+        hint = "Hint: it must be a function in a module that each process can import."
+        provider: KeyProvider = load_function(reference, "encryption keys", hint)
+        return KeyCache(provider, reference)
     directory = Path(reference)
     if not directory.is_dir():
         raise errors.BadConfig(
@@ -189,20 +190,3 @@ class KeyDirectory:
                 f"encryption key {str(path)!r}: expected {2 * KEY_BYTES} hexadecimal digits. "
                 f"Hint: create a key with: openssl rand -hex {KEY_BYTES}"
             ) from None
-
-
-def _function(reference: str) -> KeyProvider:
-    module_name, _, name = reference.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise errors.BadConfig(
-            f"encryption keys: {reference!r} cannot be imported ({error}). Hint: it must be "
-            "a function in a module that each process can import."
-        ) from None
-    if not callable(function):
-        raise errors.BadConfig(
-            f"encryption keys: expected {reference!r} to be a function, found {function!r}"
-        )
-    provider: KeyProvider = function
-    return provider

@@ -4,7 +4,8 @@ Rules:
     1. Marks are linearizable: a server that has lost a partition reports none that decrease.
     2. Changes are reduced part by part, so a batch needs memory for a part of 32 MiB, and for
        the last change of each key.
-    3. The server selects transactions by header; without headers, all.
+    3. The server selects transactions by header; without headers, all. Of several tables it selects
+       those of each, and a table decodes its own transactions only.
     4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
 """
 
@@ -12,25 +13,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pyarrow as pa
 
-from waltz_core.client import ReplicaSet, WaltzClient
+from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.client.api.scanning import ERROR_FIELD, ArrowSchema, DataFormat, ScanColumns
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
+from waltz_core.tables.follower import errors_of_table
 from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
 from waltz_core.tables.row_changes import (
+    DELETED,
+    PART_BYTES,
     ArrowTable,
     ChangeRules,
     check_rules,
     no_changes,
-    parts_of,
-    reduced,
+    selected_rows,
     with_changes,
 )
-from waltz_core.tables.table_marks import LogState, MarkMap
-from waltz_core.wire.messages import RangeForm
+from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
 
 
 class LogPosition:
@@ -65,12 +68,11 @@ class LogPosition:
         time.sleep(self._interval_s)
 
 
-class ClientLog:
-    """The log and the changes in it.
+class LoggedTable:
+    """A table in the log: which transactions are its own, and how they become changes.
 
     Args:
-        client: an open client.
-        position: the marks of the log.
+        place: its name or path, for errors.
         schema: the declared columns; those that the log does not have are of the payload. Or, to
             find the columns in payloads, a function that returns those of the table so far.
         rules: how transactions become changes.
@@ -84,10 +86,9 @@ class ClientLog:
         BadRequest: a column of the log has another type, or the format is unknown.
     """
 
-    def __init__(  # noqa: PLR0913 - a user states four of them
+    def __init__(
         self,
-        client: WaltzClient,
-        position: LogPosition,
+        place: str,
         *,
         schema: ArrowSchema | Callable[[], ArrowSchema],
         rules: ChangeRules,
@@ -95,26 +96,96 @@ class ClientLog:
         headers: Sequence[int] = (),
         has_keys: bool = False,
     ) -> None:
+        self.place, self.headers = place, tuple(headers)
         self._known = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
             raise BadConfig(
                 "columns are found in msgpack and JSON only. Hint: declare the columns."
             )
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
-        log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
-        rows = pa.schema([*log, *declared])
-        if self._known is None:
-            check_rules(rules, rows)
-        if headers and (unread := set(rules.delete_headers) - set(headers)):
-            raise BadConfig(
-                f"delete_headers: header {min(unread)} is not one of the headers of the table, "
-                f"{sorted(headers)}. Hint: add it to them."
-            )
+        rows = transactions_schema(declared)
+        with errors_of_table(place):
+            if self._known is None:
+                check_rules(rules, rows)
+            if headers and (unread := set(rules.delete_headers) - set(headers)):
+                raise BadConfig(
+                    f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+                    f"{sorted(headers)}. Hint: add it to them."
+                )
+            self._columns = _columns(rows, data_format, has_keys=has_keys)
         self._rows = rows
-        self._columns = _columns(rows, data_format, has_keys=has_keys)
-        self._client, self._position = client, position
         self._found_format = str(data_format)
-        self._rules, self._headers = rules, tuple(headers)
+        self._rules = rules
+
+    @property
+    def stored_rules(self) -> StoredRules:
+        """The rules in the form in which the table stores them."""
+        return self._rules.stored(self.headers)
+
+    @property
+    def form(self) -> RangeForm:
+        """Whether payloads are read."""
+        return self._columns.form
+
+    def no_changes(self) -> ArrowTable:
+        """Return the changes before the first part of a batch."""
+        schema = self._rows
+        if self._known is not None:
+            schema = transactions_schema(self._known())
+        return no_changes(schema, self._rules)
+
+    def with_part(
+        self, found: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
+    ) -> ArrowTable:
+        """Return the last changes of the parts so far and of one more.
+
+        Args:
+            found: the changes so far.
+            chunks: the part, by partition; other tables may have transactions in it.
+            starts: the marks of the table.
+
+        Raises:
+            BadFormat: a payload does not fit, or a key is null.
+            BadRequest: a key has changes in two partitions, or the changes function is wrong.
+        """
+        with errors_of_table(self.place):
+            batches = []
+            for partition, chunk in chunks:
+                own = partial(selected_rows, after=starts[partition], headers=self.headers)
+                for batch in self._columns.batches(chunk, partition, own):
+                    check_decrypted(batch)
+                    batches.append(batch.select(self._rows.names))
+            part = pa.Table.from_batches(batches, schema=self._rows)
+            if self._known is not None:
+                return with_found_changes(found, part, self._rules, self._found_format)
+            return with_changes(found, part, self._rules)
+
+
+def transactions_schema(declared: ArrowSchema) -> ArrowSchema:
+    """Return the columns of a table's decoded transactions: of the log, and the declared ones."""
+    log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
+    return pa.schema([*log, *declared])
+
+
+class ClientLog:
+    """The log and the changes in it.
+
+    Args:
+        client: an open client.
+        position: the marks of the log.
+        tables: the tables.
+    """
+
+    def __init__(
+        self, client: WaltzClient, position: LogPosition, tables: Sequence[LoggedTable]
+    ) -> None:
+        self._client, self._position = client, position
+        self._tables = list(tables)
+        forms = {each.form for each in tables}
+        self._form = RangeForm.WHOLE if RangeForm.WHOLE in forms else RangeForm.HEADERS
+        self._headers: tuple[int, ...] = ()
+        if all(each.headers for each in tables):
+            self._headers = tuple(sorted({one for each in tables for one in each.headers}))
 
     def state(self) -> LogState:
         """Return the marks and the first available IDs; raises Unavailable."""
@@ -124,8 +195,8 @@ class ClientLog:
         """Wait until the next request is due."""
         self._position.wait()
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> ArrowTable:
-        """Return the last change of each key after `starts` up to `ends` (rule 2).
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[ArrowTable]:
+        """Return the last change of each key of each table, after its start up to `ends` (rule 2).
 
         Raises:
             BadFormat: a payload does not fit, or a key is null.
@@ -133,28 +204,39 @@ class ClientLog:
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        batches = self._batches(starts, ends)
-        if self._known is not None:
-            return changes_in(parts_of(batches), self._rules, self._known(), self._found_format)
-        return reduced(batches, self._rules, self._rows)
+        found = [each.no_changes() for each in self._tables]
+        for part in self._parts(starts, ends):
+            for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
+                found[at] = table.with_part(found[at], part, start)
+        return found
 
-    def _batches(self, starts: MarkMap, ends: MarkMap) -> Iterator[pa.RecordBatch]:
+    def _parts(
+        self, starts: Sequence[MarkMap], ends: MarkMap
+    ) -> Iterator[list[tuple[int, RangeChunk]]]:
+        """Yield the transactions after the lowest start in parts of about `PART_BYTES`."""
+        part: list[tuple[int, RangeChunk]] = []
+        size = 0
         for partition, end in sorted(ends.items()):
-            if end <= starts[partition]:
+            start = min(each[partition] for each in starts)
+            if end <= start:
                 continue
             chunks = self._client.read_range(
                 partition,
-                starts[partition] + 1,
+                start + 1,
                 end,
-                form=self._columns.form,
+                form=self._form,
                 header_values=self._headers,
                 replicas=self._position.sources.get(partition),
             )
             with closing(chunks):  # a traceback would keep the range open
                 for chunk in chunks:
-                    for batch in self._columns.batches(chunk, partition):
-                        check_decrypted(batch)
-                        yield batch.select(self._rows.names)
+                    part.append((partition, chunk))
+                    size += len(chunk.records)
+                    if size >= PART_BYTES:
+                        yield part
+                        part, size = [], 0
+        if part:
+            yield part
 
 
 def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
@@ -197,27 +279,42 @@ def changes_in(
         data_format: the format of the payloads.
 
     Raises:
+        Like `with_found_changes`.
+    """
+    found = no_changes(transactions_schema(known), rules)
+    for part in parts:
+        found = with_found_changes(found, part, rules, data_format)
+    return found
+
+
+def with_found_changes(
+    found: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
+) -> ArrowTable:
+    """Return the last changes of the parts so far, which have the known columns, and of one more.
+
+    Raises:
         BadConfig: the rules do not fit the columns.
         BadFormat: a payload does not fit, or a key is null.
         BadRequest: a key has changes in two partitions.
     """
-    found = no_changes(pa.schema([*map(READ_SCHEMA.field, LOG_COLUMNS), *known]))
-    for part in parts:
-        rows = with_found_columns(part, known, data_format)
-        known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
-        if missing := [name for name in rules.key if name not in known.names]:
-            place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
-            raise BadFormat(
-                "partition {}, transaction {}: expected a value in key column {!r}, found none. "
-                "Hint: correct the key, or select the transactions of the table by header.".format(
-                    *place, missing[0]
-                )
+    if not part.num_rows:
+        return found
+    own = (*LOG_COLUMNS, DELETED)
+    known = pa.schema([each for each in found.schema if each.name not in own])
+    rows = with_found_columns(part, known, data_format)
+    known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
+    if missing := [name for name in rules.key if name not in known.names]:
+        place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
+        raise BadFormat(
+            "partition {}, transaction {}: expected a value in key column {!r}, found none. "
+            "Hint: correct the key, or select the transactions of the table by header.".format(
+                *place, missing[0]
             )
-        where = rules.delete_where
-        if where is not None and where.column not in known.names:
-            applied = replace(rules, delete_where=None)
-        else:
-            applied = rules
-        check_rules(applied, rows.schema)
-        found = with_changes(found, rows, applied)
-    return found
+        )
+    where = rules.delete_where
+    if where is not None and where.column not in known.names:
+        applied = replace(rules, delete_where=None)
+    else:
+        applied = rules
+    check_rules(applied, rows.schema)
+    return with_changes(found, rows, applied)

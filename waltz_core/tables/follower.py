@@ -1,4 +1,4 @@
-"""The loop of a follower: it applies one batch of the log after the other to a table.
+"""The loop of a follower: it applies one batch of the log after the other to its tables.
 
 It knows neither a table format nor how changes are represented: `FollowedTable` and `FollowedLog`
 are its view of both. Changes are an Arrow table without Spark, and a DataFrame with it.
@@ -15,14 +15,17 @@ Rules:
        old changes over the rows of the other one. Other commits, except maintenance, are reported
        as warnings.
     5. A start is for a table without marks: it is never ignored, and never replaces marks.
+    6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
+       and its own commit, and gets only the changes after its marks.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from waltz_core.errors import BadConfig, BadFormat, Superseded, Unavailable
+from waltz_core.errors import BadConfig, BadFormat, Superseded, Unavailable, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.tables.table_marks import (
     LogState,
@@ -151,10 +154,10 @@ class FollowedLog(Protocol[ChangesT_co]):
             Unavailable: a partition does not answer.
         """
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> ChangesT_co:
-        """Return the last change of each key in the transactions after `starts` up to `ends`.
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> Sequence[ChangesT_co]:
+        """Return the last change of each key of each table, after its start up to `ends`.
 
-        Both have the same partitions.
+        All marks have the same partitions. A start may be after the end.
 
         Raises:
             Unavailable: a partition does not answer.
@@ -166,112 +169,110 @@ class FollowedLog(Protocol[ChangesT_co]):
         """Wait a while for more transactions, or until requests may succeed again."""
 
 
-class Follower(Generic[ChangesT]):
-    """Keeps a table equal to the log.
+class TableProgress(Generic[ChangesT]):
+    """One table of a follower: its marks, and its commits.
 
     Args:
-        log: the log, with the changes in it.
         table: the table; it is created if there is none.
+        place: its name or path, for errors and log lines.
         name: the name of the follower and the key of the cluster; its marks are the start for a
             table without marks. Without any, the start is the first available transaction.
-        batch_transactions: the maximum number of transactions of a batch.
-        on_progress: is called with two numbers of transactions: those that this run has applied,
-            and those that it has to apply, as far as it knows.
         clock_s: a monotonic clock.
-
-    Raises:
-        BadConfig: `batch_transactions` is below 1.
     """
 
     def __init__(
         self,
-        log: FollowedLog[ChangesT],
         table: FollowedTable[ChangesT],
+        place: str,
         name: TableMarks,
-        *,
-        batch_transactions: int,
-        on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        if batch_transactions < 1:
-            raise BadConfig(f"batch_transactions: expected 1 or more, found {batch_transactions}")
-        self._log, self._table = log, table
+        self._table, self._place = table, place
         self._name, self._given = name, name.marks
-        self._batch_transactions = batch_transactions
-        self._on_progress = on_progress
         self._clock_s = clock_s
         self._committed_s = clock_s()
         self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
-        self._first_version = 0
         self._warned: set[int] = set()  # versions of other programs
         self._conflicts = 0
 
-    def run(self, until: MarkMap | None = None) -> TableMarks:
-        """Apply the log up to the marks `until`, or forever; return the marks of the table.
+    @property
+    def marks(self) -> MarkMap:
+        """The marks up to which the table needs no transactions."""
+        return self._marks.marks
 
-        Without an end, it tries again when the log is not available; with an end it fails.
+    @property
+    def stored(self) -> TableMarks:
+        """The marks in the table."""
+        return self._stored
 
-        Raises:
-            BadConfig: a start was given, and the table has marks or the start lacks a partition;
-                or no start was given, and a table without marks has rows or another follower.
-            ClusterKeyMismatch: the table follows another cluster.
-            BadFormat: the table marks are lost, the table was restored, or a payload does not fit.
-            DataLoss: the log does not have the transactions after the table marks.
-            Unavailable: the log or the table does not answer (only with `until`).
-            Superseded: another commit came first each time.
+    @property
+    def has_moved(self) -> bool:
+        """Whether the marks are later than those in the table."""
+        return dict(self.marks) != dict(self._stored.marks)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the marks have moved, and the last commit is old (rule 3)."""
+        return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
+
+    def read(self, log: FollowedLog[ChangesT]) -> bool:
+        """Read the newest version; return False if another program has created the table."""
+        return self._is_done(lambda: self._read(log))
+
+    def check(self, log: LogState) -> None:
+        """Check that the log has the transactions after the marks; raises DataLoss."""
+        with errors_of_table(self._place):
+            next_batch(self.marks, log, 1)
+
+    def commit(self, changes: ChangesT, end: MarkMap) -> bool:
+        """Commit changes and the marks at the end of a batch; return False on a conflict.
+
+        A table that has the whole batch needs no commit.
         """
-        while True:
-            try:
-                if self._turn(until):
-                    return self._stored
-            except Superseded as error:
-                self._conflicts += 1
-                if self._conflicts > CONFLICTS_MAX:
-                    raise
-                _log.info("follow.commit_conflict reason=%s", error)
-            except Unavailable as error:
-                if until is not None:
-                    raise
-                _log.warning("follow.unavailable reason=%s", error)
-                self._log.wait()
+        marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
+        return marks == self.marks or self._is_done(lambda: self._commit(changes, marks))
 
-    def _turn(self, until: MarkMap | None) -> bool:
-        """Apply the next batch, or commit the marks alone; return whether the end is reached."""
-        self._read_table()
-        end = self._next_end(until)
-        if end is None:
-            self._table.finish()
-        if end is not None:
-            starts = {each: self._marks.marks.get(each, int(BEFORE_FIRST)) for each in end}
-            self._commit(self._log.changes(starts, end), end)
-        elif self._marks != self._stored:
-            self._commit(None, self._marks.marks)
-        return end is None and until is not None
+    def finish(self, *, is_end: bool) -> bool:
+        """Create a table that is due, and commit marks alone if these are due, too, or at the end.
 
-    # --- the table
+        Return False on a conflict.
+        """
+        return self._is_done(lambda: self._finish(is_end=is_end))
 
-    def _read_table(self) -> None:
+    def _is_done(self, step: Callable[[], None]) -> bool:
+        """Run a step; return whether no other commit came first."""
+        try:
+            with errors_of_table(self._place):
+                step()
+        except Superseded as error:
+            self._conflicts += 1
+            if self._conflicts > CONFLICTS_MAX:
+                raise
+            _log.info("follow.commit_conflict reason=%s", error)
+            return False
+        return True
+
+    def _read(self, log: FollowedLog[ChangesT]) -> None:
         """Read the newest version of the table; create it if there is none."""
         state = self._table.marks(self._name)
         if state is None:
             if self._seen is not None:
                 raise BadFormat(REMOVED)
-            self._table.create(self._start())
+            self._table.create(self._start(log))
             state = self._table.marks(self._name)
             assert state is not None, "it was created"
         self._check_others(state.others)
         seen = state.metadata, state.version
         if seen != self._seen:  # rule 1: also a commit of another follower with this name
-            stored = self._continued(state)
+            stored = self._continued(state, log)
             if self._seen is None:
-                self._first_version = stored.version
-                _log.info("follow.started marks=%s", _shown(stored.marks))
+                _log.info("follow.started table=%s marks=%s", self._place, _shown(stored.marks))
             self._seen, self._conflicts = seen, 0
             self._stored = self._marks = stored
 
-    def _continued(self, state: TableState) -> TableMarks:
+    def _continued(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
         is_given = bool(self._given)
         if state.metadata is None:
@@ -285,7 +286,7 @@ class Follower(Generic[ChangesT]):
             if state.rules is not None:
                 common_rules(state.rules, self._name.rules)
             if state.version is None or (is_given and state.version <= self._name.version):
-                return self._start()
+                return self._start(log)
         stored = continued(state.metadata, state.version, self._name)
         if self._seen is None and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
@@ -295,14 +296,14 @@ class Follower(Generic[ChangesT]):
             )
         return stored
 
-    def _start(self) -> TableMarks:
+    def _start(self, followed: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks before the first transactions of a table without marks.
 
         Raises:
             BadConfig: the given ones lack a partition.
             DataLoss: the log does not have what is after them.
         """
-        log = self._log.state()
+        log = followed.state()
         if not self._given:
             firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
             return self._name._replace(marks=firsts)
@@ -319,39 +320,148 @@ class Follower(Generic[ChangesT]):
         check_others(others, self._name)
         for version, operation, _ in sorted(others):
             if version not in self._warned and not operation.upper().startswith(_MAINTENANCE):
-                _log.warning("follow.other_commit version=%d operation=%s", version, operation)
+                _log.warning(
+                    "follow.other_commit table=%s version=%d operation=%s",
+                    self._place,
+                    version,
+                    operation,
+                )
         self._warned = {each.version for each in others}
+
+    def _finish(self, *, is_end: bool) -> None:
+        self._table.finish()
+        if self.is_due or (is_end and self.has_moved):
+            self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
         after = self._name._replace(marks=marks)
-        if self._table.apply(changes, after):
-            _log.debug("follow.committed marks=%s", _shown(marks))
+        is_committed = self._table.apply(changes, after)
+        self._marks = after
+        if not is_committed and self.is_due:  # the log may never be idle (rule 3)
+            self._table.finish()
+            is_committed = self._table.apply(None, after)
+        if is_committed:
+            _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
             self._stored = after
             self._committed_s = self._clock_s()
             self._conflicts = 0
-        self._marks = after
 
-    # --- the log
+
+class Follower(Generic[ChangesT]):
+    """Keeps tables equal to the log.
+
+    Args:
+        log: the log, with the changes of each table in it.
+        tables: the tables, in the order of the changes.
+        batch_transactions: the maximum number of transactions of a batch.
+        on_progress: is called with two numbers of transactions: those that this run has applied,
+            and those that it has to apply, as far as it knows.
+
+    Raises:
+        BadConfig: `batch_transactions` is below 1.
+    """
+
+    def __init__(
+        self,
+        log: FollowedLog[ChangesT],
+        tables: Sequence[TableProgress[ChangesT]],
+        *,
+        batch_transactions: int,
+        on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
+    ) -> None:
+        if batch_transactions < 1:
+            raise BadConfig(f"batch_transactions: expected 1 or more, found {batch_transactions}")
+        self._log, self._tables = log, list(tables)
+        self._batch_transactions = batch_transactions
+        self._on_progress = on_progress
+        self._first_version: int | None = None
+
+    def run(self, until: MarkMap | None = None) -> list[TableMarks]:
+        """Apply the log up to the marks `until`, or forever; return the marks of the tables.
+
+        Without an end, it tries again when the log is not available; with an end it fails.
+
+        Raises:
+            BadConfig: a start was given, and a table has marks or the start lacks a partition;
+                or no start was given, and a table without marks has rows or another follower.
+            ClusterKeyMismatch: a table follows another cluster.
+            BadFormat: table marks are lost, a table was restored, or a payload does not fit.
+            DataLoss: the log does not have the transactions after the table marks.
+            Unavailable: the log or a table does not answer (only with `until`).
+            Superseded: another commit came first each time.
+        """
+        while True:
+            try:
+                if self._turn(until):
+                    return [each.stored for each in self._tables]
+            except Unavailable as error:
+                if until is not None:
+                    raise
+                _log.warning("follow.unavailable reason=%s", error)
+                self._log.wait()
+
+    def _turn(self, until: MarkMap | None) -> bool:
+        """Apply the next batch, or commit marks alone; return whether the end is reached."""
+        if not all(each.read(self._log) for each in self._tables):
+            return False
+        end = self._next_end(until)
+        if end is not None:
+            before = int(BEFORE_FIRST)
+            starts = [{part: each.marks.get(part, before) for part in end} for each in self._tables]
+            found = self._log.changes(starts, end)
+            for each, changes in zip(self._tables, found, strict=True):
+                each.commit(changes, end)
+            return False
+        is_end = until is not None
+        return all(each.finish(is_end=is_end) for each in self._tables) and is_end
 
     def _next_end(self, until: MarkMap | None) -> dict[int, int] | None:
-        """Wait for the next batch; None when the marks are due, or the end is reached (rule 3)."""
-        marks = self._marks.marks
+        """Wait for the next batch; None when marks are due, or the end is reached (rule 3)."""
         while True:
             log = self._log.state()
-            ends = log.marks if until is None else _limited(log.marks, marks, until)
-            self._report(ends)
-            end = next_batch(marks, LogState(ends, log.firsts), self._batch_transactions)
-            if any(mark > marks.get(each, int(BEFORE_FIRST)) for each, mark in end.items()):
+            for each in self._tables:
+                each.check(log)
+            starts = self._lowest(log)
+            ends = log.marks if until is None else _limited(log.marks, starts, until)
+            self._report(starts, ends)
+            end = next_batch(starts, LogState(ends, log.firsts), self._batch_transactions)
+            if end != starts:
                 return end
-            is_due = self._clock_s() - self._committed_s >= MARKS_COMMIT_S
-            if until is not None or (is_due and self._marks != self._stored):
+            if until is not None or any(each.is_due for each in self._tables):
                 return None
             self._log.wait()
 
-    def _report(self, ends: MarkMap) -> None:
-        applied = self._marks.version - self._first_version
-        total = sum(mark + 1 for mark in ends.values()) - self._first_version
-        self._on_progress(applied, max(applied, total))
+    def _lowest(self, log: LogState) -> dict[int, int]:
+        """Return the marks from which the next batch is read (rule 6)."""
+        before = int(BEFORE_FIRST)
+        return {
+            partition: min(each.marks.get(partition, before) for each in self._tables)
+            for partition in log.marks
+        }
+
+    def _report(self, starts: MarkMap, ends: MarkMap) -> None:
+        done, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
+        if self._first_version is None:
+            self._first_version = done
+        applied = done - self._first_version
+        self._on_progress(applied, max(applied, total - self._first_version))
+
+
+@contextmanager
+def errors_of_table(place: str) -> Iterator[None]:
+    """Add the table to the message of an error, unless it is there.
+
+    `Unavailable` may be of the log; a table that does not answer names itself.
+    """
+    try:
+        yield
+    except Unavailable:
+        raise
+    except WaltzError as error:
+        prefix = f"table {place}"
+        if not str(error).startswith(prefix):
+            error.args = (f"{prefix}: {error}", *error.args[1:])
+        raise
 
 
 def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:

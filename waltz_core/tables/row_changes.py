@@ -9,8 +9,10 @@ Rules:
        key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if `delete_where`
        holds; a null is "does not hold". All others are upserts.
-    3. A changes function decides about deletes itself. It returns changes of the transactions that
-       it was given; the order of its output is the order of the changes of one transaction.
+    3. A changes function decides about deletes itself. It gets a part of any size of a batch, so
+       the changes of a transaction depend on this transaction only. It returns changes of the
+       transactions that it was given; the order of its output is the order of the changes of one
+       transaction. All results have the columns of the one without transactions.
     4. Transactions of one partition are ordered by ID. Partitions have no order, so a key with
        changes in two of them is an error.
     5. `last_changes` is associative: the last changes of parts, reduced again, are those of the
@@ -18,6 +20,7 @@ Rules:
 """
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -30,12 +33,14 @@ import pyarrow.compute as pc
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.table_marks import MarkMap, StoredRules
+from waltz_core.user_functions import is_function_name, load_function
 
 ArrowTable: TypeAlias = pa.Table
-ChangesFunction: TypeAlias = Callable[[pa.Table], pa.Table]
+ArrowSchema: TypeAlias = pa.Schema
 
 PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
+_DELETED_FIELD = pa.field(DELETED, pa.bool_(), nullable=False)
 _PLACE = ("partition", "transaction_id")
 
 _KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
@@ -88,6 +93,42 @@ class Condition(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ChangesFunction:
+    """A function of the user that makes changes of transactions (rule 3); see `changes_function`.
+
+    Args:
+        name: `module:function`.
+        columns: the columns of the table: those that it returns, except the place and `_deleted`.
+    """
+
+    name: str
+    columns: ArrowSchema
+
+    def __call__(self, rows: ArrowTable) -> ArrowTable:
+        """Return the changes, with the columns of the table, the place and `_deleted`.
+
+        Raises:
+            BadRequest: the function has raised an error, or its result is not valid.
+        """
+        found = _called(self.name, rows)
+        expected = {*self.columns.names, *_PLACE, DELETED}
+        if set(found.schema.names) != expected:
+            raise _bad_result(
+                self.name, rows, f"the columns {_listed(expected)}", _listed(found.schema.names)
+            )
+        fields = [*self.columns, *(rows.schema.field(name) for name in _PLACE), _DELETED_FIELD]
+        columns = []
+        for part in fields:
+            column = found[part.name]
+            if column.type not in (part.type, pa.null()):
+                expected_type = f"type {part.type} of column {part.name!r}"
+                raise _bad_result(self.name, rows, expected_type, str(column.type))
+            columns.append(column.cast(part.type))
+        _check_transactions(self.name, found, rows)
+        return pa.table(columns, schema=pa.schema(fields))
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeRules:
     """How transactions become changes of rows.
 
@@ -111,8 +152,8 @@ class ChangeRules:
             raise BadConfig(f"argument key: expected column names, each once, found {self.key!r}")
         if self.function is not None and (self.delete_headers or self.delete_where):
             raise BadConfig(
-                "expected either a changes function or rules for deletes, found both. Hint: "
-                f"let the changes function return a boolean column {DELETED!r}."
+                f"expected either the changes function {self.function.name} or rules for deletes, "
+                f"found both. Hint: let the function return a boolean column {DELETED!r}."
             )
 
     def stored(self, headers: Iterable[int] | None) -> StoredRules:
@@ -122,6 +163,7 @@ class ChangeRules:
             None if headers is None else tuple(sorted(set(headers))),
             tuple(sorted(set(self.delete_headers))),
             None if self.delete_where is None else str(self.delete_where),
+            None if self.function is None else self.function.name,
         )
 
 
@@ -227,19 +269,25 @@ def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     return rows if is_new.all() else rows.filter(pa.array(is_new))
 
 
+def selected_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
+    """Return the transactions of a partition after a mark, with some headers; with none, all."""
+    is_selected = batch["transaction_id"].to_numpy() > after
+    if headers:
+        is_selected &= np.isin(batch["header"].to_numpy(), headers)
+    return batch if is_selected.all() else batch.filter(pa.array(is_selected))
+
+
 def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Return the changes of decoded transactions, which `check_rules` has accepted.
 
     Raises:
         BadFormat: a key column is null (rule 1).
-        BadRequest: the result of the changes function is not valid (rule 3).
+        BadRequest: the changes function has raised an error, or its result is not valid (rule 3).
     """
     if rules.function is not None:
-        changes = _checked_result(rules.function(rows), rows, rules.key)
+        changes = rules.function(rows) if rows.num_rows else no_changes(rows.schema, rules)
     else:
-        changes = rows.append_column(
-            pa.field(DELETED, pa.bool_(), nullable=False), pa.array(deletes_in(rows, rules))
-        )
+        changes = rows.append_column(_DELETED_FIELD, pa.array(deletes_in(rows, rules)))
     _check_nulls(changes, rules.key)
     return changes
 
@@ -275,35 +323,94 @@ def _where(changes: ArrowTable, row: int) -> str:
     return f"partition {partition}, transaction {transaction}"
 
 
-def _checked_result(found: Any, rows: ArrowTable, key: Sequence[str]) -> ArrowTable:  # noqa: ANN401 - a user's
-    """Return what a changes function returned, with `_deleted` (rule 3)."""
-    if not isinstance(found, pa.Table):
-        raise _bad_result("a pyarrow.Table", type(found).__name__)
-    for name in _PLACE:
-        kind = rows.schema.field(name).type
-        if found.schema.names.count(name) != 1 or found.schema.field(name).type != kind:
-            raise _bad_result(f"one column {name!r} of type {kind}", str(found.schema.names))
-        if found[name].null_count:
-            raise _bad_result(f"the {name} of a transaction in each row", "a null")
-    try:
-        _check_key(key, found.schema)
-    except BadConfig as error:
-        raise _bad_result("a table with the key", str(error)) from None
-    if DELETED not in found.schema.names:
-        field = pa.field(DELETED, pa.bool_(), nullable=False)
-        found = found.append_column(field, pa.array(np.zeros(found.num_rows, dtype=np.bool_)))
-    elif found[DELETED].type != pa.bool_() or found[DELETED].null_count:
-        raise _bad_result(f"true or false in column {DELETED!r}", f"{found[DELETED].type} or nulls")
-    strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
-    if strange.num_rows:
-        raise _bad_result(
-            "changes only for transactions that the function was given", _where(strange, 0)
+def changes_function(name: str, schema: ArrowSchema, key: Sequence[str]) -> ChangesFunction:
+    """Return a function of the user, with the columns that it returns.
+
+    Args:
+        name: `module:function`.
+        schema: the columns of the transactions that it gets; it is called without transactions.
+        key: the key columns.
+
+    Raises:
+        BadConfig: it does not exist, or a key column has a type that is no key's.
+        BadRequest: it has raised an error, or its result is not valid.
+    """
+    if not is_function_name(name):
+        raise BadConfig(
+            "changes function: expected 'module:function', such as 'shop.accounts:changes', found "
+            f"{name!r}"
         )
+    found = _called(name, schema.empty_table()).schema
+    columns = pa.schema([part for part in found if part.name not in (*_PLACE, DELETED)])
+    if not columns.names:
+        raise BadRequest(
+            f"changes function {name}: expected columns of the table in its result without "
+            f"transactions, found {_listed(found.names)}. Hint: return a table with all columns "
+            "also if there are no transactions, for example "
+            "pyarrow.Table.from_pylist(rows, schema=...)."
+        )
+    try:
+        _check_key(key, columns)
+    except BadConfig as error:
+        raise BadConfig(f"result of the changes function {name}: {error}") from None
+    return ChangesFunction(name, columns)
+
+
+def _called(name: str, rows: ArrowTable) -> ArrowTable:
+    """Return what a changes function returned, with `_deleted`, after checks of its own columns."""
+    function = load_function(
+        name,
+        "changes function",
+        "Hint: it must be a function in a module that each process can import (Spark: --py-files).",
+    )
+    try:
+        found = function(rows)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise BadRequest(
+            f"changes function {name}{_of(rows)}: expected a table, found "
+            f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+        ) from error
+    if not isinstance(found, pa.Table):
+        raise _bad_result(name, rows, "a pyarrow.Table", type(found).__name__)
+    names = found.schema.names
+    if len(set(names)) < len(names):
+        raise _bad_result(name, rows, "different names of columns", str(names))
+    for each in _PLACE:
+        kind = rows.schema.field(each).type
+        if each not in names or found[each].type != kind:
+            shown = found[each].type if each in names else f"the columns {_listed(names)}"
+            raise _bad_result(name, rows, f"a column {each!r} of type {kind}", str(shown))
+    if DELETED not in names:
+        return found.append_column(_DELETED_FIELD, pa.array(np.zeros(len(found), dtype=np.bool_)))
+    if found[DELETED].type != pa.bool_() or found[DELETED].null_count:
+        shown = f"{found[DELETED].type} or nulls"
+        raise _bad_result(name, rows, f"true or false in column {DELETED!r}", shown)
     return found
 
 
-def _bad_result(expected: str, found: str) -> BadRequest:
-    return BadRequest(f"result of the changes function: expected {expected}, found {found}")
+def _check_transactions(name: str, found: ArrowTable, rows: ArrowTable) -> None:
+    """Check that changes are those of the transactions of a call."""
+    if any(found[each].null_count for each in _PLACE):
+        raise _bad_result(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
+    strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
+    if strange.num_rows:
+        expected = "changes only for transactions that the function was given"
+        raise _bad_result(name, rows, expected, _where(strange, 0))
+
+
+def _bad_result(name: str, rows: ArrowTable, expected: str, found: str) -> BadRequest:
+    return BadRequest(
+        f"result of the changes function {name}{_of(rows)}: expected {expected}, found {found}"
+    )
+
+
+def _of(rows: ArrowTable) -> str:
+    return f" for transactions from {_where(rows, 0)} on" if rows.num_rows else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -354,7 +461,7 @@ def reduced(
     Raises:
         Like `changes_of` and `last_changes`.
     """
-    found = no_changes(schema)
+    found = no_changes(schema, rules)
     for part in parts_of(batches):
         found = with_changes(found, part if after is None else rows_after(part, after), rules)
     return found
@@ -374,15 +481,17 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
         yield pa.Table.from_batches(waiting)
 
 
-def no_changes(schema: pa.Schema) -> ArrowTable:
+def no_changes(schema: ArrowSchema, rules: ChangeRules) -> ArrowTable:
     """Return a table of changes without rows, for transactions of a schema."""
-    return schema.append(pa.field(DELETED, pa.bool_(), nullable=False)).empty_table()
+    if rules.function is not None:
+        schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
+    return schema.append(_DELETED_FIELD).empty_table()
 
 
 def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Return the last changes of a part so far and of more rows; raises like `reduced`."""
     changes = last_changes(changes_of(rows, rules), rules.key)
-    if not found.num_rows:  # also: a changes function may return other columns
+    if not found.num_rows:
         return changes
     both = pa.concat_tables([found, changes], promote_options="default")
     return last_changes(both, rules.key)

@@ -48,12 +48,14 @@ class StoredRules(NamedTuple):
             the user selects the transactions: it is compared with nothing.
         delete_headers: those of transactions that are deletes, sorted.
         delete_where: the condition of other deletes.
+        changes: the name of the changes function.
     """
 
     key: tuple[str, ...] = ()
     headers: tuple[int, ...] | None = None
     delete_headers: tuple[int, ...] = ()
     delete_where: str | None = None
+    changes: str | None = None
 
 
 class TableMarks(NamedTuple):

@@ -14,7 +14,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     TlsFailed,
 )
-from waltz_core.transport import lookup, tls
+from waltz_core.transport import dns_lookup, tls
 from waltz_core.wire import authentication
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def connect(
     Raises OSError.
     """
     loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
-    for address in await lookup.addresses_of(host):
+    for address in await dns_lookup.addresses_of(host):
         try:
             await loop.create_connection(
                 make_protocol, address, port, ssl=ssl, server_hostname=host if ssl else None

@@ -46,7 +46,7 @@ from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.admission.port_limits import network_of
-from waltz_core.transport.token_place import TokenPlace, token_place_in
+from waltz_core.transport.token_source import TokenSource, token_source_in
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class ListenContext(ssl.SSLContext):
 class DialContext(ssl.SSLContext):
     """A dialer's context; `token` is the place of its token, if it has one (rule 7)."""
 
-    token: TokenPlace | None = None
+    token: TokenSource | None = None
 
 
 def dialing(config: TlsConfig, connect: str) -> DialContext | None:
@@ -145,7 +145,7 @@ def dialing(config: TlsConfig, connect: str) -> DialContext | None:
     """
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
-    return _client_context(_effective(config, place_in(connect)), token_place_in(connect))
+    return _client_context(_effective(config, place_in(connect)), token_source_in(connect))
 
 
 def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
@@ -172,7 +172,7 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
     _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
 
 
-def named(place: str, token: TokenPlace | None = None) -> DialContext | None:
+def named(place: str, token: TokenSource | None = None) -> DialContext | None:
     """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
@@ -381,7 +381,7 @@ def _read(place: str) -> TlsConfig:
     return replace(found, tls=found.tls or ON, **paths)
 
 
-def _client_context(chosen: TlsConfig | None, token: TokenPlace | None) -> DialContext | None:
+def _client_context(chosen: TlsConfig | None, token: TokenSource | None) -> DialContext | None:
     is_verified = chosen is not None and chosen.tls_verify != "nothing"
     if token is not None and not is_verified:
         raise BadConfig(

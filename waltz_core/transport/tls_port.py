@@ -94,7 +94,7 @@ class TlsPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             rejection = self._limits.begin(address[0])
-            if rejection:  # not refused: that would indicate a dead server (`neighbors.py`)
+            if rejection:  # not refused: that would indicate a dead server (`failure_detector.py`)
                 if tls.is_new_failure(address[0], "too many handshakes"):
                     _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
                 accepted.close()

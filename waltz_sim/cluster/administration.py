@@ -11,7 +11,7 @@ from waltz_core.cluster.znodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
-from waltz_core.storage.service import admin_tasks, upkeep
+from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.admin import (
     AdminRequest,
     AdminService,
@@ -87,14 +87,16 @@ class Operator:
         self._cluster.world.note(f"{self._storage.name}: {task}")
         if isinstance(task, admin_tasks.Reseed | admin_tasks.Unassign):
             self._cluster.budget.spend(self._storage)
-        return upkeep.carry_out(self._engine, task)
+        return admin_execution.carry_out(self._engine, task)
 
     def _answer(self, task: admin_tasks.AdminQuery) -> object:
         match task:
             case admin_tasks.InspectReplica():
                 service = self._storage.service
                 is_served = service is not None and task.partition_id in service.partitions
-                return upkeep.facts_of(self._engine, task.partition_id, is_served=is_served)
+                return admin_execution.facts_of(
+                    self._engine, task.partition_id, is_served=is_served
+                )
             case admin_tasks.FindZooKeeperState():
                 return self._standing()
             case _:

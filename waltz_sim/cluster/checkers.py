@@ -26,7 +26,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_sim.guarantees.archive_guarantees import ArchiveGuarantees
 from waltz_sim.guarantees.bounds import Bounds
-from waltz_sim.guarantees.evidence import Evidence
+from waltz_sim.guarantees.checker_state import CheckerState
 from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.locking import Locking
 from waltz_sim.guarantees.outcome_guarantees import Outcomes
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from waltz_sim.world.network import SimLink
 
 
-class Checks(Evidence):
+class Checks(CheckerState):
     """All checkers, and their state."""
 
     def __init__(self, cluster: "SimCluster") -> None:

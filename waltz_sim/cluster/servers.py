@@ -21,7 +21,7 @@ from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
@@ -65,7 +65,7 @@ PIECE_BYTES: Final = 150
 _NO_CLIENT_ID: Final = -1
 
 
-class SmallPieces(Pace):
+class SmallPieces(LargeBatchThrottle):
     """Batches are small here, and so are their pieces."""
 
     def piece_bytes(self, now_ms: int) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import Submission
+from waltz_core.client.stream.outcome_tracker import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.errors import Unreachable, WaltzError

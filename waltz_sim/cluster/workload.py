@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import SingleRow, Submission
+from waltz_core.client.stream.outcome_tracker import SingleRow, Submission
 from waltz_core.errors import BeforeLogStart, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST, TransactionId

@@ -12,7 +12,7 @@ from waltz_core.replication.quorum import quorum_size
 from waltz_core.wire.messages import ExpireRequest, ObjectReplacementRequest
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.striking import any_storage, counted, keep_down, pause
+from waltz_sim.faults.injection import any_storage, counted, keep_down, pause
 from waltz_sim.faults.zookeeper_faults import may_rewrite, strand_owner
 from waltz_sim.world.simulated_disk import DiskFault
 

@@ -17,7 +17,7 @@ from waltz_core.storage.files.lock_file import LOCKS_NAME
 from waltz_core.storage.service.engine import STORAGE_ID_NAME
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import HOME, NO_CONTENTS, DiskBackup, SimStorage
-from waltz_sim.faults.striking import any_storage, counted, keep_down, restore_trust_later
+from waltz_sim.faults.injection import any_storage, counted, keep_down, restore_trust_later
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 

@@ -8,7 +8,7 @@ Rules:
        the cluster.
     2. A fault destroys promised data of a replica only within a budget (`budget.py`).
     3. Each kind of fault that strikes is counted, so that a batch in which it never strikes can be
-       rejected (`striking.py`).
+       rejected (`injection.py`).
     4. A rough run has a theme: a few kinds of faults of disks, ZooKeeper's data or assignments
        recur, half of the time with few other faults, over small segments. Such a run finds bugs
        sooner that need several rare faults at once.
@@ -25,7 +25,7 @@ from waltz_sim.faults import (
     process_faults,
     zookeeper_faults,
 )
-from waltz_sim.faults.striking import InjectFault
+from waltz_sim.faults.injection import InjectFault
 from waltz_sim.schedule import Fault, Schedule, schedule_of
 from waltz_sim.world.world import chance_of
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_clients import SimClient
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.striking import any_storage, counted
+from waltz_sim.faults.injection import any_storage, counted
 from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_sim.cluster.servers import RELEASED_PAUSE_US
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.tasks import TwoAttempts
-from waltz_sim.faults.striking import any_storage, counted, keep_down, pause, pause_ms
+from waltz_sim.faults.injection import any_storage, counted, keep_down, pause, pause_ms
 from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.striking import keep_down, pause_ms, restore_trust_later
+from waltz_sim.faults.injection import keep_down, pause_ms, restore_trust_later
 from waltz_sim.world.simulated_disk import Survival
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from waltz_core.records.record import SessionId
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.evidence import Evidence
+    from waltz_sim.guarantees.checker_state import CheckerState
 
 SECOND_US: Final = 1_000_000
 # How much one frame may exceed a limit.
@@ -36,7 +36,7 @@ QUEUE_BYTES_MAX: Final = 64 * 1024
 class Bounds:
     """Checks all limits."""
 
-    def __init__(self, evidence: "Evidence") -> None:
+    def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
         self._times: dict[tuple[str, str], deque[int]] = {}
         self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}

@@ -18,7 +18,7 @@ from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.guarantees.evidence import Evidence
+    from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.history import Operation
 
 # One lock of one table is checked every N steps of servers, and the whole table at the end.
@@ -29,7 +29,7 @@ TABLE_EVERY: Final = 64
 class Locking:
     """Checks all lock tables."""
 
-    def __init__(self, evidence: "Evidence") -> None:
+    def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
         self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
         self._mark: dict[str, int] = {}  # by server: committed in its session

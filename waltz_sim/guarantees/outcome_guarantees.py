@@ -23,7 +23,7 @@ from waltz_sim.guarantees.history import Operation, data_in
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.guarantees.evidence import Evidence
+    from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.locking import Locking
     from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
     from waltz_sim.world.process import Process
@@ -36,7 +36,7 @@ class Outcomes:
     """Checks the results that all applications receive."""
 
     def __init__(
-        self, evidence: "Evidence", answers: "ResponseGuarantees", locking: "Locking"
+        self, evidence: "CheckerState", answers: "ResponseGuarantees", locking: "Locking"
     ) -> None:
         self._facts = evidence
         self._answers = answers

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.log.partition_log import PartitionLog
     from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.evidence import Evidence
+    from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.sessions import Sessions
 
 HOME: Final = Path("/waltz/0")
@@ -81,7 +81,7 @@ _NOTHING: Final = Before()
 class ReplicaGuarantees:
     """Checks all replicas that ever held the partition."""
 
-    def __init__(self, evidence: "Evidence", sessions: "Sessions") -> None:
+    def __init__(self, evidence: "CheckerState", sessions: "Sessions") -> None:
         self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}

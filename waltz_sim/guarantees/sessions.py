@@ -47,7 +47,7 @@ from waltz_core.wire.messages import (
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.guarantees.evidence import Evidence
+    from waltz_sim.guarantees.checker_state import CheckerState
 
 _CHANGING = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
 
@@ -80,7 +80,7 @@ class Decided(NamedTuple):
 class Sessions:
     """Checks all store sessions of the partition."""
 
-    def __init__(self, evidence: "Evidence") -> None:
+    def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
         self.is_rewritten = False  # a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, Claimed] = {}

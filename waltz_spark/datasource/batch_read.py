@@ -18,10 +18,10 @@ from waltz_spark.datasource.archive_read import objects_of, pieces_of
 from waltz_spark.datasource.change_feed import ChangeFeed
 from waltz_spark.datasource.feed_read import FeedReader, FeedSpan, feed_state_file
 from waltz_spark.datasource.fetch import BatchColumns, ReadSource, fetch, log_batches
-from waltz_spark.datasource.starts import ends, from_first_available, starts
-from waltz_spark.failures import without_stack, without_stack_each
+from waltz_spark.datasource.start_offsets import ends, from_first_available, starts
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
+from waltz_spark.worker_errors import without_stack, without_stack_each
 
 
 @dataclass

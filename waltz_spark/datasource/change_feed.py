@@ -29,8 +29,8 @@ from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.unpacking import Decode, Unpacker, columns_named
 from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
 from waltz_spark.datasource.feed_state import KEY_BYTES, FeedState, StoredRow
-from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, OnCorrupt, ReadOptions
+from waltz_spark.payload_encryption import decrypted, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive, pack
 from waltz_spark.spark_version import arrow_schema

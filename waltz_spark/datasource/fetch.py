@@ -24,8 +24,8 @@ from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.archive_read import chunks_of
-from waltz_spark.encrypting import decrypted, decryption_of
 from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
+from waltz_spark.payload_encryption import decrypted, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.planning import TransactionRange
 from waltz_spark.rows import is_case_sensitive

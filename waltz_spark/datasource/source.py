@@ -21,7 +21,6 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.unpacking import columns_named
-from waltz_spark.failures import without_stack
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import (
     OnCorrupt,
@@ -38,6 +37,7 @@ from waltz_spark.rows import (
     check_packed_type,
     read_schema,
 )
+from waltz_spark.worker_errors import without_stack
 
 
 class WaltzDataSource(DataSource):

@@ -37,12 +37,12 @@ from waltz_core.tables.table_marks import divided_by_lag
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.feed_read import query_of_task
-from waltz_spark.datasource.starts import check_available, firsts_of, marks_of, starts
-from waltz_spark.failures import without_stack, without_stack_each
+from waltz_spark.datasource.start_offsets import check_available, firsts_of, marks_of, starts
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
 from waltz_spark.shared_clients import client_of, sources_of
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from waltz_spark.worker_errors import without_stack, without_stack_each
 
 _log = logging.getLogger("waltz")
 

@@ -5,8 +5,9 @@ They run in the user's Python process, as `append` and `snapshot` do.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal, NamedTuple, overload
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -14,16 +15,35 @@ from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.follower import CONFLICTS_MAX, Follower, check_others
-from waltz_core.tables.row_changes import ChangeRules, check_rules, parse_condition
+from waltz_core.tables.follower import (
+    CONFLICTS_MAX,
+    Follower,
+    TableProgress,
+    check_others,
+    errors_of_table,
+)
+from waltz_core.tables.row_changes import (
+    ChangeRules,
+    changes_function,
+    check_rules,
+    parse_condition,
+)
 from waltz_core.tables.table_marks import TableMarks, continued
 from waltz_spark.api import option_texts
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.log_changes import SparkLog, changes_of_frame, last_of_tasks
+from waltz_spark.tables.log_changes import (
+    SparkLog,
+    changes_of_frame,
+    last_of_tasks,
+    table_columns,
+    with_log_columns,
+)
 from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.tables.parquet_files import SparkParquetTable
+from waltz_spark.tables.shared_read import SharedSparkLog, SharedTable
 from waltz_spark.tables.table_formats import MergedTable, TableFormat, open_merged_table, open_table
 from waltz_spark.tables.table_session import table_session
 
@@ -43,17 +63,58 @@ _OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-def follow(  # noqa: PLR0913 - a caller gives four of them
+class Table(NamedTuple):
+    """A table of `follow(..., tables=...)`; the fields are the arguments of `follow`."""
+
+    key: str | Sequence[str] = ()
+    schema: str | StructType | None = None
+    headers: Sequence[int] = ()
+    delete_headers: Sequence[int] = ()
+    delete_where: str | None = None
+    changes: str | None = None
+    format: TableFormat | None = None
+
+
+@overload
+def follow(
     spark: SparkSession,
     connect: str,
     *,
     table: str,
     key: str | Sequence[str] = (),
     schema: str | StructType | None = None,
+    format: TableFormat | None = None,
+    headers: Sequence[int] = (),
+    delete_headers: Sequence[int] = (),
+    delete_where: str | None = None,
+    changes: str | None = None,
+    **more: Any,  # noqa: ANN401 - the other arguments
+) -> dict[int, int]: ...
+
+
+@overload
+def follow(
+    spark: SparkSession,
+    connect: str,
+    *,
+    tables: Mapping[str, Table],
+    **more: Any,  # noqa: ANN401 - the other arguments
+) -> dict[str, dict[int, int]]: ...
+
+
+def follow(  # noqa: PLR0913 - a caller gives four of them
+    spark: SparkSession,
+    connect: str,
+    *,
+    table: str | None = None,
+    key: str | Sequence[str] = (),
+    schema: str | StructType | None = None,
     format: TableFormat | None = None,  # noqa: A002 - Spark's name
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
+    changes: str | None = None,
+    tables: Mapping[str, Table] | None = None,
     follower: str = "follow",
     start: Mapping[int, int] | datetime | str | None = None,
     until: Literal["now"] | Mapping[int, int] | None = None,
@@ -61,8 +122,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     interval_s: float = INTERVAL_S,
     on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     **options: object,
-) -> dict[int, int]:
-    """Keep a table equal to the log, batch by batch; return the marks of the table.
+) -> dict[int, int] | dict[str, dict[int, int]]:
+    """Keep tables equal to the log, batch by batch; return the marks of the table or tables.
 
     Each batch is one commit, which also has the marks. So the table equals a replay of the log
     whenever the driver, an executor or a task is killed, and a repeated call continues at the
@@ -85,6 +146,11 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes: a boolean column, or a comparison of a column
             with a literal (`op = 'D'`).
+        changes: `module:function`, a function that takes transactions as a `pyarrow.Table`, with
+            the columns of `schema`, and returns changes; the columns of the table are those that it
+            returns. Workers must be able to import the module.
+        tables: several tables by name, path or URL, instead of the arguments above. The log is read
+            once for all of them; each has its own commits and marks, which are returned by table.
         follower: the name of the follower in the commits of the table.
         start: for a new table, the mark of each partition before its first transaction, or a
             commit time. Without it, the table begins at the first available transaction.
@@ -103,7 +169,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             other columns or another format, or the session has no library of the format.
         BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
             restored.
-        BadRequest: a key has changes in two partitions.
+        BadRequest: a key has changes in two partitions, or a changes function has failed.
         ClusterKeyMismatch: the table follows another cluster.
         DataLoss: the log does not have the transactions after the table marks.
         Unavailable: the cluster does not answer (only with `until`).
@@ -111,37 +177,119 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     """
     if interval_s <= 0:
         raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
-    rules = _rules(key, delete_headers, delete_where)
-    if headers and (unread := set(delete_headers) - set(headers)):
-        raise BadConfig(
-            f"delete_headers: header {min(unread)} is not one of the headers of the table, "
-            f"{sorted(headers)}. Hint: add it to them."
-        )
+    one = Table(key, schema, headers, delete_headers, delete_where, changes, format)
+    given = _given_tables(table, one, tables)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
-        columns = None if schema is None else session.createDataFrame([], schema).schema
-        reads = _read_options(connect, columns, headers, options)
         position = LogPosition(client_of(connect), interval_s=interval_s)
-        target = open_table(session, table, format, columns, rules)
-        known: StructType | Callable[[], StructType] | None = columns
-        if known is None:
-            assert isinstance(target, MergedDeltaTable), "other formats have a schema"
-            known = target.columns
-        log = SparkLog(session, position, known, rules, reads)
+        opened = [_opened(session, connect, name, each, options) for name, each in given.items()]
+        log: SparkLog | SharedSparkLog
+        if tables is None:
+            log = _log_of_one(session, position, opened[0])
+        else:
+            log = _log_of_several(session, position, opened)
+        marks = _start_marks(connect, start, opened[0].reads)
         loop = Follower(
             log,
-            target,
-            TableMarks(
-                follower, cluster, _start_marks(connect, start, reads), rules.stored(headers)
-            ),
+            [
+                TableProgress(
+                    each.target,
+                    each.place,
+                    TableMarks(follower, cluster, marks, each.rules.stored(each.headers)),
+                )
+                for each in opened
+            ],
             batch_transactions=batch_transactions,
             on_progress=on_progress,
         )
         end = dict(position.state().marks) if until == "now" else until
         try:
-            return dict(loop.run(end).marks)
+            found = loop.run(end)
         finally:
             log.release()
+    by_table = {each.place: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
+    return by_table if table is None else by_table[table]
+
+
+class _Opened(NamedTuple):
+    """A table of a call; `declared` are the columns of its transactions."""
+
+    place: str
+    declared: StructType | None
+    rules: ChangeRules
+    headers: tuple[int, ...]
+    reads: dict[str, str]
+    target: MergedTable | SparkParquetTable
+
+
+def _given_tables(
+    table: str | None, one: Table, tables: Mapping[str, Table] | None
+) -> Mapping[str, Table]:
+    """Return the tables of a call."""
+    if tables is None:
+        if table is None or not (one.key or one.format == "parquet"):
+            raise BadConfig("follow: expected table and key, or tables")
+        return {table: one}
+    if table is not None or one != Table():
+        raise BadConfig(
+            f"follow: expected either tables or table, {', '.join(Table._fields)}, found both"
+        )
+    if not tables:
+        raise BadConfig("follow: expected one or more tables, found none")
+    return tables
+
+
+def _opened(
+    session: SparkSession,
+    connect: str,
+    place: str,
+    table: Table,
+    options: Mapping[str, object],
+) -> _Opened:
+    """Return a table of a call, checked."""
+    with errors_of_table(place):
+        headers = tuple(table.headers)
+        if headers and (unread := set(table.delete_headers) - set(headers)):
+            raise BadConfig(
+                f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+                f"{sorted(headers)}. Hint: add it to them."
+            )
+        declared = None
+        if table.schema is not None:
+            declared = session.createDataFrame([], table.schema).schema
+        rules = _rules(table, None if declared is None else with_log_columns(declared))
+        columns = None if declared is None else table_columns(declared, rules)
+        reads = _read_options(connect, declared, headers, options)
+        target = open_table(session, place, table.format, columns, rules)
+    return _Opened(place, declared, rules, headers, reads, target)
+
+
+def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) -> SparkLog:
+    known: StructType | Callable[[], StructType] | None = table.declared
+    if known is None:
+        assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
+        known = table.target.columns
+    return SparkLog(session, position, known, table.rules, table.reads)
+
+
+def _log_of_several(
+    session: SparkSession, position: LogPosition, tables: Sequence[_Opened]
+) -> SharedSparkLog:
+    found = []
+    for each in tables:
+        if each.declared is None:
+            raise BadConfig(
+                f"table {each.place}: expected a schema, found none. Hint: with several tables, "
+                "declare the columns of each."
+            )
+        found.append(SharedTable(each.place, each.declared, each.rules, each.headers, each.reads))
+    options = dict(tables[0].reads)
+    options.pop("dataFormat", None)
+    options.pop("headers", None)
+    if all(each.headers for each in tables):
+        headers = {header for each in tables for header in each.headers}
+        options["headers"] = ",".join(map(str, sorted(headers)))
+    return SharedSparkLog(session, position, found, options)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -153,6 +301,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     format: TableFormat | None = None,  # noqa: A002 - Spark's name
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
+    changes: str | None = None,
     follower: str = "follow",
 ) -> dict[int, int]:
     """Apply transactions to a table, each once; return the marks of the table.
@@ -174,17 +323,20 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
         format: that of a new table: delta (default) or iceberg.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes, as for `follow`.
+        changes: `module:function`, a function that makes changes of the rows, as for `follow`.
         follower: the name of the follower in the commits of the table.
 
     Raises:
-        BadConfig: an argument is not valid, the table has other columns, another format, or rows
-            without marks, or the session has no library of the format.
+        BadConfig: an argument is not valid, the table has other columns, or rows without marks, or
+            the session has no Delta.
         BadFormat: a key is null, the table marks are lost, or the table was restored.
         BadRequest: `df` is not a DataFrame of transactions, or a key has changes in two partitions.
         ClusterKeyMismatch: the table follows another cluster.
         Superseded: another commit came first each time.
     """
-    rules = _rules(key, delete_headers, delete_where)
+    _check_frame(df)
+    given = Table(key, None, (), delete_headers, delete_where, changes)
+    rules = _rules(given, df.schema)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     name = TableMarks(follower, cluster, {}, rules.stored(None))
@@ -241,15 +393,23 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
     return continued(state.metadata, state.version, name)
 
 
-def _rules(
-    key: str | Sequence[str], delete_headers: Sequence[int], delete_where: str | None
-) -> ChangeRules:
-    where = None if delete_where is None else parse_condition(delete_where)
-    return ChangeRules([key] if isinstance(key, str) else list(key), tuple(delete_headers), where)
+def _rules(table: Table, rows: StructType | None) -> ChangeRules:
+    """Return the rules of a table with these columns of transactions; None if they are found."""
+    where = None if table.delete_where is None else parse_condition(table.delete_where)
+    key = [table.key] if isinstance(table.key, str) else list(table.key)
+    rules = ChangeRules(key, tuple(table.delete_headers), where)
+    if table.changes is None:
+        return rules
+    if rows is None:
+        raise BadConfig(
+            f"changes function {table.changes}: expected a schema of the transactions, found none. "
+            "Hint: declare their columns, or column data."
+        )
+    return replace(rules, function=changes_function(table.changes, arrow_schema(rows), key))
 
 
-def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
-    """Return the columns that the rows of a DataFrame of transactions have in the table."""
+def _check_frame(df: DataFrame) -> None:
+    """Check that a value is a DataFrame of transactions."""
     if getattr(df, "sparkSession", None) is None:
         raise BadRequest(f"upsert: expected a DataFrame of Spark, found {type(df).__name__}")
     types = {part.name: part.dataType.simpleString() for part in df.schema}
@@ -259,7 +419,13 @@ def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
                 f"upsert: expected column {column!r} with type {expected}, found "
                 f"{types.get(column, 'none')}. Hint: list it in the schema of the read."
             )
+
+
+def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
+    """Return the columns that the rows of a DataFrame of transactions have in the table."""
     check_rules(rules, arrow_schema(df.schema))
+    if rules.function is not None:
+        return table_columns(df.schema, rules)
     own = {"partition", "transaction_id", *(["header"] if rules.delete_headers else [])}
     return StructType(
         [StructField(part.name, part.dataType) for part in df.schema if part.name not in own]

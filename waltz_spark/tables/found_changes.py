@@ -21,8 +21,8 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.followed_log import changes_in, check_decrypted
 from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
-from waltz_spark.failures import without_stack_each
 from waltz_spark.tables.spark_errors import reported
+from waltz_spark.worker_errors import without_stack_each
 
 # What tasks return: the columns first, then changes (rule 2).
 _PARTS = "task int, columns binary, changes binary"

@@ -38,11 +38,11 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.failures import without_stack_each
 from waltz_spark.options import ERROR_COLUMN
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import FindingRead, FoundChanges
+from waltz_spark.tables.found_changes import FindingRead, FoundChanges, spark_schema
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
+from waltz_spark.worker_errors import without_stack_each
 
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
 _HEADER = StructField("header", IntegerType())
@@ -85,12 +85,9 @@ class SparkLog:
             if "encryptionKeys" in self._options:
                 self._read.add(ERROR_COLUMN, StringType())
             return
-        used = [*_PLACE, *([_HEADER] if rules.delete_headers else [])]
-        self._read = StructType(
-            [*schema, *(each for each in used if each.name not in schema.names)]
-        )
+        self._read = read_schema(schema, rules)
         check_rules(rules, arrow_schema(self._read))
-        self._schema = changes_schema(schema)
+        self._schema = changes_schema(table_columns(schema, rules))
 
     def state(self) -> LogState:
         """Return the marks and the first available IDs; raises Unavailable."""
@@ -104,8 +101,8 @@ class SparkLog:
         """Release what the last changes need in Spark's cache."""
         self._found.release()
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> DataFrame:
-        """Return the last change of each key after `starts` up to `ends`.
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
+        """Return the last change of each key of the table after its start up to `ends`.
 
         Declared columns are read at the next action; to find columns, the log is read at once.
 
@@ -116,8 +113,8 @@ class SparkLog:
         """
         options = {
             **self._options,
-            "startingHighWaterMarks": _as_json(starts),
-            "endingHighWaterMarks": _as_json(ends),
+            "startingHighWaterMarks": marks_as_json(starts[0]),
+            "endingHighWaterMarks": marks_as_json(ends),
         }
         reader = WaltzDataSource(options).reader(self._read)
         tasks = reader.partitions()
@@ -131,9 +128,7 @@ class SparkLog:
             schema = arrow_schema(self._read)
             read = TaskRead(reader, tasks, self._rules, schema, self._schema.names)
             found = numbers.mapInArrow(read, self._schema)
-        if len(tasks) == 1 or not self._rules.key:
-            return found
-        return last_of_tasks(found, self._rules.key)
+        return [found if len(tasks) == 1 else last_of_tasks(found, self._rules.key)]
 
 
 @dataclass
@@ -178,6 +173,9 @@ class FrameReduction:
     @without_stack_each
     def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the changes in Arrow batches."""
+        if self.rules.function is not None:  # Spark's timestamps are in the session's time zone
+            parts = (pa.Table.from_batches([batch]).cast(self.schema) for batch in rows)
+            rows = (batch for part in parts for batch in part.to_batches())
         found = reduced(rows, self.rules, self.schema, self.after)
         yield from found.select(self.columns).to_batches()
 
@@ -198,6 +196,36 @@ def changes_of_frame(
     return df.mapInArrow(reduction, found)
 
 
+def read_schema(schema: StructType, rules: ChangeRules) -> StructType:
+    """Return the columns of the transactions of a table: the declared ones, and those of rules."""
+    return with_log_columns(schema, header=bool(rules.delete_headers) or rules.function is not None)
+
+
+def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
+    """Return the columns of transactions: the declared ones, and those of the log."""
+    used = [*_PLACE, *([_HEADER] if header else [])]
+    return StructType([*schema, *(each for each in used if each.name not in schema.names)])
+
+
+def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
+    """Return the columns of a table: those of its transactions, or of its changes function.
+
+    Raises:
+        BadConfig: Spark has no such type.
+    """
+    if rules.function is None:
+        return schema
+    columns = rules.function.columns
+    found = spark_schema(columns)
+    for part, other in zip(columns, arrow_schema(found), strict=True):
+        if part.type != other.type:
+            raise BadConfig(
+                f"result of the changes function {rules.function.name}: column {part.name!r}: "
+                f"expected a type of Spark, such as {other.type}, found {part.type}"
+            )
+    return found
+
+
 def changes_schema(schema: StructType) -> StructType:
     """Return the columns of changes (rule 2); a delete may have nulls in each but the key."""
     place = [each for each in _PLACE if each.name not in schema.names]
@@ -209,7 +237,10 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     """Return the last change of each key of several tasks' last changes.
 
     Its action fails if a key has changes in two partitions, with a message after `TWO_PARTITIONS`.
+    Without a key, all changes are returned.
     """
+    if not key:
+        return parts
     names = parts.columns
     # Names of our own: a column may have any name.
     numbered = {name: f"c{number}" for number, name in enumerate(names)}
@@ -238,5 +269,6 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     return groups.select(*map(column, names))
 
 
-def _as_json(marks: MarkMap) -> str:
+def marks_as_json(marks: MarkMap) -> str:
+    """Return marks as the options of a read have them."""
     return json.dumps({str(partition): mark for partition, mark in marks.items()})

@@ -9,7 +9,8 @@ Rules:
        `MERGE` whose version the table has or had, and rejects one if a commit with the same
        identifier came between its start and its end. Both raise `Superseded`.
     2. Delta does not compare commits of other programs. A `RESTORE`, or a commit of a follower with
-       another name, between two commits of the follower is found when the table is read again.
+       another name, between the newest two commits of the follower is found when the table is read
+       again.
     3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
 """
@@ -48,7 +49,7 @@ class MergedDeltaTable:
     """A Delta table of one follower (`FollowedTable`).
 
     Args:
-        session: a session for this table only.
+        session: a session for the tables of a follower only.
         name: the name of the table, or its path or URL, which has a slash.
         schema: the declared columns; None if the columns are those of the changes.
         key: the key columns.
@@ -278,15 +279,12 @@ def _state_of(
 ) -> TableState | None:
     """Return the state in commits, newest first; None if there is none, or older ones decide."""
     own = [place for place, row in enumerate(commits) if _is_of(row, follower)]
-    if not own:
+    if not own or (len(own) == 1 and not is_complete):
         return None
     others = [_other(row) for row in commits[: own[0]]]
-    before = [_other(row) for row in commits[own[0] :] if not _is_of(row, follower)]
-    conflicts = [each for each in before if each.follower or each.is_replacement]
-    oldest = commits[own[-1]]["version"]
-    if not is_complete and any(each.version < oldest for each in conflicts):
-        return None
-    others += [each for each in conflicts if each.version > oldest]  # rule 2
+    if len(own) > 1:
+        between = map(_other, commits[own[0] + 1 : own[1]])
+        others += [each for each in between if each.follower or each.is_replacement]  # rule 2
     metadata = commits[own[0]]["userMetadata"]
     found = decode(metadata)
     assert found is not None, "it is of the follower"

@@ -16,9 +16,9 @@ from waltz_core.tables.follower import TableState
 from waltz_core.tables.parquet_table import FollowedParquetTable, with_place, write_file
 from waltz_core.tables.row_changes import ChangeRules, parts_of
 from waltz_core.tables.table_marks import TableMarks
-from waltz_spark.failures import error_of, without_stack_each
+from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.worker_errors import error_of, without_stack_each
 
 _FILES = "name string"
 

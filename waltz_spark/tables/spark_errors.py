@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pyspark.sql import SparkSession
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable, WaltzError
-from waltz_spark.failures import error_of
-from waltz_spark.unwrapping import SPARK_ERRORS
+from waltz_spark.session_errors import SPARK_ERRORS
+from waltz_spark.worker_errors import error_of
 
 # The start of the message of an error that Spark raises, and of what follows it.
 TWO_PARTITIONS = "a key in two partitions: "

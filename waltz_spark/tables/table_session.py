@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from waltz_spark.session_errors import is_connect
 from waltz_spark.spark_version import new_session
-from waltz_spark.unwrapping import is_connect
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ A later attempt of a task finds the rows of earlier ones in the log, and sends t
 
 `batch_write.py` and `stream_write.py` begin and end a write on the driver. `task.py` is one task:
 `columns.py` makes payload, locks, partition and mark of each row, `appender.py` sends the rows,
-`once.py` finds those of earlier attempts by their `row_keys.py`, `recompute.py` recomputes rejected
-ones, and `results.py` keeps the outcomes. `row_sum.py` recognizes the rows of a finished write.
+`earlier_rows.py` finds those of earlier attempts by their `row_keys.py`, `recompute.py` recomputes
+rejected ones, and `results.py` keeps the outcomes. `rows_hash.py` recognizes the rows of a finished
+write.
 """

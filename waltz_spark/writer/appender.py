@@ -35,8 +35,8 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.records.batches import encode_append_arrow
-from waltz_spark.encrypting import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.options import WriteOptions
+from waltz_spark.payload_encryption import ROW_BYTES_MAX, PayloadEncryptor
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 

@@ -10,7 +10,7 @@ Rules (docs/spark.md, "Exactly once"):
     2. `commit` keeps the results first, and then marks the write as done: if it is done, its
        results exist. A write without `writeId` is removed instead. The removal may fail: if
        ZooKeeper does not answer, a job with all rows in the log must not fail. A write that was
-       done before must have had the same rows (`row_sum.py`). One that was not done must have no
+       done before must have had the same rows (`rows_hash.py`). One that was not done must have no
        rows in the log from tasks that only an earlier run had.
     3. `abort` undoes and removes nothing: tasks may still run, and the write may run again.
 """
@@ -38,17 +38,17 @@ from waltz_core.client import (
     tasks_of_write,
 )
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
-from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.payload_schemas import with_written_schema
 from waltz_spark.planning import check_partition
 from waltz_spark.shared_clients import with_client
 from waltz_spark.spark_version import arrow_schema
+from waltz_spark.worker_errors import without_stack
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
-from waltz_spark.writer.recompute import load_function
+from waltz_spark.writer.recompute import load_recompute
 from waltz_spark.writer.results import check_column_types, keep, write_again
-from waltz_spark.writer.row_sum import RowSum
+from waltz_spark.writer.rows_hash import RowsHash
 from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
 _log = logging.getLogger("waltz")
@@ -86,7 +86,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     if options.results_path is not None:
         check_column_types(schema, options.result_columns)
     if options.recompute is not None:
-        load_function(options.recompute)
+        load_recompute(options.recompute)
         if options.exactly_once and not options.identity_columns:
             _log.warning(
                 "spark.recompute_without_identity hint=%r",
@@ -249,8 +249,8 @@ def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
             ) from None
 
 
-def _rows_of(tasks: list[TaskResult]) -> RowSum:
-    return functools.reduce(RowSum.plus, (task.rows for task in tasks), RowSum())
+def _rows_of(tasks: list[TaskResult]) -> RowsHash:
+    return functools.reduce(RowsHash.plus, (task.rows for task in tasks), RowsHash())
 
 
 def forget(job: Job, writes: list[str]) -> None:

@@ -32,8 +32,8 @@ from waltz_core.encryption.key_ids import check_key_id
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.batches import data_crcs
 from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
-from waltz_spark.encrypting import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.options import WriteOptions
+from waltz_spark.payload_encryption import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.payload_schemas import payload_encoder
 from waltz_spark.planning import listed
 from waltz_spark.rows import check_packed_type, pack

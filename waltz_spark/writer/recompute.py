@@ -15,7 +15,6 @@ Rules:
 """
 
 import dataclasses
-import importlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,12 +24,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.client import Encryption, WaltzClient
-from waltz_core.errors import BadConfig, BadRequest
+from waltz_core.errors import BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
-from waltz_spark.encrypting import decrypted, decryption_of
+from waltz_core.user_functions import load_function
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
+from waltz_spark.payload_encryption import decrypted, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
@@ -80,28 +80,20 @@ class RecomputedRows(NamedTuple):
     rows: npt.NDArray[np.int64]
 
 
-def load_function(name: str) -> Function:
+def load_recompute(name: str) -> Function:
     """Return the function of option `recompute`.
 
     Raises:
         BadConfig: it does not exist; on the driver, before any task.
     """
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise BadConfig(
-            f"option 'recompute': {name!r} cannot be imported ({error}). It must be a "
-            "function in a module that the driver and every worker can import, not in a "
-            "notebook. Hint: put the function into a file, and distribute it with "
-            "spark.addArtifact(..., pyfile=True) or --py-files."
-        ) from None
-    if not callable(function):
-        raise BadConfig(
-            f"option 'recompute': expected {name!r} to be a function, found {function!r}"
-        )
-    checked: Function = function
-    return checked
+    function: Function = load_function(
+        name,
+        "option 'recompute'",
+        "It must be a function in a module that the driver and every worker can import, not in a "
+        "notebook. Hint: put the function into a file, and distribute it with "
+        "spark.addArtifact(..., pyfile=True) or --py-files.",
+    )
+    return function
 
 
 class Recomputer:
@@ -123,7 +115,7 @@ class Recomputer:
         self._shaper = shaper
         self._random = random
         self._encryption = decryption_of(options)
-        self._function = load_function(options.recompute)
+        self._function = load_recompute(options.recompute)
         self.retries_max = options.retries_max
 
     def pause_s(self, retries: int) -> float:

@@ -24,9 +24,9 @@ from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig
-from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.spark_version import DataSourceStreamArrowWriter
+from waltz_spark.worker_errors import without_stack
 from waltz_spark.writer.batch_write import (
     DAY_MS,
     UNFINISHED_DAYS,

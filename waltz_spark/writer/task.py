@@ -4,7 +4,7 @@ Batches and micro-batches use it. Spark pickles the job to every task, so it has
 
 Rules:
     1. With `exactlyOnce` an attempt first claims its task in the write (`TaskClaim`), and skips the
-       rows that an earlier attempt has appended (`once.py`).
+       rows that an earlier attempt has appended (`earlier_rows.py`).
     2. A write that is done already appends nothing. Its tasks still count and hash their rows: the
        driver compares them with the rows of the finished write.
 """
@@ -22,17 +22,17 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import BadRequest, LockFailed
-from waltz_spark.encrypting import decryption_of
 from waltz_spark.options import OnLockFailure, WriteOptions
+from waltz_spark.payload_encryption import decryption_of
 from waltz_spark.planning import listed
 from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import RowShaper, ShapedRows
-from waltz_spark.writer.once import EarlierRows, read_back
+from waltz_spark.writer.earlier_rows import EarlierRows, read_back
 from waltz_spark.writer.recompute import Recomputer
 from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
 from waltz_spark.writer.row_keys import RowKeys
-from waltz_spark.writer.row_sum import RowSum, row_sum
+from waltz_spark.writer.rows_hash import RowsHash, row_sum
 
 _log = logging.getLogger("waltz")
 
@@ -48,7 +48,9 @@ class TaskResult(WriterCommitMessage):
     write: str | None = None
     was_done: bool = False
     is_repeated: bool = False  # an earlier attempt or run has begun tasks of the write
-    rows: RowSum = field(default_factory=RowSum)  # the rows of the task, for a write with a name
+    rows: RowsHash = field(
+        default_factory=RowsHash
+    )  # the rows of the task, for a write with a name
     results_path: str | None = None
     results_name: str = ""
     committed: int = 0

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster_contract import ADDRESSES, KEY, STORAGES, descriptor
 from tests.commands import run_command
 from waltz_core.access.tokens import hash_of
-from waltz_core.cli.access import access_copies, access_run, access_views
+from waltz_core.cli.access import access_change, access_export, access_views
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import StoredPermissions
 from waltz_core.cluster.znodes import access_node
@@ -101,9 +101,9 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     made = World()
-    for module in (access_run, access_views, access_copies):
+    for module in (access_change, access_views, access_export):
         monkeypatch.setattr(module, "connected", made.connected)
-    monkeypatch.setattr(access_run, "ACCESS_OFF_AFTER_S", 0.0)
+    monkeypatch.setattr(access_change, "ACCESS_OFF_AFTER_S", 0.0)
     return made
 
 
@@ -496,14 +496,14 @@ def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
     """Its session has ended, and it may still permit what was revoked."""
     begun.publish(4, 4)
     begun.run("grant", "etl", "read", "--timeout-s", "0")
-    read = access_run.read_applied
+    read = access_change.read_applied
 
     async def expired(coordinator, revision, known):
         begun.expire_server()
         return await read(coordinator, revision, known)
 
     with monkeypatch.context() as patched:
-        patched.setattr(access_run, "read_applied", expired)
+        patched.setattr(access_change, "read_applied", expired)
         begun.publish(4, 5)
         late = begun.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
     assert (
@@ -555,7 +555,7 @@ def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
             await each._applied.publish()
         await sleep(0)
 
-    monkeypatch.setattr(access_run.asyncio, "sleep", publish_later)
+    monkeypatch.setattr(access_change.asyncio, "sleep", publish_later)
     assert "all 2 daemons use revision 4" in begun.run("grant", "etl", "read").stderr
     assert len(waits) == 3
 
@@ -564,7 +564,7 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path
     async def lost(_coordinator, _revision, _known):
         raise CoordinatorUnavailable("zk:1 does not answer")
 
-    monkeypatch.setattr(access_run, "read_applied", lost)
+    monkeypatch.setattr(access_change, "read_applied", lost)
     for words in ((), ("--json",)):
         file = tmp_path / f"token{len(words)}"
         failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)

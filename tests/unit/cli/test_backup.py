@@ -14,7 +14,7 @@ from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.archive.pins import is_pinned, pin
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.cli import changing
+from waltz_core.cli import change_commands
 from waltz_core.cli.backup import backup_command, restore_command
 from waltz_core.cli.backup.backup_command import take_backup
 from waltz_core.cli.backup.backup_files import BackupPlace
@@ -298,7 +298,7 @@ def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
         async def __aexit__(self, *_):
             pass
 
-    monkeypatch.setattr(changing, "connected", lambda _connect: Session())
+    monkeypatch.setattr(change_commands, "connected", lambda _connect: Session())
     words = (*words, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
     return run_command("restore", *words, "--storage", "a:1:2")
 

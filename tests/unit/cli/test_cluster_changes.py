@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from tests.commands import work_of
-from waltz_core.cli.changing import Command
+from waltz_core.cli.change_commands import Command
 from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper

@@ -20,6 +20,13 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         (["--column", "ID:int64"], "names that differ in more than their case"),
         (["--delete-where", "a AND b"], "expected a column, or one comparison of a column with"),
         (["--data-format", "avro"], "--data-format avro needs --schema-registry URL"),
+        (["--changes", "f"], "changes function: expected 'module:function', such as"),
+        (["--changes", "no:f"], "changes function: 'no:f' cannot be imported (No module"),
+        (
+            ["--changes", "tests.changing:pairs", "--delete-header", "1"],
+            "expected either the changes function tests.changing:pairs or rules for deletes",
+        ),
+        (["--tables", "x"], "--tables: expected tables and their options in the file only"),
         (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),
         (
             ["--start-marks", "7"],
@@ -42,15 +49,42 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
     assert not table.exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", 'expected a section such as ["/lake/accounts"] for each table'),
+        ("x = 1", 'expected a section such as ["/lake/accounts"] for each table'),
+        ("[x", "tables.toml: "),
+        ("[x]\ncolumn = 1", """section ["x"]: unknown name 'column'; did you mean 'columns'"""),
+        ("[x]\nkey = 1", """section ["x"]: key: expected text or a list of them, found 1"""),
+        ("[x]\nheaders = [true]", "headers: expected a number or a list of them, found [True]"),
+        ("[x]\nchanges = ['a:b']", "changes: expected text, found ['a:b']"),
+        ("[x]\nheaders = 1", "table x: argument key: expected one or more column names"),
+        (
+            "[x]\nkey='id'\nchanges='a:b'",
+            "table x: changes function a:b: expected declared columns",
+        ),
+        ("[x]\nkey='id'\ncolumns='id:int7'", "table x: --column id: expected one of the types"),
+    ],
+)
+def test_an_error_in_a_file_of_tables_is_named(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "tables.toml"
+    file.write_text(text)
+    done = run_command("follow", "--tables", str(file), "--connect", "h:1/w")
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_table_and_its_key_or_several_tables_are_needed():
+    for words in ([], ["table"], ["--key", "id"]):
+        done = run_command("follow", "--connect", "h:1/w", *words)
+        assert done.returncode == 1
+        assert "follow: expected TABLE and --key, or --tables FILE" in done.stderr
+
+
 @pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "xml"]])
 def test_an_unknown_choice_is_wrong_usage(more: list[str]):
     assert run_command("follow", "table", *WORDS, *more).returncode == 2
-
-
-def test_a_delta_table_needs_a_key(tmp_path: Path):
-    done = run_command("follow", str(tmp_path / "table"), "--connect", "h:1/w")
-    assert done.returncode == 1
-    assert "key: expected one or more columns for a Delta table, found none" in done.stderr
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):

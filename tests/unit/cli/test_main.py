@@ -82,8 +82,8 @@ def test_a_daemon_imports_nothing_of_the_other_verbs():
         "import waltz_core.storage.process.storage_daemon;"
         "import waltz_core.server.process.server_daemon;"
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
-        "'waltz_core.cli.changing', 'waltz_core.cli.http_pages', 'psutil', 'pyspark', 'rich', "
-        "'argparse'))])"
+        "'waltz_core.cli.change_commands', 'waltz_core.cli.http_pages', 'psutil', 'pyspark', "
+        "'rich', 'argparse'))])"
     )
     assert printed_last(code) == "[]"
 

@@ -6,7 +6,7 @@ import ssl
 import pytest
 
 from tests.certificates import make
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.errors import BadConfig
 
 PLACE = "zk1:2181/waltz/payments"
@@ -19,8 +19,8 @@ def dialed_with(monkeypatch):
 
     def ssl_of(**words):
         def begin():
-            own_transport.begin(**words)
-            return own_transport.ssl()
+            command_connections.begin(**words)
+            return command_connections.ssl()
 
         return contextvars.copy_context().run(begin)
 
@@ -46,12 +46,12 @@ def test_the_tls_option_overrides_the_connect_string(dialed_with, tmp_path):
 
 def test_a_wrong_cluster_that_is_detected_later_is_reported(dialed_with):
     def find_out():
-        own_transport.use_scheme_of(f"{PLACE}?tls=unverified")
-        return own_transport.ssl()
+        command_connections.use_scheme_of(f"{PLACE}?tls=unverified")
+        return command_connections.ssl()
 
     def command():
-        own_transport.begin()  # an earlier command of this process may have had TLS
-        return contextvars.copy_context().run(find_out), own_transport.ssl()
+        command_connections.begin()  # an earlier command of this process may have had TLS
+        return contextvars.copy_context().run(find_out), command_connections.ssl()
 
     found, before = contextvars.copy_context().run(command)
     assert found.verify_mode is ssl.CERT_NONE

@@ -23,7 +23,7 @@ from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned
 from waltz_core.records.record import PartitionId
 from waltz_core.replication import session_events as replication
-from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition, PartitionIdentity
 from waltz_core.server.partition_events import (
     Closed,
@@ -138,7 +138,7 @@ class MemoryServer:
                     self._cluster.limits,
                     TransactionCache(CacheBudget(16 * MIB)),
                     FeedCache(4 * MIB),
-                    Pace(),
+                    LargeBatchThrottle(),
                 )
                 driver = Driver(partition, lambda effect, n=number: self._perform(n, effect))
                 self.partitions[number] = Hosted(partition, driver, store)

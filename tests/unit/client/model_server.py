@@ -13,7 +13,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import SingleRow, Submission
+from waltz_core.client.stream.outcome_tracker import SingleRow, Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.machine import Report, Wakeup

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.client.scenarios import submission
 from waltz_core import errors
 from waltz_core.client.stream import append_errors
-from waltz_core.client.stream.monitor import BatchOutcome
+from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
 

@@ -10,7 +10,7 @@ from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow, ReportOrder
-from waltz_core.client.stream.monitor import BatchOutcome
+from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason

@@ -5,8 +5,8 @@ from dataclasses import replace
 from tests.unit.client.scenarios import PARTITION, submission
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.client.stream.monitor import SingleRow, Submission
 from waltz_core.client.stream.outbox import MountLimits, Outbox
+from waltz_core.client.stream.outcome_tracker import SingleRow, Submission
 
 
 def test_an_append_over_the_frame_limit_is_rejected_with_both_sizes():

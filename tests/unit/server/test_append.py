@@ -24,6 +24,12 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.session_events import Batch, SessionOpened
+from waltz_core.server.append.large_batch_throttle import (
+    PAUSE_MS_MAX,
+    PIECE_BYTES,
+    SHARED_MS,
+    LargeBatchThrottle,
+)
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     AheadOfLog,
@@ -32,7 +38,6 @@ from waltz_core.server.append.outcomes import (
     BatchCommitted,
     SubmitBatch,
 )
-from waltz_core.server.append.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.refill import HELD_MS_MAX
 from waltz_core.server.locking.tickets import LARGE_BYTES
@@ -57,7 +62,7 @@ class World:
 
     def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
-        self.pace = Pace()
+        self.pace = LargeBatchThrottle()
         limits = limits or PartitionLimits(lock_slot_count=1009)
         self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
         self.session = 0

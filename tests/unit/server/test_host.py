@@ -22,7 +22,7 @@ from waltz_core.records.record import (
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.session_events import ArchiveBacklog
-from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.host import Host, ReplicaWaits, _PublishedCounters
@@ -137,7 +137,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
         PartitionLimits(lock_slot_count=11),
         TransactionCache(CacheBudget(1 << 20)),
         FeedCache(1 << 16),
-        Pace(),
+        LargeBatchThrottle(),
     )
     own = {
         "metrics": Metrics("server"),

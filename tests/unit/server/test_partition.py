@@ -32,7 +32,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication import session_events as replication
-from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
     Closed,
@@ -103,7 +103,7 @@ class World:
             self.limits,
             TransactionCache(CacheBudget(1 << 20)),
             FeedCache(20 * 1000),
-            Pace(),
+            LargeBatchThrottle(),
         )
         self.now_ms = 0
         self.session = 0

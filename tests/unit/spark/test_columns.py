@@ -11,7 +11,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LOCKS_MAX, lock_hash, spread
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, RowShaper, check_schema
-from waltz_spark.writer.once import Spool
+from waltz_spark.writer.earlier_rows import Spool
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
 PACKED = WriteOptions(connect="zk:2181/waltz/x", data_format="msgpack")

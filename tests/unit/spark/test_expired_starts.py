@@ -13,7 +13,7 @@ from waltz_core.errors import BeforeLogStart, DataLoss
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import batch_read
 from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
-from waltz_spark.datasource.starts import starts
+from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import ReadMaxRows
 

@@ -24,8 +24,8 @@ from waltz_core.schemas.avro_schemas import schema_of_columns
 from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
 from waltz_spark.datasource.fetch import BatchColumns
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.encrypting import PayloadEncryptor
 from waltz_spark.options import WriteOptions, parse_read, parse_write
+from waltz_spark.payload_encryption import PayloadEncryptor
 from waltz_spark.payload_schemas import with_written_schema
 from waltz_spark.rows import pack
 from waltz_spark.spark_version import arrow_schema

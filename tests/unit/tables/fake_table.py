@@ -1,6 +1,6 @@
 """A table and a log in memory, for tests of the loop: changes are dicts of key to value or None."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import Superseded
@@ -104,9 +104,11 @@ class LogInMemory:
         marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
         return LogState(marks, self.firsts)
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> Changes:
-        self.read.append((dict(starts), dict(ends)))
-        return self.replayed(starts, ends)
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[Changes]:
+        self.read.append(
+            ({each: min(marks[each] for marks in starts) for each in ends}, dict(ends))
+        )
+        return [self.replayed(each, ends) for each in starts]
 
     def replayed(self, starts: MarkMap, ends: MarkMap) -> Changes:
         found: Changes = {}

@@ -1,6 +1,7 @@
 """The loop of a follower, with a table and a log in memory."""
 
 import logging
+import time
 from contextlib import suppress
 
 import pytest
@@ -16,7 +17,7 @@ from waltz_core.errors import (
     Superseded,
     Unavailable,
 )
-from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower
+from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower, TableProgress
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -24,8 +25,16 @@ NAME = TableMarks("f", KEY, {})
 
 
 def follower(log, table, name=NAME, count_max=2, **rest) -> Follower[Changes]:
+    return follower_of(log, [progress(table, name, **rest)], count_max)
+
+
+def progress(table, name=NAME, place="t", clock_s=time.monotonic) -> TableProgress[Changes]:
     opened = OpenTable(table) if isinstance(table, StoredVersions) else table
-    return Follower(log, opened, name, batch_transactions=count_max, **rest)
+    return TableProgress(opened, place, name, clock_s)
+
+
+def follower_of(log, tables, count_max=2, **rest) -> Follower[Changes]:
+    return Follower(log, tables, batch_transactions=count_max, **rest)
 
 
 def marks_of(table: StoredVersions) -> list[dict[int, int] | None]:
@@ -41,7 +50,8 @@ def test_a_new_table_is_created_with_its_start_and_gets_one_version_for_each_bat
     log = LogInMemory([("a", 1), ("b", 2), ("a", None)], [("c", 3)])
     table = StoredVersions()
     steps: list[tuple[int, int]] = []
-    last = follower(log, table, on_progress=lambda *each: steps.append(each)).run(until_now(log))
+    loop = follower_of(log, [progress(table)], on_progress=lambda *each: steps.append(each))
+    [last] = loop.run(until_now(log))
     assert marks_of(table) == [{0: -1, 1: -1}, {0: 1, 1: -1}, {0: 2, 1: 0}]
     assert table[-1].rows == {"b": 2, "c": 3}
     assert [each.versions[NAME.application] for each in table] == [0, 2, 4]
@@ -101,6 +111,25 @@ def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
         follower(log, table, clock_s=lambda: now_s).run()
     assert waits == [1, 1, 2, 2]
     assert marks_of(table) == [{0: -1}, {0: 2}]
+
+
+def test_marks_are_committed_alone_also_if_the_log_is_never_idle():
+    log, table = LogInMemory([("a", None)]), StoredVersions()
+    now_s = 0.0
+    replayed = log.replayed
+
+    def grow(starts, ends):
+        nonlocal now_s
+        if len(log.partitions[0]) == 8:
+            raise Killed
+        log.partitions[0].append(("a", None))
+        now_s += MARKS_COMMIT_S / 2
+        return replayed(starts, ends)
+
+    log.replayed = grow
+    with pytest.raises(Killed):
+        follower(log, table, count_max=1, clock_s=lambda: now_s).run()
+    assert marks_of(table) == [{0: -1}, {0: 1}, {0: 3}, {0: 5}]
 
 
 def test_the_ten_minutes_begin_with_the_last_commit():
@@ -283,7 +312,7 @@ def test_other_commits_are_reported_once(caplog):
         table.commit(operation)
     with caplog.at_level(logging.WARNING):
         follower(log, table).run({0: 2})
-    assert caplog.messages == ["follow.other_commit version=3 operation=DELETE"]
+    assert caplog.messages == ["follow.other_commit table=t version=3 operation=DELETE"]
 
 
 def test_a_start_is_for_a_table_without_marks():
@@ -419,3 +448,80 @@ def test_a_table_that_is_removed_is_not_created_again():
 def test_a_batch_has_at_least_one_transaction():
     with pytest.raises(BadConfig, match="batch_transactions: expected 1 or more, found 0"):
         follower(LogInMemory([]), StoredVersions(), count_max=0)
+
+
+def test_several_tables_are_read_once_and_each_has_its_own_marks():
+    log = LogInMemory([("a", 1), ("b", 2), ("a", None), ("c", 4)], [("d", 1)])
+    old, new = StoredVersions(), StoredVersions()
+    follower(log, old, count_max=3).run({0: 1, 1: 0})
+    before = list(old)
+    log.read.clear()
+    # A table that is added later is behind: the other one waits for it.
+    steps: list[tuple[int, int]] = []
+    loop = follower_of(
+        log, [progress(old), progress(new)], on_progress=lambda *each: steps.append(each)
+    )
+    found = loop.run(until_now(log))
+    assert [dict(each.marks) for each in found] == [until_now(log)] * 2
+    assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}, {0: 2, 1: 0}]
+    assert steps[-1] == (5, 5)
+    assert old[: len(before)] == before
+    assert len(old) == len(before) + 2
+    for table in (old, new):
+        check_versions(log, table)
+        assert table[-1].rows == {"b": 2, "c": 4, "d": 1}
+        marks = [each[0] for each in marks_of(table)]
+        assert marks == sorted(marks)
+
+
+@pytest.mark.parametrize("killed", range(2))
+@pytest.mark.parametrize("step", ["marks", "create", "apply", "committed"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_follower_of_several_tables_that_is_killed_at_any_step_continues(killed, step, at):
+    log = LogInMemory([("a", 1), ("b", 2), ("a", None), ("c", 1), ("b", 3)], [("d", 1), ("d", 2)])
+    tables = [StoredVersions(), StoredVersions()]
+    left = at
+
+    def kill(name: str) -> None:
+        nonlocal left
+        left -= name == step
+        if left < 0:
+            raise Killed
+
+    opened = [OpenTable(each, kill if at == killed else None) for at, each in enumerate(tables)]
+    with suppress(Killed):
+        follower_of(log, list(map(progress, opened))).run(until_now(log))
+    follower_of(log, list(map(progress, tables))).run(until_now(log))
+    for table in tables:
+        assert table[-1].rows == {"b": 3, "c": 1, "d": 2}
+        check_versions(log, table)
+
+
+def test_a_conflict_of_one_table_does_not_stop_the_other_one():
+    log = LogInMemory([("a", 1)])
+    tables = [StoredVersions(), StoredVersions()]
+
+    def optimize(step: str) -> None:
+        if step == "apply":
+            tables[0].commit("OPTIMIZE")
+
+    loop = follower_of(
+        log, [progress(OpenTable(tables[0], optimize), place="x"), progress(tables[1])]
+    )
+    with pytest.raises(Superseded, match="table x: another commit came first"):
+        loop.run({0: 0})
+    assert marks_of(tables[1]) == [{0: -1}, {0: 0}]
+
+
+def test_an_error_names_its_table():
+    log, tables = LogInMemory([("a", 1), ("b", 2)]), [StoredVersions(), StoredVersions()]
+    both = [progress(tables[0], place="x"), progress(tables[1], place="y")]
+    follower_of(log, both).run({0: 0})
+    tables[1].commit("RESTORE", {})
+    both = [progress(tables[0], place="x"), progress(tables[1], place="y")]
+    with pytest.raises(BadFormat, match=r"^table y: version 2 of the table is a RESTORE"):
+        follower_of(log, both).run({0: 1})
+    log.firsts = {0: 2}
+    log.partitions[0] += [("c", 3)]
+    with pytest.raises(DataLoss, match=r"^table x: the table has transactions .* have expired"):
+        follower_of(log, [progress(tables[0], place="x")]).run({0: 2})

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.delta_table import FollowedDeltaTable
 from waltz_core.tables.followed_log import changes_in
-from waltz_core.tables.follower import Follower
+from waltz_core.tables.follower import Follower, TableProgress
 from waltz_core.tables.found_columns import COLUMNS_MAX, with_found_columns
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks
@@ -126,10 +126,11 @@ class FoundLog:
     def state(self) -> LogState:
         return LogState({0: len(self._payloads) - 1}, {})
 
-    def changes(self, starts: MarkMap, ends: MarkMap) -> pa.Table:
-        rows = log_rows(*self._payloads[starts[0] + 1 : ends[0] + 1], first=starts[0] + 1)
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[pa.Table]:
+        start = starts[0][0] + 1
+        rows = log_rows(*self._payloads[start : ends[0] + 1], first=start)
         parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
-        return changes_in(parts, self.rules, self._table.columns(), "json")
+        return [changes_in(parts, self.rules, self._table.columns(), "json")]
 
     def wait(self) -> None:
         raise AssertionError("the log has an end")
@@ -141,7 +142,7 @@ def followed(path: Path, payloads: list[dict], ends: list[int]) -> list[dict]:
         table = FollowedDeltaTable(str(path), None, ["id"])
         log = FoundLog(payloads, table)
         name = TableMarks("f", KEY, {})
-        Follower(log, table, name, batch_transactions=100).run({0: end})
+        Follower(log, [TableProgress(table, "t", name)], batch_transactions=100).run({0: end})
     rows = pa.table(DeltaTable(path).to_pyarrow_table())
     names = sorted(rows.schema.names)
     return [{name: _sorted(row[name]) for name in names} for row in rows.sort_by("id").to_pylist()]
@@ -198,8 +199,9 @@ def test_another_key_of_a_table_with_rows_is_an_error(tmp_path: Path):
     table = FollowedDeltaTable(str(tmp_path / "t"), None, ["new"])
     log = FoundLog([{"id": 1, "other": 1}, {"id": 1, "new": 2}], table)
     log.rules = ChangeRules(["new"])
+    progress = TableProgress(table, "t", TableMarks("f", KEY, {}))
     with pytest.raises(BadConfig, match="expected a key column 'new', found id, other"):
-        Follower(log, table, TableMarks("f", KEY, {}), batch_transactions=9).run({0: 1})
+        Follower(log, [progress], batch_transactions=9).run({0: 1})
 
 
 @pytest.mark.parametrize("nest", [lambda value: [value], lambda value: {"x": value}])

@@ -1,7 +1,7 @@
 """A table of Parquet files of a follower: complete batches are a replay, whenever it is killed."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from itertools import count
@@ -18,7 +18,7 @@ from pyarrow import fs as arrow_fs
 
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.follower import Follower, TableState
+from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduced
@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 
 class ArrowLog:
-    """A log of one partition (`FollowedLog`)."""
+    """A log of one partition, of one table (`FollowedLog`)."""
 
     def __init__(self, rows: list[tuple], rules: ChangeRules = RULES) -> None:
         self.rows, self.rules = rows, rules
@@ -46,7 +46,10 @@ class ArrowLog:
     def state(self) -> LogState:
         return LogState({0: len(self.rows) - 1}, {0: 0})
 
-    def changes(self, starts: dict[int, int], ends: dict[int, int]) -> pa.Table:
+    def changes(self, starts: Sequence[dict[int, int]], ends: dict[int, int]) -> Sequence[pa.Table]:
+        return [self.of(starts[0], ends)]
+
+    def of(self, starts: dict[int, int], ends: dict[int, int]) -> pa.Table:
         found = [
             {"partition": 0, "transaction_id": at, "id": self.rows[at][0], "text": self.rows[at][1]}
             for at in range(starts[0] + 1, ends[0] + 1)
@@ -87,7 +90,8 @@ def opened(uri: str, schema: pa.Schema | None = SCHEMA) -> FollowedParquetTable:
 
 def follow(uri: str, rows: list[tuple], name: TableMarks = NEW) -> TableMarks:
     log = ArrowLog(rows)
-    return Follower(log, opened(uri), name, batch_transactions=3).run(dict(log.state().marks))
+    table = TableProgress(opened(uri), uri, name)
+    return Follower(log, [table], batch_transactions=3).run(dict(log.state().marks))[0]
 
 
 def complete(uri: str) -> dict[int, list[str]]:
@@ -201,7 +205,7 @@ def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
     log = ArrowLog(LOG)
     for each in (first, second):
         assert each.marks(START).version == 3
-    changes = log.changes({0: 2}, {0: 5})
+    changes = log.of({0: 2}, {0: 5})
     assert first.apply(changes, START._replace(marks={0: 5}))
     with pytest.raises(Superseded, match="another program has written batch=2"):
         second.apply(changes, START._replace(marks={0: 5}))
@@ -263,7 +267,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
     wide = pa.schema([*SCHEMA, ("more", pa.float64())])
     table = opened(uri, wide)
     table.marks(START)
-    changes = ArrowLog(LOG).changes({0: 2}, {0: 3})
+    changes = ArrowLog(LOG).of({0: 2}, {0: 3})
     table.apply(changes.append_column("more", pa.array([0.5])), START._replace(marks={0: 3}))
     for schema, message in (
         (SCHEMA, "column 'more' is not declared"),
@@ -309,9 +313,7 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
             FollowedParquetTable(str(tmp_path), SCHEMA, rules)
     table = opened(str(tmp_path))
     table.create(START)
-    changes = ArrowLog(LOG, ChangeRules((), (), parse_condition("text = 't1'"))).changes(
-        {0: -1}, {0: 2}
-    )
+    changes = ArrowLog(LOG, ChangeRules((), (), parse_condition("text = 't1'"))).of({0: -1}, {0: 2})
     with pytest.raises(BadRequest, match="partition 0, transaction 1: a Parquet table only gains"):
         table.apply(changes, START)
     assert list(tmp_path.glob("batch=*")) == [], "a first batch that fails leaves no table"

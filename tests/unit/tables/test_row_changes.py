@@ -1,5 +1,7 @@
 """Changes of rows: deletes, keys, changes functions, and the last change of each key."""
 
+import sys
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from decimal import Decimal
 
@@ -11,7 +13,9 @@ from waltz_core.tables import row_changes
 from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
+    ChangesFunction,
     Condition,
+    changes_function,
     changes_of,
     check_rules,
     last_changes,
@@ -153,8 +157,9 @@ def test_rules_name_existing_columns():
             check_rules(rules, schema)
     with pytest.raises(BadConfig, match="expected column names, each once"):
         ChangeRules(["id", "id"])
-    with pytest.raises(BadConfig, match="expected either a changes"):
-        ChangeRules(["id"], delete_headers=[1], function=lambda rows: rows)
+    function = ChangesFunction("shop:changes", schema)
+    with pytest.raises(BadConfig, match="expected either the changes function shop:changes or"):
+        ChangeRules(["id"], delete_headers=[1], function=function)
 
 
 @pytest.mark.parametrize("op", ["U", "D"])
@@ -216,57 +221,137 @@ def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypat
     assert reduced([], rules, rows.schema).schema == whole.schema
 
 
-def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order():
+Function = Callable[[pa.Table], object]
+
+
+@pytest.fixture
+def rules_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], ChangeRules]:
+    """Return rules with a changes function, which this module then has."""
+
+    def rules(function: Function) -> ChangeRules:
+        monkeypatch.setattr(sys.modules[__name__], "changed", function, raising=False)
+        return ChangeRules(["id"], function=changes_function(NAME, log().schema, ["id"]))
+
+    return rules
+
+
+NAME = f"{__name__}:changed"
+
+
+def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(rules_with):
     def function(rows: pa.Table) -> pa.Table:
         """Return a delete of the row and an insert, for each transaction."""
-        twice = pa.concat_tables([rows, rows]).select(["partition", "transaction_id", "id"])
+        twice = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
         flags = [True] * rows.num_rows + [False] * rows.num_rows
-        return twice.append_column(DELETED, pa.array(flags))
+        return twice.append_column(DELETED, pa.array(flags, pa.bool_()))
 
-    changes = changes_of(
-        log((0, 1, "", 0.0), (0, 2, "", 0.0)), ChangeRules(["id"], function=function)
-    )
+    rules = rules_with(function)
+    assert rules.function.columns.names == ["id"]
+    changes = changes_of(log((0, 1, "", 0.0), (0, 2, "", 0.0)), rules)
     assert changes.num_rows == 4
     assert last_changes(changes, ["id"])[DELETED].to_pylist() == [False, False]
+    assert reduced([], rules, log().schema).schema.names == changes.schema.names
+    assert changes_of(log(), rules) == reduced([], rules, log().schema)
 
 
-def _with(rows: pa.Table, name: str, values: pa.Array) -> pa.Table:
+def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Table:
+    """Return rows with another column, or with other values; `values` is of one row."""
+    column = pa.array(values * rows.num_rows, kind)
     return rows.drop_columns([name] if name in rows.schema.names else []).append_column(
-        name, values
+        name, column
     )
+
+
+WHOLE = f"result of the changes function {NAME}: expected "
+FILE = "test_row_changes.py"
+OF_ROWS = f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rows: rows.to_pylist(), "expected a pyarrow.Table, found list"),
-        (lambda rows: rows.drop_columns(["partition"]), "expected one column 'partition'"),
-        (lambda rows: rows.drop_columns(["id"]), "expected exactly one column 'id'"),
-        (lambda rows: _with(rows, "id", pa.array([0.5])), "key column 'id': .* found double"),
+        (lambda rows: rows.to_pylist(), f"{WHOLE}a pyarrow.Table, found list"),
         (
-            lambda rows: _with(rows, "transaction_id", pa.array([1], pa.int64())),
-            "expected changes only .* found partition 0, transaction 1",
+            lambda rows: rows.drop_columns(["partition"]),
+            f"{WHOLE}a column 'partition' of type int32, found the columns header, id, op,",
         ),
         (
-            lambda rows: _with(rows, "transaction_id", pa.array([None], pa.int64())),
-            "expected the transaction_id .* found a null",
+            lambda rows: _with(rows, "transaction_id", [0], pa.int32()),
+            f"{WHOLE}a column 'transaction_id' of type int64, found int32",
         ),
         (
-            lambda rows: _with(rows, "transaction_id", pa.array([0], pa.int32())),
-            "expected one column 'transaction_id' of type int64",
+            lambda rows: rows.append_column("id", rows["id"]),
+            f"{WHOLE}different names of columns, found",
         ),
-        (lambda rows: _with(rows, DELETED, pa.array([None], pa.bool_())), "expected true or false"),
-        (lambda rows: _with(rows, DELETED, pa.array([1])), "expected true or false"),
+        (lambda rows: _with(rows, DELETED, [1], pa.int8()), f"{WHOLE}true or false in column"),
+        (
+            lambda rows: rows.select(["partition", "transaction_id"]),
+            f"changes function {NAME}: expected columns of the table in its result without trans",
+        ),
+        (
+            lambda rows: _with(rows, "transaction_id", [1], pa.int64()),
+            f"{OF_ROWS}on: expected changes only for .* found partition 0, transaction 1",
+        ),
+        (
+            lambda rows: _with(rows, "transaction_id", [None], pa.int64()),
+            f"{OF_ROWS}on: expected partition and transaction_id in each row, found a null",
+        ),
+        (
+            lambda rows: _with(rows, DELETED, [None], pa.bool_()),
+            f"{OF_ROWS}on: expected true or false in column '_deleted'",
+        ),
+        (
+            lambda rows: rows if not rows.num_rows else rows.drop_columns(["op"]),
+            f"{OF_ROWS}on: expected the columns _deleted, .*, op, .*, found",
+        ),
+        (
+            lambda rows: rows if not rows.num_rows else _with(rows, "op", [5], pa.int64()),
+            f"{OF_ROWS}on: expected type string of column 'op', found int64",
+        ),
+        (
+            lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),
+            rf"partition 0, transaction 0 on: .* found ZeroDivisionError: .*{FILE}, line \d+\)",
+        ),
     ],
 )
-def test_the_result_of_a_changes_function_is_checked(function, message):
-    with pytest.raises(BadRequest, match=f"result of the changes function: .*{message}"):
-        changes_of(log((0, 1, "", 0.0)), ChangeRules(["id"], function=function))
+def test_an_error_of_a_changes_function_names_it_and_the_transactions(
+    rules_with, function, message
+):
+    with pytest.raises(BadRequest, match=message):
+        changes_of(log((0, 1, "", 0.0)), rules_with(function))
 
 
-def test_a_null_key_of_a_changes_function_is_an_error():
-    rules = ChangeRules(
-        ["id"], function=lambda rows: _with(rows, "id", pa.array([None], pa.int64()))
-    )
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda rows: rows.drop_columns(["id"]), f"function {NAME}: expected exactly one column"),
+        (lambda rows: _with(rows, "id", [0.5], pa.float64()), "key column 'id': .* found double"),
+    ],
+)
+def test_a_changes_function_returns_the_key(rules_with, function, message):
+    with pytest.raises(BadConfig, match=message):
+        rules_with(function)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("changed", "expected 'module:function', such as 'shop.accounts:changes', found 'changed'"),
+        ("none_such:f", "changes function: 'none_such:f' cannot be imported .* Hint: it must be"),
+        (f"{__name__}:NAME", "expected '.*:NAME' to be a function, found"),
+    ],
+)
+def test_a_changes_function_must_exist(name, message):
+    with pytest.raises(BadConfig, match=message):
+        changes_function(name, log().schema, ["id"])
+
+
+def test_a_column_without_values_has_the_type_of_the_table(rules_with):
+    rules = rules_with(lambda rows: _with(rows, "op", [None], pa.null()) if len(rows) else rows)
+    assert changes_of(log((0, 1, "", 0.0)), rules)["op"].type == pa.string()
+
+
+def test_a_null_key_of_a_changes_function_is_an_error(rules_with):
+    rules = rules_with(lambda rows: _with(rows, "id", [None], pa.int64()))
     with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
         changes_of(log((0, 1, "", 0.0)), rules)

@@ -44,9 +44,10 @@ def test_marks_and_rules_survive_a_commit(follower, marks, rules):
 
 
 def test_the_form_of_marks_is_stable():
-    rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1"}'
+    rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1",'
+    rules += '"changes":"m:f"}'
     body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}},"rules":{rules}}}'
-    found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1"))
+    found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
     assert encode(found) == f'{{"waltz":{body}}}'
 
 

@@ -2,6 +2,6 @@
 
 `access_grants.py` creates the permissions and changes grants and limits, `access_groups.py` the
 groups, and `access_tokens.py` the tokens. `access_views.py` shows the permissions and checks one,
-and `access_copies.py` copies them to a file and back. `access_run.py` runs every change: with an
+and `access_export.py` copies them to a file and back. `access_change.py` runs every change: with an
 audit entry, and until the daemons use it. `private_files.py` has the files with secrets.
 """

@@ -7,7 +7,7 @@ from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_run import (
+from waltz_core.cli.access.access_change import (
     AccessCommand,
     AccessResult,
     changes_access,

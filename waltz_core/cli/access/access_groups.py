@@ -2,8 +2,8 @@
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
 from waltz_core.cli.access.access_grants import force_option
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
 from waltz_core.cli.verbs import verb
 
 group_argument = options.argument("group", "GROUP", "the group")

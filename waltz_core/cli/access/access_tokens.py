@@ -20,7 +20,7 @@ from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, Token, hash_of
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_run import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
 from waltz_core.cli.access.private_files import remove_private, write_private
 from waltz_core.cli.output import time_text
 from waltz_core.cli.verbs import verb

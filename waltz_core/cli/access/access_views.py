@@ -11,9 +11,9 @@ from waltz_core.access.permission_changes import Holder, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_copies import revision_values
-from waltz_core.cli.access.access_run import applied_lines, read_applied
-from waltz_core.cli.changing import connected, now_ms
+from waltz_core.cli.access.access_change import applied_lines, read_applied
+from waltz_core.cli.access.access_export import revision_values
+from waltz_core.cli.change_commands import connected, now_ms
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig

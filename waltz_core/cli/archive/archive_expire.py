@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import audited, connected, time_limit
+from waltz_core.cli.change_commands import audited, connected, time_limit
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.verbs import verb
 from waltz_core.client import AsyncWaltzClient

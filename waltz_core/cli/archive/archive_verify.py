@@ -21,7 +21,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.archive.store_calls import call_store
-from waltz_core.cli.changing import audited, connected
+from waltz_core.cli.change_commands import audited, connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb

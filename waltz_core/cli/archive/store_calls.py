@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from waltz_core.cli.output import print_error
-from waltz_core.storage.service.writers import CallThreads
+from waltz_core.storage.service.writer_threads import CallThreads
 
 # A call without progress is reported after this time, and again each time.
 REPORT_S: Final = 10.0

@@ -13,7 +13,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.backup.backup_files import BackupPlace
-from waltz_core.cli.changing import connected, time_limit
+from waltz_core.cli.change_commands import connected, time_limit
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb

@@ -14,10 +14,10 @@ import click
 from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.cli.access.access_copies import described, revision_values
-from waltz_core.cli.access.access_run import new_client_key
+from waltz_core.cli.access.access_change import new_client_key
+from waltz_core.cli.access.access_export import described, revision_values
 from waltz_core.cli.backup.backup_files import BackupPlace
-from waltz_core.cli.changing import Command, Result, changes
+from waltz_core.cli.change_commands import Command, Result, changes
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage

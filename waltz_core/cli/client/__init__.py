@@ -2,6 +2,7 @@
 
 `client_command.py` has the verbs for the log, `client_export.py` writes it to files, and
 `client_check.py` has the verbs that check its guarantees. `follow_command.py` is `waltz-core
-follow`, which keeps a table equal to the log. `payload_columns.py` declares the columns of `export`
+follow`, which keeps tables equal to the log, and `followed_tables.py` their options.
+`payload_columns.py` declares the columns of `export`
 and `follow`.
 """

@@ -1,9 +1,10 @@
-"""`waltz-core follow`: keeps a table equal to the log.
+"""`waltz-core follow`: keeps tables equal to the log.
 
 The loop is `tables/follower.py`; docs/tables.md describes its guarantees.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
@@ -14,6 +15,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
+from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, tables_in
 from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
@@ -22,10 +24,10 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
-from waltz_core.tables.followed_log import ClientLog, LogPosition
-from waltz_core.tables.follower import Follower
+from waltz_core.tables.followed_log import ClientLog, LoggedTable, LogPosition
+from waltz_core.tables.follower import Follower, TableProgress, errors_of_table
 from waltz_core.tables.parquet_table import FollowedParquetTable
-from waltz_core.tables.row_changes import ArrowTable, ChangeRules, parse_condition
+from waltz_core.tables.row_changes import ChangeRules
 from waltz_core.tables.table_marks import MarkMap, TableMarks
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ class FollowCommand(NamedTuple):
     """The options of `follow`."""
 
     connect: str
-    table: str
-    table_format: str
+    table: str | None
+    tables: Path | None
+    format: str | None
     key: tuple[str, ...]
     columns: tuple[str, ...]
     data_format: str
@@ -51,6 +54,7 @@ class FollowCommand(NamedTuple):
     headers: tuple[int, ...]
     delete_headers: tuple[int, ...]
     delete_where: str | None
+    changes: str | None
     follower: str
     start_marks: str | None
     start_time: str | None
@@ -62,12 +66,18 @@ class FollowCommand(NamedTuple):
 
 @verb
 @options.gather_options(FollowCommand)
-@options.argument("table", "TABLE", "directory of the table, or its URL in an object store")
+@options.argument(
+    "table", "[TABLE]", "directory of the table, or its URL in an object store", required=False
+)
+@click.option(
+    "--tables",
+    type=options.PATH,
+    metavar="FILE",
+    help="several tables: a TOML file with a section for each, instead of TABLE and its options",
+)
 @click.option(
     "--format",
-    "table_format",
-    type=options.NamedChoice(["delta", "parquet"]),
-    default="delta",
+    type=options.NamedChoice(TABLE_FORMATS),
     help="format of the table; parquet only gains rows, and has no key [default: delta]",
 )
 @click.option(
@@ -112,6 +122,11 @@ class FollowCommand(NamedTuple):
     help="condition of other deletes: a boolean column, or a comparison such as \"op = 'D'\"",
 )
 @click.option(
+    "--changes",
+    metavar="MODULE:FUNCTION",
+    help="a Python function that returns the changes of transactions and decides about deletes",
+)
+@click.option(
     "--follower",
     default="follow",
     metavar="NAME",
@@ -152,16 +167,29 @@ class FollowCommand(NamedTuple):
 def follow(chosen: FollowCommand) -> int:
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
-    schema = payload_columns.schema_of(chosen.columns)
-    rules = ChangeRules(
-        chosen.key,
-        chosen.delete_headers,
-        None if chosen.delete_where is None else parse_condition(chosen.delete_where),
-    )
-    table = _table(chosen, schema, rules)
     payloads = payload_columns.format_of(
         chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
     )
+    tables = _tables(chosen)
+    if any(each.changes for each in tables) and "" not in sys.path:
+        sys.path.insert(0, "")  # the function may be in the current directory
+    opened = []
+    for each in tables:
+        with errors_of_table(each.place):
+            declared = each.declared()
+            rules = each.rules(declared)
+            columns = declared if rules.function is None else rules.function.columns
+            table = _opened(each, columns, rules)
+            schema = table.columns if declared is None else declared
+            logged = LoggedTable(
+                each.place,
+                schema=schema,
+                rules=rules,
+                data_format=payloads,
+                headers=each.headers,
+                has_keys=bool(chosen.encryption_keys),
+            )
+        opened.append((table, logged))
     given = _given_marks(chosen)
     since_ms = _given_ms(chosen)
     config = ClientConfig(
@@ -169,27 +197,20 @@ def follow(chosen: FollowCommand) -> int:
     )
     with WaltzClient(chosen.connect, config) as client, ProgressLine() as line:
         position = LogPosition(client, interval_s=chosen.interval_s)
-        log = ClientLog(
-            client,
-            position,
-            schema=table.columns if schema is None else schema,
-            rules=rules,
-            data_format=payloads,
-            headers=chosen.headers,
-            has_keys=bool(chosen.encryption_keys),
-        )
         if since_ms is not None:
             given = _marks_since(client, position, since_ms)
-        follower: Follower[ArrowTable] = Follower(
-            log,
-            table,
-            TableMarks(
-                chosen.follower, client.cluster().key.hex(), given, rules.stored(chosen.headers)
-            ),
+        name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
+        follower = Follower(
+            ClientLog(client, position, [logged for _, logged in opened]),
+            [
+                TableProgress(table, logged.place, name._replace(rules=logged.stored_rules))
+                for table, logged in opened
+            ],
             batch_transactions=chosen.batch_transactions,
             on_progress=lambda done, total: line.show(done, total, "transactions applied"),
         )
-        found = follower.run(dict(position.state().marks) if chosen.until else None)
+        marks = follower.run(dict(position.state().marks) if chosen.until else None)
+    found = {logged.place: each for (_, logged), each in zip(opened, marks, strict=True)}
     return _print_marks(chosen, found)
 
 
@@ -200,15 +221,30 @@ follow.details = (
 )
 
 
-def _table(
-    chosen: FollowCommand, schema: ArrowSchema | None, rules: ChangeRules
+def _opened(
+    table: TableOptions, columns: ArrowSchema | None, rules: ChangeRules
 ) -> "FollowedDeltaTable | FollowedParquetTable":
-    if chosen.table_format == "parquet":
-        return FollowedParquetTable(chosen.table, schema, rules)
+    if table.format == "parquet":
+        return FollowedParquetTable(table.place, columns, rules)
     # deltalake is an extra, and its import takes a while.
     from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
 
-    return FollowedDeltaTable(chosen.table, schema, rules.key)
+    return FollowedDeltaTable(table.place, columns, rules.key)
+
+
+def _tables(chosen: FollowCommand) -> list[TableOptions]:
+    """Return the table of the options, or those of the file."""
+    options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
+    if chosen.tables is None:
+        if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
+            raise BadConfig("follow: expected TABLE and --key, or --tables FILE")
+        return [TableOptions(chosen.table, **options_of_table)]
+    if chosen.table is not None or any(options_of_table.values()):
+        raise BadConfig(
+            "--tables: expected tables and their options in the file only, found TABLE or one of "
+            f"{', '.join(options_of_table)} in the command"
+        )
+    return tables_in(chosen.tables)
 
 
 def _given_marks(chosen: FollowCommand) -> MarkMap:
@@ -262,10 +298,15 @@ def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> M
     return found
 
 
-def _print_marks(chosen: FollowCommand, found: TableMarks) -> int:
+def _print_marks(chosen: FollowCommand, found: Mapping[str, TableMarks]) -> int:
     if chosen.as_json:
-        print_json({"marks": {str(each): mark for each, mark in sorted(found.marks.items())}})
-    else:
-        marks = ",".join(f"{each}:{mark}" for each, mark in sorted(found.marks.items()))
-        print_error(f"table {chosen.table} contains the log up to the marks {marks}")
+        marks = {
+            place: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
+            for place, each in found.items()
+        }
+        print_json({"tables": marks} if chosen.table is None else marks[chosen.table])
+        return 0
+    for place, each in found.items():
+        shown = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
+        print_error(f"table {place} contains the log up to the marks {shown}")
     return 0

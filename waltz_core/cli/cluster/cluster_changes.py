@@ -1,7 +1,7 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
 Each verb determines the wanted placement; `cluster/change/replica_steps.py` plans the steps,
-`cli/changing.py` runs them.
+`cli/change_commands.py` runs them.
 """
 
 import asyncio
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import click
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import Command, Result, changes
+from waltz_core.cli.change_commands import Command, Result, changes
 from waltz_core.cli.output import ranges_of
 from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import replica_steps as placements
 from waltz_core.cluster.change.replica_steps import Placement, Plan
-from waltz_core.cluster.change.storages import StorageLayout
+from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -296,7 +296,7 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
     for address, partitions in left.items():
         admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
         try:
-            async with admin_connection(admin, ssl=own_transport.ssl()) as storage:
+            async with admin_connection(admin, ssl=command_connections.ssl()) as storage:
                 for partition_id in partitions:
                     await storage.request(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:

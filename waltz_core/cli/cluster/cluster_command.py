@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import audited, connected, with_cluster_argument
+from waltz_core.cli.change_commands import audited, connected, with_cluster_argument
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.creation import NewCluster, NewStorage

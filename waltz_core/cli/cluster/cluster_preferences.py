@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import Command, Result, changes, connected
+from waltz_core.cli.change_commands import Command, Result, changes, connected
 from waltz_core.cli.output import print_json, print_table, time_text
 from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb

@@ -17,10 +17,10 @@ import click
 
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_copies import described, read_export
-from waltz_core.cli.access.access_run import new_client_key
+from waltz_core.cli.access.access_change import new_client_key
+from waltz_core.cli.access.access_export import described, read_export
 from waltz_core.cli.archive.archive_status import archive_url
-from waltz_core.cli.changing import Command, Result, changes, now_ms, user_name
+from waltz_core.cli.change_commands import Command, Result, changes, now_ms, user_name
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (

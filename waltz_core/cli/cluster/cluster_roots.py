@@ -5,7 +5,13 @@ import asyncio
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import Command, Result, changes, connected, with_cluster_argument
+from waltz_core.cli.change_commands import (
+    Command,
+    Result,
+    changes,
+    connected,
+    with_cluster_argument,
+)
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.queries import answers
 from waltz_core.cli.verbs import verb

@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import connected
+from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb

@@ -17,7 +17,7 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import print_json, print_result
@@ -71,8 +71,8 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     if timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected a number above 0, found {timeout_s:g}")
     connect, local = _cluster_of(connect, directory)
-    own_transport.use_scheme_of(connect)
-    own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
+    command_connections.use_scheme_of(connect)
+    command_connections.ssl()  # raises BadConfig for the files of ?tls= before any query
     facts, found = await _lasting(connect, local, timeout_s=timeout_s)
     if as_json:
         print_json(value_of(facts, found))

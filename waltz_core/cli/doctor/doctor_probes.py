@@ -17,12 +17,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, TypeVar
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.cluster.change import replica_steps
-from waltz_core.cluster.change.storages import StorageLayout
+from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
 from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.zookeeper import zookeeper_session
@@ -103,7 +103,8 @@ CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
 # A process with one of these answers works: the doctor needs another token.
 DENIALS: Final = (AuthenticationFailed, PermissionDenied)
-# A storage's text for a log that is not open yet, without an error (storage/service/upkeep.py).
+# A storage's text for a log that is not open yet, without an error
+# (storage/service/admin_execution.py).
 OPENING: Final = "the storage has not opened its log"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
@@ -397,7 +398,10 @@ class _Server:
 
     async def probe(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
         links = ServerLinks(
-            dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=own_transport.ssl()
+            dial_timeout_s=self._timeout_s,
+            late_answers_s=0.0,
+            silent=None,
+            ssl=command_connections.ssl(),
         )
         address, began_s = self._facts.address, time.monotonic()
         try:
@@ -567,7 +571,7 @@ class _Storage:
     async def probe(self) -> StorageFacts:
         began_s = time.monotonic()
         try:
-            link = await own_transport.dial(
+            link = await command_connections.dial(
                 WireProtocol.STORAGE, self._address, timeout_s=self._timeout_s
             )
         except WaltzError as error:
@@ -577,7 +581,7 @@ class _Storage:
         link.abort("answered")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
-            async with admin_connection(facts.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(facts.admin, ssl=command_connections.ssl()) as admin:
                 return await self._query(admin, facts)
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
@@ -626,7 +630,7 @@ class _Storage:
     ) -> PartitionId | None:
         """Read the last record of one log after the other, until one does not answer."""
         with suppress(WaltzError):
-            async with admin_connection(self._facts.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(self._facts.admin, ssl=command_connections.ssl()) as admin:
                 for partition in partitions:
                     last = replicas[partition].last
                     try:
@@ -695,7 +699,7 @@ class _Storage:
         with suppress(WaltzError, TimeoutError):
             async with (
                 asyncio.timeout(self._timeout_s),
-                admin_connection(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
+                admin_connection(f"{self._host}:{port}", ssl=command_connections.ssl()) as admin,
             ):
                 response = await admin.request(StorageResponse, StorageRequest)
                 return response.address == self._address

@@ -4,7 +4,7 @@ import asyncio
 from typing import NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import connected
+from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.queries import query

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.records.record import (
@@ -79,7 +79,9 @@ class ConnectionAsOwner:
     @staticmethod
     async def open(address: ReplicaId, facts: ExpectedCluster) -> "ConnectionAsOwner":
         """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
-        link = await own_transport.dial(WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await command_connections.dial(
+            WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
+        )
         made = ConnectionAsOwner(address, link, facts)
         opening = OpenRequest(
             _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import click
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
@@ -72,7 +72,7 @@ async def _each(
     try:
         async with (
             audited_choice(where),
-            admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
+            admin_connection(target.admin, ssl=command_connections.ssl()) as admin,
         ):
             for partition in chosen:
                 await change(admin, partition)
@@ -202,8 +202,8 @@ async def recover_partition(
     results: list[tuple[int, int, int]] = []
     async with (
         audited_choice(where),
-        admin_connection(source_at.admin, ssl=own_transport.ssl()) as giver,
-        admin_connection(target.admin, ssl=own_transport.ssl()) as taker,
+        admin_connection(source_at.admin, ssl=command_connections.ssl()) as giver,
+        admin_connection(target.admin, ssl=command_connections.ssl()) as taker,
     ):
         with ProgressLine() as line:
             for partition in chosen:
@@ -264,7 +264,9 @@ async def sync_partitions(where: StorageChoice) -> int:
                 line.show(at, len(targets), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
-                    async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
+                    async with admin_connection(
+                        target.admin, ssl=command_connections.ssl()
+                    ) as admin:
                         rows += await _synced(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))

@@ -8,9 +8,9 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import time_limit
+from waltz_core.cli.change_commands import time_limit
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
@@ -48,7 +48,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
             time_limit(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
-            admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
+            admin_connection(target.admin, ssl=command_connections.ssl()) as admin,
         ):
             if not admin.is_current:
                 raise BadRequest(

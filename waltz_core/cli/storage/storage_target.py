@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import audited, connected
+from waltz_core.cli.change_commands import audited, connected
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -60,7 +60,7 @@ class StorageChoice(NamedTuple):
     as_json: bool
     wait_s: float = options.CONNECT_WAIT_S
     admin: str | None = None
-    tls: str | None = None  # for `own_transport`
+    tls: str | None = None  # for `command_connections`
 
     @property
     def cluster(self) -> str | None:

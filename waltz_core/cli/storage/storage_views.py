@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from waltz_core.cli import own_transport
+from waltz_core.cli import command_connections
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
@@ -59,7 +59,7 @@ async def list_command(where: StorageChoice) -> int:
     unreached: dict[str, str] = {}
     for target in await targets_of(where):
         try:
-            async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
                 rows += await _rows(admin, str(target))
         except WaltzError as error:
             if target.name is None:
@@ -153,7 +153,7 @@ async def validate(where: StorageChoice) -> int:
 
 async def _wrong_with_data_port(address: str) -> str | None:
     try:
-        link = await own_transport.dial(WireProtocol.STORAGE, address)
+        link = await command_connections.dial(WireProtocol.STORAGE, address)
     except WaltzError as error:
         return str(error)
     link.close("done")
@@ -165,7 +165,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
     """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:
-        async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
+        async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_current:
                 response = await admin.request(StorageResponse, StorageRequest)
@@ -192,7 +192,7 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     chosen = numbers_of(partitions)
     target = await target_of(where)
     found: dict[int, int] = {}
-    async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
+    async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
         for partition in chosen:
             replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.reason:

@@ -69,7 +69,7 @@ from waltz_core.transport import tls
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
-    from waltz_core.client.stream.monitor import BatchOutcome
+    from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
 _log = logging.getLogger(__name__)
 

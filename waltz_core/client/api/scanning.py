@@ -12,7 +12,7 @@ Rules:
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeAlias
@@ -88,14 +88,19 @@ class ScanColumns:
         self._columns = columns or ["partition"]
         self.form = RangeForm.WHOLE if "data" in self._columns else RangeForm.HEADERS
 
-    def batches(self, chunk: RangeChunk, partition: int) -> Iterator[pa.RecordBatch]:
-        """Yield the transactions of a chunk.
+    def batches(
+        self,
+        chunk: RangeChunk,
+        partition: int,
+        select: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the transactions of a chunk; `select` returns those to decode.
 
         Raises:
             BadFormat: a payload does not fit the schema.
         """
         partition_id = PartitionId(partition)
-        if self.form is RangeForm.HEADERS:
+        if chunk.form is RangeForm.HEADERS:
             found = batches.headers_to_arrow(
                 chunk.records, chunk.stamps, self._columns, partition_id=partition_id
             )
@@ -104,7 +109,7 @@ class ScanColumns:
                 chunk.records, chunk.lengths, chunk.stamps, self._columns, partition_id=partition_id
             )
         for batch in found:
-            yield self._projected(batch, chunk)
+            yield self._projected(select(batch), chunk)
 
     def _projected(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
         found = dict(zip(batch.schema.names, batch.columns, strict=True))

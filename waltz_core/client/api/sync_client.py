@@ -68,7 +68,7 @@ from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
-    from waltz_core.client.stream.monitor import BatchOutcome
+    from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
 # Threads for `execute`; and threads for hooks and feeds, one for each that runs. The pools are
 # separate because a callback or a hook may wait for a context.

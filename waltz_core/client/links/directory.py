@@ -33,7 +33,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
-from waltz_core.cluster.znodes.sharing import SharedRequest
+from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig

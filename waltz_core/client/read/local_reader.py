@@ -38,7 +38,7 @@ from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LineageEntry, PartitionId, TransactionId
-from waltz_core.transport import handover
+from waltz_core.transport import descriptor_passing
 from waltz_core.wire.record_locations import FileLocation, encode_segment
 
 I64 = npt.NDArray[np.int64]
@@ -205,7 +205,9 @@ class LocalReader:
         try:
             if file is None:
                 request = encode_segment(self._partition_id, segment, ticket)
-                taken = handover.take(self._socket_name, request, timeout_s=self._timeout_s)
+                taken = descriptor_passing.take(
+                    self._socket_name, request, timeout_s=self._timeout_s
+                )
                 file = self._files[segment] = FileIO(taken)
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)

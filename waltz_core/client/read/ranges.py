@@ -55,7 +55,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.transport import handover, net
+from waltz_core.transport import descriptor_passing, net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, WireProtocol
 from waltz_core.wire.record_locations import LOCATIONS, decode_locations, socket_name_of
@@ -615,7 +615,7 @@ class ReplicaReader:
     def _local_reader_at(self, address: str) -> LocalReader | None:
         for with_tickets in (False, True):
             name = socket_name_of(self._replicas.cluster_key, address, with_tickets=with_tickets)
-            if handover.is_offered(name):
+            if descriptor_passing.is_offered(name):
                 return LocalReader(address, name, self._partition_id, timeout_s=self._timeout_s)
         return None
 

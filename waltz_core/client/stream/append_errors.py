@@ -11,7 +11,7 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.stream.monitor import BatchOutcome, Pending, Submission
+from waltz_core.client.stream.outcome_tracker import BatchOutcome, Pending, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import Reason
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.monitor import BatchOutcome, SingleRow, Submission
+from waltz_core.client.stream.outcome_tracker import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (

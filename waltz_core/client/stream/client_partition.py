@@ -27,7 +27,7 @@ from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.links.outage_log import LOG_AFTER_S, OutageLog
 from waltz_core.client.stream import append_errors, stream_events
 from waltz_core.client.stream.appends import Appends, AppendWindow
-from waltz_core.client.stream.monitor import Submission
+from waltz_core.client.stream.outcome_tracker import Submission
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.client.stream.write_claim import TaskClaim

@@ -14,7 +14,7 @@ from collections import deque
 
 from waltz_core import errors
 from waltz_core.client.stream import append_errors
-from waltz_core.client.stream.monitor import BatchOutcome, Submission
+from waltz_core.client.stream.outcome_tracker import BatchOutcome, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Mounted, Reason

@@ -35,14 +35,14 @@ from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.stream import append_errors, stream_events
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.client.stream.cursor import FeedCursor
-from waltz_core.client.stream.monitor import (
+from waltz_core.client.stream.outbox import MountLimits, Outbox
+from waltz_core.client.stream.outcome_tracker import (
     AppendAnswer,
     BatchOutcome,
-    Monitor,
+    OutcomeTracker,
     Pending,
     Submission,
 )
-from waltz_core.client.stream.outbox import MountLimits, Outbox
 from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import (
     Effect,
@@ -100,7 +100,7 @@ class PartitionStream:
         self._is_id_denied = False
         self._partition_id = partition_id
         self._settings = settings
-        self._monitor = Monitor(self._client_id, partition_id)
+        self._monitor = OutcomeTracker(self._client_id, partition_id)
         self._outbox = Outbox(partition_id)
         self._cursor = FeedCursor(settings.feed_ahead_max)
         self._readback = ReadBack(settings.range_bytes_max)
@@ -656,7 +656,7 @@ class PartitionStream:
             self.next_sequence = 1
         self._renewing = self.needs_client_id = False
         self._client_id, self._proof = event.client_id, event.proof
-        self._monitor = Monitor(event.client_id, self._partition_id)
+        self._monitor = OutcomeTracker(event.client_id, self._partition_id)
         if self.phase in _LINKED:
             self._leave("the client ID has changed", now_ms, out)
 

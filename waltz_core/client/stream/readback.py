@@ -14,7 +14,7 @@ Rules:
        have the permission to append and not the one to read.
 """
 
-from waltz_core.client.stream.monitor import Monitor
+from waltz_core.client.stream.outcome_tracker import OutcomeTracker
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import OWN_HEADERS, RangeData, RangeForm, RangeRequest
@@ -73,7 +73,7 @@ class ReadBack:
         """Whether this is the outstanding request."""
         return self._request is not None and self._request.req_id == req_id
 
-    def take(self, message: RangeData, monitor: Monitor) -> str | None:
+    def take(self, message: RangeData, monitor: OutcomeTracker) -> str | None:
         """Process an answer; return a text that states what is wrong with it, or None."""
         request = self._request
         assert request is not None
@@ -108,7 +108,7 @@ class ReadBack:
         )
 
 
-def _match(message: RangeData, request: RangeRequest, monitor: Monitor) -> bool:
+def _match(message: RangeData, request: RangeRequest, monitor: OutcomeTracker) -> bool:
     """Look for rows in an answer; return whether it has the headers that were requested."""
     first, count = TransactionId(message.first), message.count
     if request.form == OWN_HEADERS:

@@ -18,7 +18,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from waltz_core.access.client_ids import NO_PROOF
-from waltz_core.client.stream.monitor import BatchOutcome, Submission
+from waltz_core.client.stream.outcome_tracker import BatchOutcome, Submission
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import Generation, TransactionId

@@ -1,7 +1,7 @@
 """Plans changes of a cluster's replicas as a sequence of safe steps.
 
-It only decides the next step, which is a question of quorums; `storages.py` reads, writes and
-waits.
+It only decides the next step, which is a question of quorums; `storage_changes.py` reads, writes
+and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that includes the previous one.

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import PartitionId, ServerId
 
-# A load of 1 is about one KiB of appended data a second (server/process/load.py); up to ten count
-# as idle.
+# A load of 1 is about one KiB of appended data a second (server/process/partition_cost.py); up to
+# ten count as idle.
 IDLE_LOAD: Final = 10.0
 
 

@@ -4,6 +4,6 @@
 the path of each node and `model.py` its value. `node_access.py` reads, writes and watches the nodes
 of one cluster, and `tree.py` lists or deletes whole clusters. `restored_from.py` has the node of a
 cluster that was restored from a backup, and `access_node.py` the one with its permissions.
-`contact.py` records since when ZooKeeper has been unavailable; `sharing.py` merges identical
-requests.
+`connection_history.py` records since when ZooKeeper has been unavailable; `shared_request.py`
+merges identical requests.
 """

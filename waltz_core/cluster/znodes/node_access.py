@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final, Never, TypeVar
 
 from waltz_core import errors
-from waltz_core.cluster.znodes.contact import Contact
+from waltz_core.cluster.znodes.connection_history import ConnectionHistory
 from waltz_core.cluster.znodes.interface import (
     CreateNode,
     Delete,
@@ -31,7 +31,7 @@ class ClusterNodes:
 
     def __init__(self, znodes: Znodes, root: str) -> None:
         self.znodes = znodes
-        self.contact = Contact(znodes)
+        self.contact = ConnectionHistory(znodes)
         self.paths = ClusterPaths(root)
 
     @property

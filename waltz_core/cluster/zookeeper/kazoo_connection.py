@@ -28,7 +28,7 @@ from kazoo.protocol.connection import ConnectionDropped
 from kazoo.protocol.serialization import Connect
 
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
-from waltz_core.transport import lookup
+from waltz_core.transport import dns_lookup
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Hooks:
     def __init__(self, client: KazooClient, session_timeout_ms: int) -> None:
         self.watchdog = Watchdog(session_timeout_ms, clock_ms())
         self._client = client
-        self._addresses: dict[str, lookup.Addresses] = {}
+        self._addresses: dict[str, dns_lookup.Addresses] = {}
         self._answer_s = CONNECT_ANSWER_S_MIN
         self._is_withholding = False
         connection = client._connection
@@ -85,7 +85,7 @@ class Hooks:
 
     def _expand_hooked(self) -> list[tuple[str, str, int]]:
         """Return host, address and port of all hosts that are known; kazoo calls it again."""
-        lookups = {host.strip(): lookup.begin(host.strip()) for host, _ in self._client.hosts}
+        lookups = {host.strip(): dns_lookup.begin(host.strip()) for host, _ in self._client.hosts}
         for host, each in lookups.items():
             each.add_done_callback(partial(self._note_addresses, host))
         done, pending = wait(lookups.values(), LOOKUP_S)
@@ -102,7 +102,7 @@ class Hooks:
         random.shuffle(found)
         return found
 
-    def _note_addresses(self, host: str, done: "Future[lookup.Addresses]") -> None:
+    def _note_addresses(self, host: str, done: "Future[dns_lookup.Addresses]") -> None:
         error = done.exception()
         if error is None:
             self._addresses[host] = done.result()

@@ -60,7 +60,7 @@ from waltz_core.cluster.znodes.interface import (
     StateCallback,
 )
 from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
-from waltz_core.cluster.znodes.sharing import SharedRequest
+from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,

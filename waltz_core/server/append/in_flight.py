@@ -24,8 +24,8 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.session_events import Batch
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.outcomes import AppendOutcome
-from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import Ticket
 
@@ -34,7 +34,7 @@ _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightBatch:
     """A batch in flight, and the requests that end when it has landed."""
 
     entry: LineageEntry
@@ -81,12 +81,12 @@ class Draft:
         )
 
 
-class Flights:
+class InFlightBatches:
     """The batches in flight of one partition, and the draft that is gathered meanwhile."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: LargeBatchThrottle) -> None:
         self._pace = pace
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightBatch] = deque()
         self.gathered: Draft | None = None  # admitted, not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
@@ -100,7 +100,7 @@ class Flights:
         """Return how many batches are in flight."""
         return len(self._flights)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[InFlightBatch]:
         """Yield the batches in flight, oldest first."""
         return iter(self._flights)
 
@@ -116,20 +116,20 @@ class Flights:
         return self.next_id - 1 - self._submitted if self.gathered is not None else 0
 
     @property
-    def last(self) -> Flight | Draft | None:
+    def last(self) -> InFlightBatch | Draft | None:
         """The flight or draft with the highest IDs."""
         return self.gathered or (self._flights[-1] if self._flights else None)
 
     # ---- the store session
 
-    def pop_settled(self, last: TransactionId) -> Iterator[Flight]:
+    def pop_settled(self, last: TransactionId) -> Iterator[InFlightBatch]:
         """Yield and remove the batches of an earlier session that are in the log (rule 2)."""
         while self._flights and self._flights[0].entry.last <= last:
             yield self._flights.popleft()
 
-    def pop_lost(self) -> tuple[list[Flight | Draft], TransactionId]:
+    def pop_lost(self) -> tuple[list[InFlightBatch | Draft], TransactionId]:
         """Remove everything else; return it, and the last ID that was submitted."""
-        lost: list[Flight | Draft] = [*self._flights]
+        lost: list[InFlightBatch | Draft] = [*self._flights]
         if self.gathered is not None:
             lost.append(self.gathered)
         self._flights.clear()
@@ -170,7 +170,7 @@ class Flights:
         assert last + 1 == self.next_id
         self._submitted, self.submitted_ms = last, now_ms
         self._flights.append(
-            Flight(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
+            InFlightBatch(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
         )
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
@@ -178,9 +178,9 @@ class Flights:
             self._pace.started(draft.tickets[0].connection, now_ms)
         return batch
 
-    def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[Flight]:
+    def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
         """Remove and return the batches that are committed up to `last`, the end of `chain`."""
-        landed: list[Flight] = []
+        landed: list[InFlightBatch] = []
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
             self.submitted_bytes -= len(flight.batch.records)

@@ -18,8 +18,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     4. A lost row ends its client's mount: later appends of the client must not overtake it.
     5. Everything that one turn takes goes to the store as one batch, so small requests share a
        quorum round. A large request goes alone, so that no small one waits for its bytes. While the
-       server is shared (`pace.py`), a large request goes in pieces, and small requests of other
-       clients take turns in between.
+       server is shared (`large_batch_throttle.py`), a large request goes in pieces, and small
+       requests of other clients take turns in between.
     6. IDs in flight are consecutive from the high-water mark on.
     7. Rule 1 holds for each piece: when the mount or the generation has ended, the rest of the
        request is rejected, and the rows that were already validated keep their outcome. If a piece
@@ -45,8 +45,9 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, Partition
 from waltz_core.replication.session_events import SessionOpened
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.completions import Completions
-from waltz_core.server.append.in_flight import Draft, Flight, Flights
+from waltz_core.server.append.in_flight import Draft, InFlightBatch, InFlightBatches
 from waltz_core.server.append.lanes import Lanes
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     AppendOutcome,
@@ -54,7 +55,6 @@ from waltz_core.server.append.outcomes import (
     BatchCommitted,
     SubmitBatch,
 )
-from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.dependent_appends import Followers
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
@@ -74,7 +74,11 @@ class AppendPipeline:
     """See the module's rules; `Partition` calls it and carries out the outcomes that it returns."""
 
     def __init__(
-        self, limits: PartitionLimits, mounts: Mounts, pace: Pace, partition_id: PartitionId
+        self,
+        limits: PartitionLimits,
+        mounts: Mounts,
+        pace: LargeBatchThrottle,
+        partition_id: PartitionId,
     ) -> None:
         self._limits = limits
         self._mounts = mounts
@@ -85,7 +89,7 @@ class AppendPipeline:
         self.counters = AppendCounters()
         self._completions = Completions(mounts, self.counters)
         self._admission = Admission(limits, mounts, self._completions)
-        self._flights = Flights(pace)
+        self._flights = InFlightBatches(pace)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
@@ -481,7 +485,12 @@ class AppendPipeline:
     # endings
 
     def _land(
-        self, flight: Flight, out: list[AppendOutcome], *, now_ms: int | None, is_owner: bool = True
+        self,
+        flight: InFlightBatch,
+        out: list[AppendOutcome],
+        *,
+        now_ms: int | None,
+        is_owner: bool = True,
     ) -> None:
         batch = flight.batch
         self.counters.committed += batch.last - batch.first + 1

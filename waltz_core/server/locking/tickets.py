@@ -47,7 +47,7 @@ from waltz_core.wire.messages import (
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
-# A request of at least this size is large: it delays small ones (`append/pace.py`).
+# A request of at least this size is large: it delays small ones (`append/large_batch_throttle.py`).
 LARGE_BYTES: Final = 64 * 1024
 # Number of latencies kept for metrics.
 LATENCIES_MAX: Final = 4_096

@@ -27,8 +27,8 @@ from waltz_core.machine import Report, Wakeup, earliest
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append import answers, outcomes
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts, PartitionPosition, mark_of
-from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition.proofs import Proofs, claim_of
@@ -71,7 +71,7 @@ class Partition:
         limits: PartitionLimits,
         transactions: TransactionCache,
         feed_cache: FeedCache,
-        pace: Pace,
+        pace: LargeBatchThrottle,
     ) -> None:
         self._identity = identity
         self._store = store

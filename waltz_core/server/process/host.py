@@ -53,7 +53,7 @@ from waltz_core.server.partition_events import (
     SendToClient,
 )
 from waltz_core.server.process.append_times import AppendTimes
-from waltz_core.server.process.load import cost_of
+from waltz_core.server.process.partition_cost import cost_of
 from waltz_core.server.process.session_open_limit import OpenPermit, SessionOpenLimit
 from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, Tasks
 from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
@@ -320,7 +320,7 @@ class Host:
 
     @property
     def cost(self) -> float:
-        """The total cost of this partition (`load.py`)."""
+        """The total cost of this partition (`partition_cost.py`)."""
         counters = self.partition.pipeline.counters
         return cost_of(counters, answers=self._answers, answer_bytes=self._answer_bytes)
 

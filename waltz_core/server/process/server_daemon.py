@@ -26,12 +26,12 @@ from typing import Final
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
-from waltz_core.cluster.membership.applied import server_name
+from waltz_core.cluster.membership.applied_revisions import server_name
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
-from waltz_core.cluster.znodes.sharing import SharedRequest
+from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
-from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
+from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -45,18 +45,18 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.append_times import AppendTime, AppendTimes
-from waltz_core.server.process.balancing import BalanceTimes, Rebalancer
 from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.failure_detector import FailureDetector
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
 from waltz_core.server.process.id_queue import IdQueue
-from waltz_core.server.process.neighbors import Neighbors
 from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
 from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.session_open_limit import SessionOpenLimit
 from waltz_core.server.process.storage_links import ReadLinks, is_reachable
@@ -149,7 +149,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._pace = Pace(is_on=config.small_requests_first)
+        self._pace = LargeBatchThrottle(is_on=config.small_requests_first)
         # The budget is for all partitions of the cluster, since one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -170,7 +170,7 @@ class Server:
             coordinator.writes, self.next_client_id, self.partition_count, self._tasks
         )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
-        self._neighbors = Neighbors(
+        self._neighbors = FailureDetector(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()

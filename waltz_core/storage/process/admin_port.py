@@ -6,7 +6,8 @@ no append and no read, except when a partition is taken out of service on purpos
 Rules:
     1. Every task has one outcome. Only a bug raises an exception, which ends the process.
     2. A task that reads a served partition goes through the service, in turn with the partition's
-       other work. Any other task takes the partition out of service first (`serving.py`, rule 3).
+       other work. Any other task takes the partition out of service first (`served_replicas.py`,
+       rule 3).
     3. With an audit log, a request begins only when its line is written. It also has a line with
        its outcome, even if its connection is closed before the answer.
 """
@@ -24,8 +25,8 @@ from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId
 from waltz_core.storage.log.scrub import ScrubState
-from waltz_core.storage.process.serving import InThread, Serving
-from waltz_core.storage.service import admin_tasks, service, upkeep
+from waltz_core.storage.process.served_replicas import InThread, ServedReplicas
+from waltz_core.storage.service import admin_execution, admin_tasks, service
 from waltz_core.storage.service.admin import (
     AdminDisconnected,
     AdminRequest,
@@ -68,7 +69,7 @@ class AdminPort:
     def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
         self,
         engine: Engine,
-        serving: Serving,
+        serving: ServedReplicas,
         identity: StorageIdentity,
         *,
         post: Callable[[service.Event], None],
@@ -208,19 +209,21 @@ class AdminPort:
             case admin_tasks.ScrubStatus():
                 return self._scrub(task)
             case _:
-                call = partial(upkeep.carry_out, self._engine, task)
-                return await self._serving.run_exclusively(upkeep.partition_of(task), call)
+                call = partial(admin_execution.carry_out, self._engine, task)
+                return await self._serving.run_exclusively(admin_execution.partition_of(task), call)
 
     async def _read_local(
         self, task: admin_tasks.FindHeld | admin_tasks.FindDiskStatus | admin_tasks.InspectReplica
     ) -> object:
         if isinstance(task, admin_tasks.FindHeld):
-            return upkeep.held_by(self._engine)
+            return admin_execution.held_by(self._engine)
         if isinstance(task, admin_tasks.FindDiskStatus):
             clock_ms = time.time_ns() // 1_000_000
-            return await self._in_thread(partial(upkeep.disk_status_of, self._engine, clock_ms))
+            return await self._in_thread(
+                partial(admin_execution.disk_status_of, self._engine, clock_ms)
+            )
         is_served = task.partition_id in self._serving.logs
-        return upkeep.facts_of(self._engine, task.partition_id, is_served=is_served)
+        return admin_execution.facts_of(self._engine, task.partition_id, is_served=is_served)
 
     def _scrub(self, task: admin_tasks.ScrubStatus) -> ScrubState | None:
         if task.begins:

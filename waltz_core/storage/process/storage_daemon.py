@@ -6,7 +6,7 @@ answers.
 Rules:
     1. Before any partition is served, the directory is open, and this storage is registered for its
        address.
-    2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
+    2. `served_replicas.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition. Uploads to
        the archive and collections have one thread of their own, and reads from the archive have
        others. The process does not wait for them at its end, because a call of the object store may
@@ -41,10 +41,10 @@ from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
 from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.applied import storage_name
+from waltz_core.cluster.membership.applied_revisions import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
-from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
+from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
@@ -56,10 +56,10 @@ from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.archive_rechecks import recheck_forever
-from waltz_core.storage.process.segment_handover import SegmentHandover
-from waltz_core.storage.process.serving import Serving, concurrently
+from waltz_core.storage.process.segment_sharing import SegmentSharing
+from waltz_core.storage.process.served_replicas import ServedReplicas, concurrently
 from waltz_core.storage.process.storage_metrics import StorageMetrics
-from waltz_core.storage.service import archive_jobs, service, service_effects, upkeep
+from waltz_core.storage.service import admin_execution, archive_jobs, service, service_effects
 from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
@@ -68,7 +68,7 @@ from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
-from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
+from waltz_core.storage.service.writer_threads import CallThreads, WriteOutcome, WriterThreads
 from waltz_core.transport import net, quota_metrics, tls
 from waltz_core.transport.admission.port_limits import LinkLimits
 from waltz_core.transport.listening import listen
@@ -180,7 +180,7 @@ class StorageDaemon:
         self._ssl = tls.listening(config)
         self._cluster = cluster
         self._coordinator = coordinator
-        self._writers = Writers(config.writer_thread_count, self._work_done)
+        self._writers = WriterThreads(config.writer_thread_count, self._work_done)
         # For rare calls: opening, closing, files other than the logs.
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
@@ -195,7 +195,7 @@ class StorageDaemon:
             bytes_per_s=config.archive_bytes_per_s,
         )
         self._links: dict[ConnectionId, Link] = {}
-        self._segments = SegmentHandover(
+        self._segments = SegmentSharing(
             self._links,
             cluster_key=cluster.cluster_key.bytes,
             needs_ticket=config.access == "on",
@@ -212,7 +212,7 @@ class StorageDaemon:
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: Engine | None = None
         self._machine: StorageService | None = None
-        self._serving: Serving | None = None
+        self._serving: ServedReplicas | None = None
         self._admin: AdminPort | None = None
         self._driver: Driver[Event, Effect] | None = None
 
@@ -327,7 +327,7 @@ class StorageDaemon:
                 _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
-        self, engine: Engine, machine: StorageService, serving: Serving
+        self, engine: Engine, machine: StorageService, serving: ServedReplicas
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
@@ -387,8 +387,8 @@ class StorageDaemon:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
             await asyncio.sleep(SAMPLE_MS / 1000)
 
-    def _make_serving(self, engine: Engine) -> Serving:
-        return Serving(
+    def _make_serving(self, engine: Engine) -> ServedReplicas:
+        return ServedReplicas(
             engine,
             self._coordinator,
             partitions=self._cluster.partitions,
@@ -400,7 +400,11 @@ class StorageDaemon:
         )
 
     def _make_admin(
-        self, engine: Engine, serving: Serving, identity: StorageIdentity, tasks: asyncio.TaskGroup
+        self,
+        engine: Engine,
+        serving: ServedReplicas,
+        identity: StorageIdentity,
+        tasks: asyncio.TaskGroup,
     ) -> AdminPort:
         return AdminPort(
             engine,
@@ -436,7 +440,11 @@ class StorageDaemon:
             )
 
     async def _follow_assignment(
-        self, coordinator: Coordinator, engine: Engine, serving: Serving, tasks: asyncio.TaskGroup
+        self,
+        coordinator: Coordinator,
+        engine: Engine,
+        serving: ServedReplicas,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Follow permissions and assignment; register again when this storage is added again.
 
@@ -471,14 +479,14 @@ class StorageDaemon:
             on_ready(self.address)
         await self._until_one_of((stop,), tasks)
 
-    async def _end(self, serving: Serving) -> None:
+    async def _end(self, serving: ServedReplicas) -> None:
         """Shut down (rule 5); raise `_Stopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         await self._drain(serving)
         raise _Stopped
 
-    async def _drain(self, serving: Serving | None = None) -> None:
+    async def _drain(self, serving: ServedReplicas | None = None) -> None:
         """Wait, with a limit, until no work and no change of served partitions is running."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
@@ -728,7 +736,7 @@ class StorageDaemon:
         """Query the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
         if self._status_query is None or self._status_query.done():
-            look = partial(upkeep.disk_status_of, self._engine, _wall_clock_ms())
+            look = partial(admin_execution.disk_status_of, self._engine, _wall_clock_ms())
             self._status_query = self._loop.run_in_executor(self._pool, look)
         done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:

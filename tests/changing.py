@@ -1,0 +1,52 @@
+"""Changes functions for tests, and the changes that they make of one transaction of `Written`.
+
+Spark's workers import this file alone.
+"""
+
+import pyarrow as pa
+
+PAIRS = "tests.changing:pairs"
+_COLUMNS = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("transaction_id", pa.int64()),
+        ("id", pa.int64()),
+        ("value", pa.int64()),
+        ("_deleted", pa.bool_()),
+    ]
+)
+
+
+def changes_of(_header: int, row: dict) -> list[tuple[int, int | None]]:
+    """Return the changes of a transaction: none to three keys, with a value or None for a delete.
+
+    The last two of three have the same key.
+    """
+    if row.get("id") is None:  # of another kind
+        return []
+    key = 10 * row["id"]
+    if row.get("op") != "U":
+        return [(key, None), (key + 1, None)]
+    value = row["value"]
+    return [(key, value), (key + 1, None), (key + 1, -value)][: 1 + value % 3]
+
+
+def pairs(rows: pa.Table) -> pa.Table:
+    """Return the changes of transactions."""
+    found = [
+        {
+            "partition": row["partition"],
+            "transaction_id": row["transaction_id"],
+            "id": key,
+            "value": value,
+            "_deleted": value is None,
+        }
+        for row in rows.to_pylist()
+        for key, value in changes_of(row["header"], row)
+    ]
+    return pa.Table.from_pylist(found, _COLUMNS)
+
+
+def failing(rows: pa.Table) -> pa.Table:
+    """Raise an error for each transaction."""
+    return pairs(rows) if not rows.num_rows else {}["none"]

@@ -1,0 +1,119 @@
+"""Changes functions, and several tables of one follower, in Spark: each equals its replay."""
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+import waltz_spark
+from tests import delta_jars
+from tests.changing import changes_of as pair_changes
+from tests.commands import run_command
+from tests.patience import PATIENT
+from tests.spark.tables_job import BATCH, follow
+from tests.written_log import (
+    DELETE_HEADER,
+    Written,
+    check_versions,
+    content,
+    ends,
+    marks_by_version,
+)
+from waltz_core.client import WaltzClient
+from waltz_core.errors import BadConfig, BadRequest
+from waltz_spark.tables.merged_table import MergedDeltaTable
+
+pytestmark = [pytest.mark.spark, pytest.mark.core]
+with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+
+ROOT = Path(__file__).parents[2]
+
+
+@with_delta
+def test_a_changes_function_in_both_followers_and_in_upsert(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    table = str(tmp_path / "table")
+    call = {"table": table, "key": "id", "changes": "changing:pairs"}
+    columns = "id long, op string, value long"
+    half = {each: end // 2 for each, end in ends(written).items()}
+    waltz_spark.follow(
+        spark,
+        written.connect,
+        **call,
+        schema=columns,
+        until=half,
+        batch_transactions=BATCH,
+        minPartitions=4,
+    )
+    log = spark.read.format("waltz").option("dataFormat", "msgpack")
+    df = log.schema(f"{columns}, header int, partition int, transaction_id long")
+    waltz_spark.upsert(df.load(written.connect), written.connect, **call)
+    check_versions(written, table, pair_changes)
+    assert content(table) == written.replayed(ends(written), pair_changes)
+    with WaltzClient(written.connect, PATIENT) as client:
+        written.append(client, 21)
+    words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
+    words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
+    words += ["--column", "op:string", "--changes", "changing:pairs"]
+    done = run_command(*words)
+    assert done.returncode == 0, done.stderr
+    check_versions(written, table, pair_changes)
+    assert content(table) == written.replayed(ends(written), pair_changes)
+    call |= {"table": str(tmp_path / "other"), "changes": "changing:failing"}
+    with pytest.raises(BadRequest, match=r"changing:failing for transactions from .*KeyError"):
+        waltz_spark.follow(spark, written.connect, **call, schema=columns, until="now")
+    with pytest.raises(BadConfig, match="either the changes function changing:failing or rules"):
+        waltz_spark.follow(spark, written.connect, **call, schema=columns, delete_where="op = 'D'")
+    with pytest.raises(BadConfig, match="expected a schema of the transactions, found none"):
+        waltz_spark.follow(spark, written.connect, **call)
+
+
+@with_delta
+def test_several_tables_are_read_once_and_continue_after_an_end_between_their_commits(
+    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    rules, pairs = str(tmp_path / "rules"), str(tmp_path / "pairs")
+    columns = "id long, op string, value long"
+    by_rules = waltz_spark.Table(
+        "id", columns, [1, DELETE_HEADER], [DELETE_HEADER], delete_where="op = 'D'"
+    )
+    tables = {rules: by_rules, pairs: waltz_spark.Table("id", columns, changes="changing:pairs")}
+
+    def follow_all() -> dict[str, dict[int, int]]:
+        return waltz_spark.follow(
+            spark, written.connect, tables=tables, until="now", batch_transactions=BATCH
+        )
+
+    follow(spark, written.connect, rules, until={0: 5, 1: 5})  # a table is added to it
+    apply = MergedDeltaTable.apply
+    commits = []
+
+    def applied(self: MergedDeltaTable, *args: object) -> bool:
+        found = apply(self, *args)
+        commits.append(self)
+        if len(commits) == 3:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MergedDeltaTable, "apply", applied)
+        with pytest.raises(KeyboardInterrupt):
+            follow_all()
+    newest = [max(marks_by_version(each).items())[1] for each in tables]
+    assert newest[0] != newest[1]
+    assert follow_all() == dict.fromkeys(tables, ends(written))
+    for each, changes in ((rules, None), (pairs, pair_changes)):
+        check_versions(written, each, changes)
+        assert content(each) == written.replayed(ends(written), changes)
+    for wrong, message in (
+        ({rules: by_rules._replace(schema=None)}, f"table {rules}: expected a schema, found none"),
+        ({rules: by_rules._replace(schema="id int")}, f"table {rules}: .* one column 'op'"),
+        ({}, "expected one or more tables, found none"),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            waltz_spark.follow(spark, written.connect, tables=wrong)
+    with pytest.raises(BadConfig, match="expected either tables or table"):
+        waltz_spark.follow(spark, written.connect, table=rules, tables=tables)

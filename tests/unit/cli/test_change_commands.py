@@ -1,0 +1,90 @@
+"""The record of changes has every change, also creation and deletion of a cluster."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
+from waltz_core import errors
+from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audited, time_limit
+from waltz_core.cluster.change.audit import BEGUN, DONE
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+
+CLUSTER = NewCluster("w", 1, KEY)
+
+
+@pytest.fixture
+def coordinator():
+    return MemoryZooKeeper(asyncio.Event).coordinator("/w")
+
+
+async def outcomes(coordinator):
+    return [each.outcome for each in await coordinator.audit.read()]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, DONE),
+        (errors.BadRequest("expected more"), "failed: expected more"),
+        (asyncio.CancelledError(), OUTCOME_INTERRUPTED),
+    ],
+)
+@on_virtual_loop
+async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
+    coordinator, error, outcome
+):
+    await coordinator.create_cluster(CLUSTER)
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        async with audited(coordinator):
+            assert await outcomes(coordinator) == [BEGUN]
+            if error:
+                raise error
+    assert await outcomes(coordinator) == [outcome]
+
+
+@on_virtual_loop
+async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
+    async with audited(coordinator, creates=True):
+        await coordinator.create_cluster(CLUSTER)
+    assert await outcomes(coordinator) == [DONE]
+
+
+@on_virtual_loop
+async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
+    for creates in (False, True):
+        await coordinator.create_cluster(CLUSTER)
+        async with audited(coordinator, creates=creates):
+            await coordinator.delete_cluster(lambda _done, _count: None)
+        with pytest.raises(errors.BadConfig, match="there is no cluster at /w"):
+            await coordinator.read_cluster()
+        assert await coordinator.audit.read() == []
+
+
+@pytest.mark.parametrize(
+    ("user", "sudoer", "user_name"),
+    [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
+)
+@on_virtual_loop
+async def test_the_audit_record_names_the_user_behind_sudo(
+    coordinator, monkeypatch, user, sudoer, user_name
+):
+    """On a machine that several people administer all of them are root."""
+    monkeypatch.setenv("LOGNAME", user)
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    if sudoer:
+        monkeypatch.setenv("SUDO_USER", sudoer)
+    await coordinator.create_cluster(CLUSTER)
+    async with audited(coordinator):
+        (entry,) = await coordinator.audit.read()
+    assert entry.user.rpartition("@")[0] == user_name
+
+
+@on_virtual_loop
+async def test_a_timed_out_command_names_what_it_waited_for():
+    with pytest.raises(errors.Unavailable, match="It still waits for: a storage"):
+        async with time_limit(0.01, lambda: "a storage"):
+            await asyncio.Event().wait()

@@ -1,0 +1,53 @@
+"""The revisions that daemons publish: their bytes, their names, and lost sessions."""
+
+import asyncio
+
+import pytest
+
+from tests.cluster_contract import KEY
+from tests.loops import on_virtual_loop
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.membership.applied_revisions import (
+    decode_applied,
+    encode_applied,
+    server_name,
+    storage_name,
+)
+from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.errors import BadFormat
+
+
+def test_a_revision_survives_a_round_trip():
+    assert decode_applied(encode_applied(17)) == 17
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b'{"format":2,"revision":1}', b'{"format":1}', 100_000 * b"["]
+    + [b'{"format":1,"revision":%s}' % each for each in (b"0", b"true", b"1.5", b'"1"')],
+)
+def test_anything_else_is_rejected(data):
+    with pytest.raises(BadFormat, match="applied revision of permissions:"):
+        decode_applied(data)
+
+
+def test_a_server_and_a_storage_have_different_names():
+    assert server_name(17) == "server-17"
+    assert storage_name("[::1]:15280") == "storage-[::1]:15280"
+
+
+@on_virtual_loop
+async def test_an_unreadable_revision_is_left_out():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
+    await one.create_cluster(NewCluster("w", 1, KEY))
+    assert await one.read_applied() == {}
+    for each, name in ((one, "server-1"), (two, "server-2")):
+        each.publish_applied(name, 3)
+        await each._applied.publish()
+    assert await one.read_applied() == {"server-1": 3, "server-2": 3}
+    path = one.paths.applied("server-2")
+    found = await one._znodes.get(path)
+    await one._znodes.write([Set(path, b"{}", found.stat.version)])
+    assert await one.read_applied() == {"server-1": 3}

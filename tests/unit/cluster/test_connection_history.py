@@ -1,0 +1,44 @@
+"""Since when ZooKeeper has been unavailable or available."""
+
+import asyncio
+
+from waltz_core.cluster.znodes.connection_history import ABSENCE_MS_MIN, ConnectionHistory
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+
+
+def test_an_absence_and_a_return_are_timed():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    contact = ConnectionHistory(session)
+    zookeeper.advance(1_000)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)  # rule 2
+    session.suspend()
+    zookeeper.advance(300)
+    session.expire()  # it was away before already
+    zookeeper.advance(ABSENCE_MS_MIN)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (300 + ABSENCE_MS_MIN, None)
+    session.resume()
+    zookeeper.advance(70)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, 70)
+
+
+def test_a_node_that_is_replaced_at_once_is_not_absent():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    contact = ConnectionHistory(session)
+    session.suspend()
+    zookeeper.advance(ABSENCE_MS_MIN - 1)
+    session.resume()
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)
+
+
+def test_without_any_connection_zookeeper_is_unavailable_since_the_start():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    session.suspend()
+    zookeeper.advance(50)
+    contact = ConnectionHistory(session)
+    zookeeper.advance(600)
+    assert contact.disconnected_ms == 600
+    session.resume()
+    assert contact.reconnected_ms == 0

@@ -1,0 +1,111 @@
+"""Tests of `waltz_core.cluster.znodes.shared_request`."""
+
+import asyncio
+import gc
+
+from tests.loops import on_virtual_loop
+from waltz_core.cluster.znodes.shared_request import SharedRequest
+from waltz_core.errors import CoordinatorUnavailable
+
+
+class CountingQuery:
+    """Answers on request; notes when each question was put."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = asyncio.Semaphore(0)
+
+    async def ask(self) -> None:
+        self.asked += 1
+        await self.may_answer.acquire()
+
+
+async def _turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@on_virtual_loop
+async def test_a_caller_during_a_request_causes_another_request():
+    query = CountingQuery()
+    shared = SharedRequest(query.ask)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(shared.answered())
+        await _turns()
+        late = [tasks.create_task(shared.answered()) for _ in range(2)]
+        await _turns()
+        assert query.asked == 1
+        query.may_answer.release()
+        await first
+        await _turns()
+        assert not any(each.done() for each in late)
+        assert query.asked == 2
+        query.may_answer.release()
+
+
+@on_virtual_loop
+async def test_a_failure_is_returned_to_exactly_those_that_share_it():
+    answers = [CoordinatorUnavailable("away"), None]
+    messages: list[str] = []
+
+    async def ask() -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    shared = SharedRequest(ask)
+
+    async def note_error() -> None:
+        try:
+            await shared.answered()
+        except CoordinatorUnavailable as error:
+            messages.append(str(error))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(note_error())
+        tasks.create_task(note_error())
+    await note_error()
+    assert messages == ["away", "away"]
+    assert not answers
+
+
+@on_virtual_loop
+async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
+    query = CountingQuery()
+    shared = SharedRequest(query.ask)
+    async with asyncio.TaskGroup() as tasks:
+        impatient = tasks.create_task(shared.answered())
+        patient = tasks.create_task(shared.answered())
+        await _turns()
+        impatient.cancel()
+        await _turns()
+        query.may_answer.release()
+        await patient
+    assert impatient.cancelled()
+    assert query.asked == 1
+
+
+def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
+    async def scenario() -> list[str]:
+        complaints: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        may_fail = asyncio.Event()
+
+        async def ask() -> None:
+            await may_fail.wait()
+            raise CoordinatorUnavailable("closed")
+
+        shared = SharedRequest(ask)
+        asking = loop.create_task(shared.answered())
+        await _turns()
+        asking.cancel()
+        await _turns()
+        may_fail.set()
+        await _turns()
+        del shared, asking
+        gc.collect()
+        await _turns()
+        return complaints
+
+    assert asyncio.run(scenario()) == []

@@ -1,0 +1,237 @@
+"""Servers that monitor each other, with real sockets."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.loops import on_loop, until
+from tests.ports import free_port
+from waltz_core.cluster.membership import reachability
+from waltz_core.cluster.membership.reachability import ReachReport
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.znodes.model import ServerDescriptor
+from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.records.record import PartitionId, ServerId
+from waltz_core.server.process import failure_detector
+from waltz_core.server.process.failure_detector import FailureDetector
+from waltz_core.transport import net
+from waltz_core.transport.listening import Listener, listen
+from waltz_core.wire.messages import WireProtocol
+
+HOST = "127.0.0.1"
+ME, OTHER = ServerId(1), ServerId(2)
+
+
+# Dials since the test's beginning: what is not to happen has had its time after some more of them.
+DIALS = [0]
+SOME_DIALS = 8
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no dial wait for a second; count the dials. What a test changes is restored, too."""
+    monkeypatch.setattr(failure_detector, "RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(failure_detector, "REFUSED_PAUSE_S", 0.001)
+    # A cancelled dial may have come to the listener, which is no server that was reached.
+    monkeypatch.setattr(failure_detector, "DIAL_TIMEOUT_S", 15.0)
+    dial = net.dial
+
+    async def counted(*args, **options):
+        DIALS[0] += 1
+        return await dial(*args, **options)
+
+    monkeypatch.setattr(net, "dial", counted)
+    DIALS[0] = 0
+
+
+def view_of(*servers: ServerDescriptor) -> ServersView:
+    me = ServerDescriptor(ME, HOST, 1)
+    return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
+
+
+async def some_dials() -> None:
+    wanted = DIALS[0] + SOME_DIALS
+    await until(lambda: DIALS[0] >= wanted)
+
+
+class World:
+    """One server's neighbors, and those that it has removed."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.taken_out: list[ServerDescriptor] = []
+        self.failures = 0
+        self.links: list[net.Link] = []
+        self.neighbors = FailureDetector(ME, tasks, self.remove_dead)
+
+    async def remove_dead(self, dead: ServerDescriptor) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise CoordinatorUnavailable("not now")
+        self.taken_out.append(dead)
+
+    async def listen(self, port: int | None = None) -> Listener:
+        """Listen; at the same port again, which no other process is given meanwhile."""
+        return await listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
+
+    async def reached(self) -> tuple[Listener, ServerDescriptor]:
+        """Have another server listen, and wait until it is reached."""
+        listener = await self.listen()
+        other = ServerDescriptor(OTHER, HOST, listener.port)
+        self.neighbors.follow(view_of(other))
+        await until(lambda: self.links)
+        return listener, other
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with asyncio.TaskGroup() as tasks:
+        made = World(tasks)
+        yield made
+        made.neighbors.stop()
+
+
+@on_loop
+async def test_a_server_that_no_longer_listens_is_removed_once():
+    async with world() as here:
+        listener, other = await here.reached()
+        dials = DIALS[0]
+        await listener.close()
+        await until(lambda: here.taken_out)
+        assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
+        # It may be alive in spite of that: it must be reached before it can be declared dead again.
+        await some_dials()
+        assert here.taken_out == [other]
+        listener = await here.listen(listener.port)
+        await until(lambda: len(here.links) == 2)
+        await listener.close()
+        await until(lambda: len(here.taken_out) == 2)
+
+
+@on_loop
+async def test_a_dead_server_is_removed_by_its_current_descriptor():
+    async with world() as here:
+        listener, _ = await here.reached()
+        now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
+        here.neighbors.follow(view_of(now))
+        await listener.close()
+        await until(lambda: here.taken_out)
+        assert here.taken_out == [now]
+        assert len(here.links) == 1
+
+
+@on_loop
+async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
+    async with world() as here:
+        here.failures = 2
+        listener, _ = await here.reached()
+        await listener.close()
+        await until(lambda: here.taken_out)
+        assert here.failures == 0
+
+
+@on_loop
+async def test_a_lost_connection_alone_logs_nothing():
+    async with world() as here:
+        listener = await here.listen()
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        for count in range(1, 4):
+            await until(lambda count=count: len(here.links) == count)
+            here.links[-1].abort("for the test")
+        await until(lambda: len(here.links) == 4)
+        assert here.taken_out == []
+        await listener.close()
+
+
+@on_loop
+async def test_a_server_that_was_never_reached_is_not_declared_dead():
+    async with world() as here:
+        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+        await some_dials()
+        assert here.taken_out == []
+
+
+@on_loop
+@pytest.mark.parametrize("host", ["", "waltz..example", "a\ud800"])
+async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reachability, "FAILING_MS", 0)
+        async with world() as here:
+            here.neighbors.follow(view_of(ServerDescriptor(OTHER, host, 1)))
+            await some_dials()
+            report = here.neighbors._results.reachability.report(0)
+    assert report.unreachable.keys() == {OTHER}
+    assert ReachReport.from_bytes(report.to_bytes()) == report
+
+
+@on_loop
+async def test_a_silent_server_that_accepts_connections_is_not_removed():
+    failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
+    async with world() as here:
+        listener, _ = await here.reached()
+        await listener.close()
+        failure_detector.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
+        with socket.socket() as silent:  # accepts connections, and sends nothing
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            silent.bind((HOST, listener.port))
+            silent.listen()
+            await some_dials()
+            assert here.taken_out == []
+            here.neighbors.stop()
+
+
+@on_loop
+async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
+    failure_detector.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
+    failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
+    async with world() as here:
+        listener, _ = await here.reached()
+        await listener.close()
+        with socket.socket() as dying:
+            dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            dying.bind((HOST, listener.port))
+            dying.listen()
+            dying.setblocking(False)
+            taken, _ = await asyncio.get_running_loop().sock_accept(dying)
+        taken.close()
+        await until(lambda: here.taken_out)
+        assert [each.server_id for each in here.taken_out] == [OTHER]
+
+
+@on_loop
+async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly():
+    pauses: list[float] = []
+
+    async def noted(_watch, seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(failure_detector._Watch, "_pause", noted)
+        patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
+        async with world() as here:
+
+            def close(link: net.Link) -> None:
+                here.links.append(link)
+                link.close("no")
+
+            listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
+            here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+            await until(lambda: len(here.links) >= 19)
+            here.neighbors.stop()
+            await listener.close()
+    assert pauses[:18] == [*(0.001 * 2**count for count in range(16)), 60.0, 60.0]
+
+
+@on_loop
+async def test_a_server_that_left_is_not_watched():
+    async with world() as here:
+        listener, _ = await here.reached()
+        here.neighbors.follow(view_of())
+        await until(lambda: here.links[0].is_closed)
+        await listener.close()
+    # Its watch has ended with the others, or this would still wait.
+    assert here.taken_out == []
+    assert DIALS[0] == 1

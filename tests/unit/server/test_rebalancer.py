@@ -1,0 +1,180 @@
+"""The driver of balance by load, over a ZooKeeper in memory."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cluster_contract import KEY, Inbox, descriptor, running
+from tests.loops import in_virtual_time
+from tests.patience import HANG_S
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.membership.balance import Balancer
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.server.locking.tickets import AppendCounters
+from waltz_core.server.process.partition_cost import cost_of
+from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
+
+ROOT = "/w"
+RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
+PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
+
+
+async def balanced(zookeeper, *, servers, reporting, sick=None):
+    """Return views and rounds of a cluster whose servers balance, those in `reporting`.
+
+    The partitions of a server in `sick` do not open, so they cost it nothing.
+    """
+    ill = set() if sick is None else sick
+    await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), KEY))
+    inbox, looks, works, by_server = Inbox(), Inbox(), [], {}
+    for server_id in servers:
+        coordinator = zookeeper.coordinator(ROOT)
+        coordinator.keep_assignment()
+        await coordinator.register_server(descriptor(server_id))
+        works.append(coordinator.follow_servers(inbox))
+        by_server[server_id] = coordinator
+
+    def costs(server_id):
+        looks(len(looks.all))
+        now = asyncio.get_running_loop().time()
+        mine = inbox.all[-1].partitions_of(server_id) if inbox.all else {}
+        rate = 0.0 if server_id in ill else 1.0
+        return {partition: RATES[partition] * now * rate for partition in mine}
+
+    for server_id in reporting:
+        balancing = Rebalancer(
+            server_id,
+            by_server[server_id],
+            lambda each=server_id: costs(each),
+            PACE,
+            lambda each=server_id: each not in ill,
+        )
+        works.append(balancing.run())
+    return inbox, looks, works
+
+
+async def some_rounds(looks):
+    """Wait for enough rounds that a partition that should move has moved."""
+    begun = len(looks.all)
+    await looks.until(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
+
+
+def owners(view):
+    return {partition: owner.server_id for partition, owner in view.owners.items()}
+
+
+def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
+    async def scenario():
+        inbox, looks, works = await balanced(
+            MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
+        )
+        async with asyncio.timeout(HANG_S), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
+            assert [owner.generation for owner in inbox.all[-1].owners.values()] == [1, 2, 1, 1]
+
+    in_virtual_time(scenario())
+
+
+def test_nothing_moves_to_a_server_that_reports_nothing():
+    async def scenario():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
+        async with asyncio.timeout(HANG_S), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert f"{ROOT}/x/load/1" in zookeeper.dump()
+
+    in_virtual_time(scenario())
+
+
+def test_a_damaged_load_is_ignored_and_logged(caplog):
+    caplog.set_level("INFO")
+
+    async def scenario():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
+        nodes = zookeeper.coordinator(ROOT).loads._nodes
+        damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
+        await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
+        async with asyncio.timeout(HANG_S), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+        assert (
+            f"balance.load_unreadable error={nodes.paths.load(2)}: published loads" in caplog.text
+        )
+
+    in_virtual_time(scenario())
+
+
+def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
+    async def scenario():
+        sick = {2}
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
+        async with asyncio.timeout(HANG_S), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert f"{ROOT}/x/load/2" not in zookeeper.dump()
+            sick.clear()
+            await looks.until(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
+            sick.add(2)
+            await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
+
+    in_virtual_time(scenario())
+
+
+def test_bytes_rows_and_answers_count():
+    figures = AppendCounters()
+    assert cost_of(figures, answers=0, answer_bytes=0) == 0
+    assert cost_of(figures, answers=0, answer_bytes=2048) == 2
+    figures.committed_bytes = 10 * 1024
+    assert cost_of(figures, answers=0, answer_bytes=0) == 10
+    figures.committed = 8
+    assert cost_of(figures, answers=1, answer_bytes=0) == 27
+
+
+class ScriptedCoordinator:
+    """A coordinator that shows the views it is given, and all loads to be the same."""
+
+    def __init__(self, views):
+        self.views = list(views)
+        self.loads = self
+
+    async def read_servers(self):
+        return self.views.pop(0)
+
+    async def publish(self, server_id, loads):
+        pass
+
+    async def read(self, server_ids, _on_ignored):
+        return {each: {} for each in server_ids}
+
+
+def shows(*servers, is_settled=True):
+    described = {each: SimpleNamespace(preferred=()) for each in servers}
+    return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, left_out=())
+
+
+@pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
+def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, between):
+    called, now_ms = [], 0
+    monkeypatch.setattr("waltz_core.server.process.rebalancer.loop_clock_ms", lambda: now_ms)
+    monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))
+    monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
+
+    async def scenario():
+        nonlocal now_ms
+        views = [shows(1, 2), shows(1, 2), between]
+        balancing = Rebalancer(1, ScriptedCoordinator(views), dict, PACE)
+        for _ in views[:3]:
+            await balancing._check()
+            now_ms += PACE.window_ms
+
+    in_virtual_time(scenario())
+    assert called == ["away", "plan", "away"]

@@ -1,0 +1,153 @@
+"""How a finished write recognizes its rows, and the error for other rows."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import pairwise
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadRequest
+from waltz_core.records.record import spread
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer.columns import RowShaper
+from waltz_spark.writer.rows_hash import RowsHash, row_sum
+
+PLAIN = WriteOptions(connect="zk:2181/waltz/x")
+PACKED = replace(PLAIN, data_format="msgpack")
+IDENTIFIED = replace(PACKED, identity_columns=("id", "day"))
+PARTITIONS = 4
+Row = tuple[bytes, int, int | None]  # payload, header, partition
+
+# Few different values, so that rows are often equal.
+rows_of_any_kind = st.tuples(
+    st.sampled_from([b"", b"a", b"b", b"\0", b"\0\0", b"x" * 3_000]),
+    st.sampled_from([0, 1, -1]),
+    st.sampled_from([None, 0, 3]),
+)
+
+
+def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
+    data, headers, partitions = (list(part) for part in zip(*rows, strict=True))
+    return pa.RecordBatch.from_pydict(
+        {
+            "data": pa.array(data, pa.binary()),
+            "header": pa.array(headers, pa.int32()),
+            "partition": pa.array(partitions, pa.int32()),
+        }
+    )
+
+
+def sum_of(
+    batches: Sequence[pa.RecordBatch], options: WriteOptions = PLAIN, *, task: int = 0
+) -> RowsHash:
+    shaper = RowShaper(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
+    sums = (row_sum(batch, shaper.shape(batch), options) for batch in batches)
+    return reduce(RowsHash.plus, sums, RowsHash())
+
+
+def of_one(columns: dict[str, object], options: WriteOptions = PLAIN) -> RowsHash:
+    return sum_of([pa.RecordBatch.from_pydict(columns)], options)
+
+
+@given(st.data())
+def test_the_row_sum_does_not_depend_on_order_batches_or_tasks(data: st.DataObject) -> None:
+    rows = data.draw(st.lists(rows_of_any_kind, min_size=1, max_size=12))
+    expected = sum_of([batch_of(rows)])
+    shuffled = data.draw(st.permutations(rows))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {0, len(rows)})
+    parts = [batch_of(shuffled).slice(start, end - start) for start, end in pairwise(cuts)]
+    by_task = [sum_of([part], task=task) for task, part in enumerate(parts)]
+    assert reduce(RowsHash.plus, by_task) == sum_of(parts) == expected
+    assert expected.rows == len(rows)
+
+
+@given(*[st.lists(rows_of_any_kind, min_size=1, max_size=6)] * 2)
+def test_other_rows_have_another_hash(one: list[Row], other: list[Row]) -> None:
+    sums = [sum_of([batch_of(rows)]) for rows in (one, other)]
+    assert (sums[0].digest == sums[1].digest) == (Counter(one) == Counter(other))
+
+
+def test_the_row_sum_is_the_same_in_every_version() -> None:
+    """Records of finished writes keep it."""
+    found = sum_of([batch_of([(b"Monday", 7, 3), (b"", 0, None), (b"x" * 5_000, -1, 0)])])
+    assert found.as_fields() == {"rows": 3, "rows_hash": "679d80a9b48c1a9d"}
+
+
+def test_text_of_any_arrow_type_is_its_bytes() -> None:
+    kinds = (pa.binary(), pa.string(), pa.large_binary(), pa.large_string())
+    assert len({of_one({"data": pa.array(["day", "night"]).cast(kind)}) for kind in kinds}) == 1
+
+
+def test_packed_rows_are_their_payload() -> None:
+    columns = {"id": pa.array([1, 2]), "owner": pa.array(["Anna", "Boris"])}
+    large = columns | {"owner": columns["owner"].cast(pa.large_string())}
+    assert of_one(columns, PACKED) == of_one(large, PACKED)
+    assert of_one(columns, PACKED) != of_one(columns | {"owner": pa.array(["Anna", "B."])}, PACKED)
+
+
+def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> None:
+    def locked(first: int, partition: int | None) -> RowsHash:
+        return of_one(
+            {
+                "data": [b"x"],
+                "partition": pa.array([partition], pa.int32()),
+                "write_locks": pa.array([[first, 8]], pa.list_(pa.int32())),
+                "client_high_water_mark": [first],
+            }
+        )
+
+    elsewhere = next(n for n in range(8, 99) if spread(n, PARTITIONS) != spread(7, PARTITIONS))
+    assert locked(7, 2) == locked(elsewhere, 2)
+    assert locked(7, None) != locked(elsewhere, None)
+    assert of_one({"data": [b"x"]}) != locked(7, None), "round robin is no place"
+
+
+def test_identity_columns_replace_the_row_in_the_sum() -> None:
+    def row(number: int, day: str, amount: float) -> RowsHash:
+        columns = {
+            "id": [number],
+            "day": [day],
+            "amount": [amount],
+            "header": pa.array([3], pa.int32()),
+        }
+        return of_one(columns, IDENTIFIED)
+
+    assert row(1, "Monday", 2.5) == row(1, "Monday", 7.5)
+    assert len({row(1, "Monday", 0), row(2, "Monday", 0), row(1, "Tuesday", 0)}) == 3
+
+
+def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
+    rows = RowsHash(2, 77)
+    rows.check_same("daily", {"committed": 2, **rows.as_fields()}, hint="")
+    rows.check_same("daily", {"committed": 9}, hint="")
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (
+            RowsHash(2, 5),
+            (
+                "the write ID was used with different rows: write 'daily' was completed "
+                "with 1 row, but this run has 2 rows. Hint: Do this."
+            ),
+        ),
+        (
+            RowsHash(1, 5),
+            (
+                "the write ID was used with different rows: write 'daily' was completed "
+                "with 1 row, but this run has 1 row; the counts are equal, the hashes "
+                "differ: 000000000000004d and 0000000000000005. Hint: Do this."
+            ),
+        ),
+    ],
+)
+def test_other_rows_are_an_error_that_names_both_counts(rows: RowsHash, sentence: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        rows.check_same("daily", RowsHash(1, 77).as_fields(), hint="Do this.")
+    assert str(caught.value) == sentence

@@ -1,0 +1,215 @@
+"""Upkeep of a storage directory: reports and changes that the engine's tests do not cover."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.storage_owner import Owner
+from tests.unit.storage.test_engine import open_engine
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    NoSpace,
+    UnknownPartition,
+)
+from waltz_core.records import raw_records
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.storage.files.space import SAMPLE_MS
+from waltz_core.storage.service import admin_execution, admin_tasks
+from waltz_core.storage.service.admin_execution import carry_out, disk_status_of, facts_of, held_by
+from waltz_core.wire.admin_messages import Copy
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
+
+NONCE = b"a nonce of owner"
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = open_engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def copy_of(owner, count=3, **changed):
+    append = owner.append(count)
+    fields = {
+        "first": append.first,
+        "lengths": append.lengths,
+        "records": append.records,
+        "records_crc": append.records_crc,
+        "chain_before": append.chain_before,
+        "lineage": append.lineage,
+    }
+    return Copy(1, 1, **(fields | changed))
+
+
+def test_held_replicas_and_their_states_are_reported(engine):
+    assert held_by(engine) == ()
+    absent = facts_of(engine, 1, is_served=False)
+    assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
+    assert absent.reason == "the storage has not opened its log"
+    with pytest.raises(UnknownPartition):
+        facts_of(engine, 3, is_served=False)
+    assert carry_out(engine, admin_tasks.Assign(1)) is None
+    ((partition, info, synced_max, is_available),) = held_by(engine)
+    assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
+    found = facts_of(engine, 1, is_served=True)
+    assert (found.is_held, found.is_served, found.reason) == (True, True, "")
+    assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
+
+
+def test_the_disk_is_reported_with_the_time(engine):
+    room = disk_status_of(engine, 1_234)
+    assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
+    assert room.free_bytes > 0
+    assert room.filling_bytes_per_day is None
+    engine.space.note_free_bytes(1_234 - SAMPLE_MS)
+    assert disk_status_of(engine, 1_234).filling_bytes_per_day is not None
+    engine.space.note_shortage(1)
+    assert disk_status_of(engine, 1_234).is_full
+
+
+def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
+    def fail():
+        raise DiskFailed("getting the free space of /waltz: input/output error")
+
+    monkeypatch.setattr(engine.space, "free_bytes", fail)
+    assert disk_status_of(engine, 1_234) == (
+        None,
+        0,
+        False,
+        1_234,
+        "getting the free space of /waltz: input/output error",
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        admin_tasks.SetAvailability(1, False),
+        admin_tasks.MarkReplicaSuspect(1),
+        admin_tasks.Reseed(1),
+    ],
+    ids=str,
+)
+def test_the_log_is_open_again_after_a_change(engine, change):
+    carry_out(engine, admin_tasks.Assign(1))
+    before = engine.log(1)
+    carry_out(engine, change)
+    assert engine.log(1) is not before
+    found = facts_of(engine, 1, is_served=False)
+    assert found.is_available == (not isinstance(change, admin_tasks.SetAvailability))
+    assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailability))
+
+
+def test_an_abandoned_partition_stays_closed(engine):
+    carry_out(engine, admin_tasks.Assign(1))
+    carry_out(engine, admin_tasks.Unassign(1, deletes_files=True))
+    assert held_by(engine) == ()
+    with pytest.raises(UnknownPartition):
+        engine.log(1)
+
+
+def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monkeypatch):
+    carry_out(engine, admin_tasks.Assign(1))
+
+    def broken(*_arguments, **_options):
+        raise BadFormat("rotten")
+
+    monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
+    carry_out(engine, admin_tasks.MarkReplicaSuspect(1))  # is done all the same
+    assert facts_of(engine, 1, is_served=False).reason == "rotten"
+
+
+def test_copied_records_are_appended_and_set_no_mark(engine):
+    carry_out(engine, admin_tasks.Assign(1))
+    owner = Owner(5, 1)
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 5
+    log = engine.log(1)
+    assert (log.synced_max, log.chain, log.last_session) == (5, owner.chain, NO_SESSION)
+    assert (log.low_water_mark, log.promised) == (BEFORE_FIRST, NO_SESSION)
+    lengths = log.read_range(0, 5, 1 << 20, whole_batches=True).lengths
+    assert raw_records.lengths_to_wire(lengths) == 2 * copy_of(Owner(5, 1)).lengths
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"first": 7}, BadRequest),
+        ({"chain_before": bytes(15) + b"\1"}, BadRequest),
+        ({"records_crc": 1}, ChecksumMismatch),
+        ({"lineage": ()}, BadRequest),
+    ],
+)
+def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
+    carry_out(engine, admin_tasks.Assign(1))
+    with pytest.raises(error):
+        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1), **changed)))
+    assert engine.log(1).max_id == BEFORE_FIRST
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
+
+
+def full_engine():
+    """Return an engine with a reserve and no other free space, and its disk."""
+    disk = SimDisk(capacity_bytes=1 << 20)
+    engine = open_engine(Path("/waltz"), disk=disk, reserve_bytes=16_384)
+    carry_out(engine, admin_tasks.Assign(1))
+    disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
+    return engine, disk
+
+
+def test_the_state_of_a_replica_is_reported_without_reading_its_files():
+    """The event loop calls this: a hanging disk must not block it, and another thread may write."""
+    engine, disk = full_engine()
+    disk.capacity_bytes += 1 << 16
+    owner = Owner(5, 1)
+    carry_out(engine, admin_tasks.PutCopy(copy_of(owner)))
+    reads_count = disk.read_count
+    found = facts_of(engine, 1, is_served=False)
+    assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
+    assert disk.read_count == reads_count
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_copy_without_space_does_not_use_the_reserve(is_found):
+    """Whether that is seen before it is written, or in the middle of that."""
+    engine, disk = full_engine()
+    copy, size = copy_of(Owner(5, 1)), 3 * 44 + 3 * 8 + 64
+    disk.capacity_bytes += size - is_found
+    if not is_found:
+        disk.plan_call(("write",), DiskFault.DISK_FULL)
+    error = f"full: an append and the reserve need {size} bytes" if is_found else "."
+    with pytest.raises(NoSpace, match=error):
+        carry_out(engine, admin_tasks.PutCopy(copy))
+    assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
+    assert engine.space.is_short
+    disk.capacity_bytes += is_found
+    assert carry_out(engine, admin_tasks.PutCopy(copy)) == 2
+    assert engine.space.reserved_bytes == 16_384
+
+
+def test_other_changes_may_use_the_reserve():
+    engine, _ = full_engine()
+    carry_out(engine, admin_tasks.Reseed(1))
+    assert engine.space.reserved_bytes == 0
+    assert engine.log(1).suspect
+
+
+def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
+    carry_out(engine, admin_tasks.Assign(1))
+    log = engine.log(1)
+    log.prepare(4, NONCE)
+    log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
+    with pytest.raises(BadRequest, match="the provisional low-water mark"):
+        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
+    assert log.slot.provisional is not None
+
+
+def test_a_change_contains_its_partition():
+    assert admin_execution.partition_of(admin_tasks.Assign(2)) == 2
+    assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 1

@@ -1,0 +1,290 @@
+"""Which partitions a storage opens, how many at once, and when it checks again."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from tests.loops import on_loop, until
+from tests.patience import HANG_S
+from waltz_core.cluster.znodes.model import ReplicaAssignments
+from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
+from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.process.served_replicas import (
+    OPENERS_COUNT,
+    REOPEN_S_MAX,
+    REOPEN_S_MIN,
+    ServedReplicas,
+    concurrently,
+    recheck_interval_s,
+)
+from waltz_core.storage.service import service
+from waltz_sim.world.simulated_disk import SimDisk
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "stored_here", "interval_s"),
+    [
+        ((), (), (), None),
+        ((0, 2), (0, 2), (0, 2), None),
+        ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # one could not be opened
+        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was taken away, and its owner counts on it
+        ((0, 1), (0, 2), (0, 1, 2), REOPEN_S_MIN),
+        ((0,), (0,), (0, 1), REOPEN_S_MAX),
+        ((), (), (1,), REOPEN_S_MAX),
+    ],
+)
+def test_deviations_are_checked_again_soon_and_unserved_replicas_rarely(
+    served, wanted, stored_here, interval_s
+):
+    found = recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
+    assert found == interval_s
+
+
+# ---- following
+
+
+ADDRESS = "here:1"
+
+
+class Directory:
+    """An engine that has only the list of local partitions and of those that are offline."""
+
+    partition_count = 4
+    has_failed = has_lost_files = False
+
+    def __init__(self, *partitions):
+        self.stored_here = set(partitions)
+        self.offline = set()
+        self.space = DiskSpace(SimDisk(), None, 0)
+        self.opened = []
+        self.failed = {}
+        self.files_error = set()
+
+    def check_exists(self, partition_id):
+        if not 0 <= partition_id < self.partition_count:
+            raise UnknownPartition(f"{partition_id}")
+
+    def is_held(self, partition_id):
+        return partition_id in self.stored_here
+
+    def has_lost_files_of(self, partition_id):
+        return partition_id in self.files_error
+
+    def stop_serving(self, partition_id, why):
+        self.files_error.add(partition_id)
+        self.failed[partition_id] = why
+
+    def assigned(self):
+        return sorted(self.stored_here)
+
+    def is_available(self, partition_id):
+        return partition_id not in self.offline
+
+    def found(self, partition_ids):
+        pass
+
+    def assign(self, partition_id):
+        self.stored_here.add(partition_id)
+        self.opened.append(partition_id)
+        return SimpleNamespace(partition_id=partition_id, synced_max=-1)
+
+
+class Metadata:
+    """ZooKeeper's word on which partitions' sessions still name this storage."""
+
+    def __init__(self, *named):
+        self.named = set(named)
+        self.meanwhile = lambda: None  # happens during the query
+        self.is_away = False
+
+    async def read_partition(self, partition_id):
+        self.meanwhile()
+        if self.is_away:
+            raise CoordinatorUnavailable("away")
+        states = {ADDRESS: None} if partition_id in self.named else {}
+        return SimpleNamespace(metadata=SimpleNamespace(states=states))
+
+
+class Follower:
+    """A `ServedReplicas` that follows; `looked` waits until it has served what it should."""
+
+    def __init__(self, engine, coordinator):
+        self.dropped = []
+        self.hanging = set()  # whose work does not end
+        self._looked = asyncio.Event()
+        self.serving = ServedReplicas(
+            engine,
+            coordinator,
+            partitions=(),
+            post=self._post,
+            report=lambda _report: None,
+            in_thread=self._at_once,
+            on_opened=lambda _log: None,
+            on_dropped=self.dropped.append,
+        )
+        self.serving.address = ADDRESS
+
+    async def _at_once(self, call):
+        return call()
+
+    def _post(self, event):
+        if isinstance(event, service.Dropped) and event.partition_id not in self.hanging:
+            self.serving.idle(event.partition_id)
+
+    async def assigned(self, *partitions):
+        self.serving.assigned(ReplicaAssignments({ADDRESS: partitions}))
+        return await self.looked()
+
+    async def looked(self):
+        self._looked.clear()
+        self.serving.recheck()
+        async with asyncio.timeout(HANG_S):
+            await self._looked.wait()
+        return sorted(self.serving.logs)
+
+    async def follow(self):
+        await self.serving.follow(self._looked.set)
+
+
+@asynccontextmanager
+async def following(engine, coordinator=None):
+    follower = Follower(engine, coordinator)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follower.follow())
+        try:
+            yield follower
+        finally:
+            task.cancel()
+
+
+@on_loop
+async def test_an_offline_replica_is_not_served_even_if_assigned():
+    engine = Directory(0, 1)
+    engine.offline = {1}
+    async with following(engine) as follower:
+        assert await follower.assigned(0, 1) == [0]
+        assert (follower.serving.offline, follower.serving.not_served) == ((1,), [])
+        engine.offline = {0}
+        assert await follower.looked() == [1]
+        assert follower.dropped == [0]
+        engine.offline = set()
+        assert await follower.looked() == [0, 1]
+
+
+@on_loop
+async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offline():
+    engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
+    engine.offline = {2}
+    async with following(engine, coordinator) as follower:
+        assert await follower.assigned(0) == [0, 1]
+        assert sorted(engine.opened) == [0, 1]
+        coordinator.is_away = True
+        assert await follower.looked() == [0, 1], "nothing changes without a notice"
+        coordinator.is_away = False
+        coordinator.named = {2}
+        assert await follower.looked() == [0]
+        assert follower.dropped == [1]
+
+
+def test_the_process_ends_if_only_a_restart_helps():
+    class Failing(Directory):
+        def assign(self, partition_id):
+            raise DiskFailed(f"partition {partition_id}")
+
+    engine = Failing()
+
+    async def main():
+        async with following(engine) as follower:
+            assert await follower.assigned(0) == [], "that is tried again"
+            engine.has_failed = True
+            await follower.looked()
+
+    with pytest.raises(ExceptionGroup) as failure:
+        asyncio.run(main())
+    assert failure.group_contains(DiskFailed, match="partition 0")
+
+
+@pytest.mark.parametrize("what", ["offline", "abandoned"])
+@on_loop
+async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
+    engine, coordinator = Directory(0, 1), Metadata(1)
+
+    def gone():
+        if what == "offline":
+            engine.offline.add(1)
+        else:
+            engine.stored_here.discard(1)
+
+    coordinator.meanwhile = gone
+    async with following(engine, coordinator) as follower:
+        assert await follower.assigned(0) == [0]
+        assert engine.opened == [0], "and above all it is not held again"
+
+
+def test_partitions_are_opened_by_all_opener_threads_concurrently():
+    together = threading.Barrier(OPENERS_COUNT)
+    opened = []
+
+    def call(partition_id):
+        together.wait(timeout=HANG_S)  # breaks, and fails, when fewer come
+        opened.append(partition_id)
+
+    concurrently(call, range(2 * OPENERS_COUNT))
+    assert sorted(opened) == list(range(2 * OPENERS_COUNT))
+    concurrently(call, ())
+
+
+def test_an_error_of_one_opening_is_raised_when_all_are_done():
+    opened = []
+
+    def call(partition_id):
+        if partition_id == 1:
+            raise ValueError("no")
+        opened.append(partition_id)
+
+    with pytest.raises(ValueError, match="no"):
+        concurrently(call, range(20))
+    assert sorted(opened) == [0, *range(2, 20)]
+
+
+@on_loop
+async def test_a_drop_that_hangs_delays_its_own_partition_only():
+    engine = Directory(0, 1, 2)
+    async with following(engine) as follower:
+        await follower.assigned(0, 1)
+        follower.hanging = {0}
+        assert await follower.assigned(2, 3) == [0, 2, 3]
+        assert follower.dropped == [1]
+        assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
+        assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
+        follower.serving.idle(0)
+        await until(lambda: engine.opened.count(0) == 2)
+        assert follower.dropped == [1, 3, 0]
+
+
+@on_loop
+async def test_changes_of_unknown_partitions_are_dropped():
+    async with following(Directory(0, 1)) as follower:
+        for partition_id in (-1, 4, 1 << 30):
+            with pytest.raises(UnknownPartition):
+                await follower.serving.run_exclusively(partition_id, lambda: "done")
+        assert await follower.serving.run_exclusively(3, lambda: "done") == "done"
+        assert set(follower.serving._alone) == {3}
+
+
+@on_loop
+async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
+    engine = Directory(0, 1)
+    async with following(engine) as follower:
+        assert await follower.assigned(0, 1) == [0, 1]
+        follower.serving.stop_serving(0, DiskFailed("gone"))
+        await until(lambda: follower.dropped == [0])
+        assert await follower.looked() == [1]
+        assert follower.serving.not_served == [0]
+        assert follower.serving.not_served_reasons == {"0": "gone"}
+        assert engine.opened == [0, 1]
+        engine.files_error.clear()
+        assert await follower.looked() == [0, 1]

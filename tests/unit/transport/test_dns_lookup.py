@@ -1,0 +1,143 @@
+"""Lookups of host names: one for each name at a time, on a thread of its own."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from tests.loops import until
+from waltz_core.config.host_names import check_host
+from waltz_core.errors import Unreachable
+from waltz_core.transport import dns_lookup, net
+from waltz_core.transport.listening import listen
+from waltz_core.wire.messages import WireProtocol
+
+
+class Dns:
+    """Answers lookups of localhost at once, those of `slow-...` when they may end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.may_end = threading.Event()
+        self._real = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host, *words, **named):
+        self.asked.append(host)
+        if not host.startswith("slow-"):
+            return self._real(host, *words, **named)
+        self.may_end.wait()
+        if host == "slow-and-unknown":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{each}", 0)) for each in "21"
+        ]
+
+
+@pytest.fixture
+def dns(monkeypatch: pytest.MonkeyPatch):
+    """Yield a substitute of DNS whose lookups have all ended at the end."""
+    made = Dns(monkeypatch)
+    yield made
+    made.may_end.set()
+
+
+def test_a_numeric_address_is_not_looked_up(dns: Dns):
+    assert asyncio.run(dns_lookup.addresses_of("127.0.0.1")) == ["127.0.0.1"]
+    assert asyncio.run(dns_lookup.addresses_of("::1")) == ["::1"]
+    assert dns.asked == []
+
+
+def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
+    async def run():
+        async with asyncio.TaskGroup() as tasks:
+            callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
+            await until(lambda: dns.asked)
+            for each in callers[:10]:
+                each.cancel()
+            await asyncio.wait(callers[:10])
+            assert dns.asked == ["slow-1"]
+            dns.may_end.set()
+        assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
+        assert await dns_lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
+        assert dns.asked == ["slow-1", "slow-1"]
+
+    asyncio.run(run())
+
+
+def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
+    async def run():
+        async with asyncio.TaskGroup() as tasks:
+            names = [f"slow-{each}" for each in range(40)]
+            slow = [tasks.create_task(dns_lookup.addresses_of(each)) for each in names]
+            await asyncio.sleep(0)
+            assert "127.0.0.1" in await dns_lookup.addresses_of("localhost")
+            assert not any(each.done() for each in slow)
+            dns.may_end.set()
+
+    net.run(run())
+
+
+def test_the_errors_of_a_lookup_name_the_host(dns: Dns, monkeypatch: pytest.MonkeyPatch):
+    dns.may_end.set()
+    with pytest.raises(socket.gaierror, match="not known"):
+        asyncio.run(dns_lookup.addresses_of("slow-and-unknown"))
+    for impossible in ("a..b", "localhost\0x", "a\ud800", ""):
+        with pytest.raises(OSError, match="is not a valid host name"):
+            asyncio.run(dns_lookup.addresses_of(impossible))
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        found = dns_lookup.begin("localhost")
+    with pytest.raises(OSError, match="resolve the host name localhost: no thread"):
+        found.result()
+    assert dns_lookup.begin("localhost").result()
+
+
+@pytest.mark.parametrize(
+    "host", ["db1", "waltz_storage_1", "a.b.", "münchen.example", "10.0.0.1", "::1", "fe80::1%eth0"]
+)
+def test_valid_host_names_are_accepted(host: str):
+    check_host(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("", "expected a host name"),
+        ("a b", "expected a host name"),
+        ("a\nb", "expected a host name"),
+        ("db1:80", "expected a host name"),
+        ("[::1]", "expected a host name"),
+        ("a/b", "expected a host name"),
+        (".a", "label empty"),
+        ("a..b", "label empty"),
+        ("a" * 64, "label"),
+        ("a.b." * 80, "at most 253 bytes"),
+    ],
+)
+def test_invalid_host_names_are_rejected(host: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        check_host(host)
+
+
+def test_a_dial_tries_each_address(dns: Dns):
+    async def run():
+        dns.may_end.set()
+        listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        try:
+            link = await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
+            link.abort("seen")
+        finally:
+            await listener.close()
+        # A refusal by one of several addresses is not the refusal of a dead process.
+        with pytest.raises(Unreachable) as caught:
+            await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
+        assert not isinstance(caught.value.__cause__, ConnectionRefusedError)
+        assert str(caught.value).count("127.0.0.") == 2
+
+    net.run(run())

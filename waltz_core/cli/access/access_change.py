@@ -1,0 +1,305 @@
+"""Runs the changes of `waltz-core access`: with an audit entry, and until the daemons use them.
+
+Rules:
+    1. The audit entry has the outcome of the change. The wait for the daemons follows it.
+    2. Every registered server and every storage with replicas must use the new revision, or a
+       later one; the command names those that do not, with exit code 1.
+    3. A daemon without access control publishes no revision, like one without a session. If no
+       daemon of the cluster has ever published one, the command reports that access control is
+       off, with exit code 0.
+    4. A daemon with a revision above that of ZooKeeper ignores the change: its ZooKeeper was
+       restored to an earlier state.
+    5. A server without ZooKeeper is not registered, and continues to serve. So a server that the
+       assignment names, or that was registered or had a revision before the change, counts as one
+       that does not use it.
+"""
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from waltz_core.access.client_ids import KEY_BYTES
+from waltz_core.access.permission_changes import check_replicate
+from waltz_core.access.permissions import Permissions
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.change_commands import audited, connected, now_ms, user_name
+from waltz_core.cli.output import print_error, print_json, print_result
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cluster.change.stored_permissions import Author, PermissionsChange
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.membership.applied_revisions import SERVER_PREFIX, server_name, storage_name
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.errors import Unavailable
+
+APPLY_TIMEOUT_S: Final = 10.0
+# A daemon that finds the first permissions publishes their revision sooner than this.
+ACCESS_OFF_AFTER_S: Final = 2.0
+POLL_INTERVAL_S: Final = 0.1
+
+PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
+
+
+def new_client_key() -> bytes:
+    """Return a key for proofs of client IDs."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessCommand:
+    """One run of a command that changes permissions."""
+
+    coordinator: Coordinator
+    partition_count: int
+    author: Author
+
+    async def change(self, change: PermissionsEdit, *, force: bool = False) -> PermissionsChange:
+        """Change the permissions; without `force`, no partition loses its last `replicate`."""
+
+        def checked(old: Permissions) -> Permissions:
+            new = change(old)
+            if not force:
+                check_replicate(old, new, self.partition_count)
+            return new
+
+        return await self.coordinator.permissions.change(checked, self.author)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessResult:
+    """A change that was made: its sentence, further lines, and its values in JSON."""
+
+    change: PermissionsChange
+    summary: str
+    notes: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RevisionUse:
+    """The daemons, as texts, that use a revision, and those that do not, with the reason."""
+
+    using: list[str] = field(default_factory=list)
+    late: dict[str, str] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)  # they publish no revision
+    unregistered: list[str] = field(default_factory=list)  # servers; they publish none either
+    were_used: bool = False  # whether a daemon has ever published a revision
+
+    @property
+    def count(self) -> int:
+        """The number of daemons."""
+        return len(self.using) + len(self.missing)
+
+    @property
+    def missing(self) -> list[str]:
+        """The daemons that do not use the revision, as far as known."""
+        return [*self.late, *self.silent, *self.unregistered]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every daemon uses the revision."""
+        return not self.missing
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no daemon has ever published a revision (rule 3)."""
+        return bool(self.count) and not (self.were_used or self.using or self.late)
+
+
+AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
+
+
+def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> VerbFunction:
+    """Make a verb of a function that changes permissions (rules 1 to 3)."""
+
+    @with_wait
+    @functools.wraps(work)
+    async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
+        return await run_change(
+            lambda command: work(command, **words),
+            connect=connect,
+            as_json=as_json,
+            timeout_s=timeout_s,
+        )
+
+    return run
+
+
+def with_wait(function: VerbFunction) -> VerbFunction:
+    """Declare the options of every change."""
+    what = "seconds to wait until all daemons use the change"
+    with_timeout = options.timeout_s(what, default_s=APPLY_TIMEOUT_S)(function)
+    return options.connect(options.as_json(with_timeout))
+
+
+async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s: float) -> int:
+    """Change the permissions, wait for the daemons, and print both; return the exit code."""
+    async with connected(connect) as coordinator:
+        cluster = await coordinator.read_cluster()
+        author = Author(user_name(), now_ms())
+        known = await _known_servers(coordinator)
+        async with audited(coordinator):
+            result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
+        if not as_json:
+            _print_change(result)  # at once: it may have the ID of a new token
+        applied = await _applied(coordinator, result, known, timeout_s)
+    if as_json:
+        _print_json(result, applied)
+    else:
+        for text in applied_lines(applied, result.change.after.revision):
+            print_error(text)
+    return 0 if applied.is_complete or applied.is_off else 1
+
+
+async def _applied(
+    coordinator: Coordinator, result: AccessResult, known: Mapping[str, str], timeout_s: float
+) -> RevisionUse:
+    """Wait for the daemons; raises Unavailable, with the change that was made."""
+    revision = result.change.after.revision
+    try:
+        with ProgressLine() as line:
+            return await wait_until_applied(coordinator, revision, known, timeout_s, line)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{result.summary}, as revision {revision}, but the command could not check which "
+            f"daemons use it: {error}. Hint: `access list` prints the revision that each "
+            "daemon uses."
+        ) from error
+
+
+async def wait_until_applied(
+    coordinator: Coordinator,
+    revision: int,
+    known: Mapping[str, str],
+    timeout_s: float,
+    line: ProgressLine,
+) -> RevisionUse:
+    """Return the daemons when all use a revision, or at the timeout (rules 2 to 5).
+
+    `known` has the servers before the change: text by name.
+    """
+    begun_s = time.monotonic()
+    while True:
+        found = await read_applied(coordinator, revision, known)
+        took_s = time.monotonic() - begun_s
+        is_off = found.is_off and took_s >= ACCESS_OFF_AFTER_S
+        if found.is_complete or is_off or took_s >= timeout_s:
+            return found
+        line.show(
+            len(found.using),
+            found.count,
+            f"waiting until these daemons use the change: {', '.join(found.missing)}",
+        )
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def read_applied(
+    coordinator: Coordinator, revision: int, known: Mapping[str, str] | None = None
+) -> RevisionUse:
+    """Return which daemons use a revision now; `known` has servers from before (rule 5)."""
+    published = await coordinator.read_applied()
+    # Read after `published`, so that it is not below a revision of the node.
+    stored = await coordinator.permissions.read()
+    newest = 0 if stored is None else stored.revision
+    found = RevisionUse(were_used=await coordinator.permissions.were_used())
+    servers = await coordinator.read_servers_now()
+    daemons = {**_servers(servers), **await _storages(coordinator)}
+    absent = {server_name(each): f"server {each}" for each in servers.absent}
+    for name, text in {**absent, **(known or {}), **daemons}.items():
+        used = published.get(name)
+        if used is None and name not in daemons:
+            found.unregistered.append(text)
+        elif used is None:
+            found.silent.append(text)
+        elif used > newest:
+            found.late[text] = f"it uses revision {used}, and ignores older revisions"
+        elif used < revision:
+            found.late[text] = f"it uses revision {used}"
+        else:
+            found.using.append(text)
+    return found
+
+
+async def _known_servers(coordinator: Coordinator) -> dict[str, str]:
+    """Return the registered servers and those with a revision: text by name (rule 5)."""
+    published = {
+        name: f"server {name.removeprefix(SERVER_PREFIX)}"
+        for name in await coordinator.read_applied()
+        if name.startswith(SERVER_PREFIX)
+    }
+    return {**published, **_servers(await coordinator.read_servers_now())}
+
+
+def _servers(found: ServersView) -> dict[str, str]:
+    return {server_name(key): f"server {each.address}" for key, each in found.servers.items()}
+
+
+async def _storages(coordinator: Coordinator) -> dict[str, str]:
+    """Return the storages with replicas: text by name."""
+    held = (await coordinator.read_replica_assignment()).partitions
+    return {storage_name(each): f"storage {each}" for each, its in held.items() if its}
+
+
+def _print_change(result: AccessResult) -> None:
+    change = result.change
+    for each in result.notes:
+        print_error(each)
+    if change.before is not None and change.before.revision == change.after.revision:
+        print_result(f"nothing to change; the permissions stay at revision {change.after.revision}")
+    else:
+        print_result(f"{result.summary}; the permissions have revision {change.after.revision}")
+
+
+def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
+    """Return the lines for people about the daemons and a revision."""
+    if not applied.count:
+        return ["no server is registered, and no storage has replicas"]
+    if applied.is_off:
+        where = f"at all {applied.count} daemons, or they are not connected to ZooKeeper"
+        return [
+            f"access control is off {where}: no daemon has ever published the revision that it uses"
+        ]
+    if applied.is_complete:
+        return [f"all {applied.count} daemons use revision {revision}"]
+    lines = [f"{each}: {reason}" for each, reason in applied.late.items()]
+    lines += [
+        f"{each} publishes no revision: access control is off there, or it is not connected "
+        "to ZooKeeper"
+        for each in applied.silent
+    ]
+    lines += [
+        f"{each} is not registered in ZooKeeper: it may still use older permissions"
+        for each in applied.unregistered
+    ]
+    hint = (
+        "Hint: check the logs and /health of these daemons; `access list` prints the revision "
+        "that each one uses."
+    )
+    if any("ignores" in each for each in applied.late.values()):
+        hint += " Restart each daemon that ignores older revisions."
+    lines.append(
+        f"revision {revision} is stored, but {len(applied.missing)} of {applied.count} "
+        f"daemons do not use it. {hint}"
+    )
+    return lines
+
+
+def _print_json(result: AccessResult, applied: RevisionUse) -> None:
+    change = result.change
+    is_changed = change.before is None or change.before.revision != change.after.revision
+    print_json(
+        {
+            "done": True,
+            "changed": is_changed,
+            "revision": change.after.revision,
+            **result.values,
+            "applied": applied.using,
+            "late": applied.late,
+            "without_revision": applied.silent,
+            "unregistered": applied.unregistered,
+        }
+    )

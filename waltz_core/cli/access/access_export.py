@@ -1,0 +1,140 @@
+"""`waltz-core access export | import`: the permissions as a file, with their secrets."""
+
+from pathlib import Path
+
+import click
+
+from waltz_core.access.permission_changes import check_replicate
+from waltz_core.access.permissions import Permissions
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.access.access_change import (
+    AccessCommand,
+    AccessResult,
+    new_client_key,
+    run_change,
+    with_wait,
+)
+from waltz_core.cli.access.access_grants import force_option
+from waltz_core.cli.access.private_files import read_private, write_private
+from waltz_core.cli.change_commands import audited, connected
+from waltz_core.cli.output import print_json, print_result, time_text
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.znodes import access_node
+from waltz_core.errors import BadFormat
+
+
+def read_export(path: Path) -> Permissions:
+    """Read a file of `access export`; raises BadConfig, BadFormat."""
+    data = read_private(path, access_node.NODE_BYTES_MAX)
+    try:
+        return access_node.decode(data)
+    except BadFormat as error:
+        raise BadFormat(
+            f"{path} is not a file of exported permissions: {error}. Hint: `access export` writes "
+            "such a file."
+        ) from error
+
+
+def described(found: Permissions) -> str:
+    """Return revision, time and size of permissions as a text."""
+    return (
+        f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
+        f"by {found.changed_by}, with {len(found.grants)} grants, {len(found.groups)} groups "
+        f"and {len(found.tokens)} tokens"
+    )
+
+
+def revision_values(found: Permissions) -> dict[str, object]:
+    """Return the revision of permissions for JSON."""
+    return {
+        "revision": found.revision,
+        "changed_by": found.changed_by,
+        "changed_ms": found.changed_ms,
+    }
+
+
+@verb
+@click.option(
+    "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the file to create"
+)
+@options.connect
+@options.as_json
+async def export(*, file: Path, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        await coordinator.read_cluster()
+        async with audited(coordinator):
+            found = await coordinator.permissions.require()
+            write_private(file, access_node.encode(found))
+    if as_json:
+        print_json({"done": True, "file": str(file), **revision_values(found)})
+    else:
+        print_result(f"wrote the {described(found)} to {file}")
+    return 0
+
+
+export.details = (
+    "The file contains the key that signs client IDs, and the hashes of all tokens. Its mode "
+    "is 600; protect it as well as ZooKeeper's data."
+)
+
+
+@verb
+@click.option(
+    "--file",
+    "file",
+    type=options.PATH,
+    required=True,
+    metavar="FILE",
+    help="a file that `access export` has written",
+)
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="replace the permissions; without it, only show those of the file and of the cluster",
+)
+@force_option
+@with_wait
+async def import_command(
+    *, file: Path, yes: bool, force: bool, connect: str, as_json: bool, timeout_s: float
+) -> int:
+    saved = read_export(file)
+    if not yes:
+        return await _preview(saved, connect, as_json=as_json)
+
+    async def work(command: AccessCommand) -> AccessResult:
+        def check(before: Permissions, after: Permissions) -> None:
+            if not force:
+                check_replicate(before, after, command.partition_count)
+
+        permissions = command.coordinator.permissions
+        change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
+        return AccessResult(change, f"the cluster now has the {described(saved)}")
+
+    return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
+
+
+import_command.details = (
+    "The command replaces all grants, groups, limits and tokens, and the key that signs "
+    "client IDs. If the cluster has no permissions, it gets a new key. Permissions and "
+    "tokens that were revoked after the export are valid again. The new revision number is "
+    "higher than those of the file and of the cluster."
+)
+
+
+async def _preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        await coordinator.read_cluster()
+        try:
+            found = await coordinator.permissions.read()
+            now = "no permissions" if found is None else described(found)
+        except BadFormat as error:
+            now = f"permissions that cannot be read: {error}"
+    if as_json:
+        print_json({"done": False, "file": described(saved), "cluster": now})
+    else:
+        print_result(f"the file has {described(saved)}")
+        print_result(f"the cluster has {now}")
+        print_result(
+            "nothing was changed. Hint: add --yes to replace the permissions of the cluster."
+        )
+    return 0

@@ -1,0 +1,207 @@
+"""Runs commands that change a cluster: with a timeout, progress and an audit entry.
+
+Rules:
+    1. The audit entry is written before the change begins, and gets the outcome when it has ended.
+    2. At the timeout, the error states what the command was waiting for. Completed steps are kept,
+       and the same command continues from there.
+"""
+
+import asyncio
+import functools
+import getpass
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import click
+
+from waltz_core.cli import command_connections
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.output import print_error, print_json, print_result
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import NO_CLUSTER_SPECIFIED, VerbFunction
+from waltz_core.cluster.change.audit import DONE, AuditEntry
+from waltz_core.cluster.change.replica_steps import Plan
+from waltz_core.cluster.change.storage_changes import Progress
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.zookeeper import zookeeper_session
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
+
+OUTCOME_INTERRUPTED = "failed: interrupted"
+CONTINUE_HINT = "Completed steps are kept. Run the same command again to continue"
+
+Result: TypeAlias = Mapping[str, object] | None
+
+
+@dataclass(slots=True)
+class Command:
+    """One run of a changing command."""
+
+    coordinator: Coordinator
+    line: ProgressLine
+    as_json: bool = False
+    steps: list[str] = field(default_factory=list)
+    waits_for: str = ""
+
+    def note(self, step: str) -> None:
+        """Add a completed step to the result, and print it at once."""
+        self.steps.append(step)
+        if not self.as_json:
+            print_error(step)
+
+    def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
+        """Set what the command is waiting for."""
+        self.waits_for = what
+        self.line.show(done_count, count, what)
+
+    async def carry_out(self, plan: Plan) -> None:
+        """Move the replicas as planned."""
+        await self.coordinator.storages.carry_out(plan, self._show_progress)
+
+    def _show_progress(self, progress: Progress) -> None:
+        for step in progress.step:
+            self.note(str(step))
+        what = "; ".join(map(str, progress.step or progress.waits))
+        self.wait_for(what, progress.done_count, progress.count)
+
+
+def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Result]]], VerbFunction]:
+    """Make a verb of a function that changes a cluster: it takes a `Command` and returns a result.
+
+    See the module's rules. `creates` is passed to `audited`; a verb's option `force` has the same
+    effect, as it works on incomplete clusters, too.
+    """
+
+    def decorate(work: Callable[..., Awaitable[Result]]) -> VerbFunction:
+        @options.connect
+        @options.as_json
+        @options.timeout_s()
+        @functools.wraps(work)
+        async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
+            may_be_none = creates or words.get("force", False)
+            async with connected(connect) as coordinator:
+                if not may_be_none:
+                    await coordinator.read_cluster()  # the audit entry needs a cluster
+                with ProgressLine() as line:
+                    command = Command(coordinator, line, as_json)
+                    async with (
+                        audited(coordinator, creates=may_be_none),
+                        time_limit(timeout_s, lambda: command.waits_for or "ZooKeeper"),
+                    ):
+                        result = await work(command, **words) or {}
+            if as_json:
+                print_json({"done": True, "steps": command.steps, **result})
+            else:
+                print_result(str(result.get("summary", "done")))
+            return 0
+
+        return run
+
+    return decorate
+
+
+def with_cluster_argument(function: VerbFunction) -> VerbFunction:
+    """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
+
+    @options.argument(
+        "place",
+        "[CONNECT]",
+        f"connect string, for example {options.CONNECT_EXAMPLE}",
+        required=False,
+    )
+    @click.option(
+        "--connect",
+        envvar=options.CONNECT_VARIABLE,
+        metavar="CONNECT",
+        help="the connect string, unless it is given as argument [default:  "
+        f"${options.CONNECT_VARIABLE}]",
+    )
+    @functools.wraps(function)
+    def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401
+        chosen = place or connect
+        if chosen is None:
+            raise BadConfig(NO_CLUSTER_SPECIFIED)
+        command_connections.use_scheme_of(chosen)
+        return function(connect=chosen, **words)
+
+    return run
+
+
+@asynccontextmanager
+async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
+    """Write an audit entry for the block (rule 1); raises BadConfig to a user who may not.
+
+    `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
+    only after it. Then the entry is written at the end, if there is a cluster.
+    """
+    await coordinator.check_administrator()
+    audit, entry, outcome = coordinator.audit, _entry(), OUTCOME_INTERRUPTED
+    path = None if creates else await audit.begin(entry)
+    try:
+        yield
+        outcome = DONE
+    except WaltzError as error:
+        outcome = f"failed: {error}"
+        raise
+    finally:
+        if path is None and await _has_cluster(coordinator):
+            path = await audit.begin(entry)
+        if path is not None:
+            await audit.end(path, entry, outcome, now_ms())
+
+
+async def _has_cluster(coordinator: Coordinator) -> bool:
+    try:
+        await coordinator.read_cluster()
+    except WaltzError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def time_limit(
+    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = CONTINUE_HINT
+) -> AsyncIterator[None]:
+    """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise Unavailable(
+            f"the command did not finish within {timeout_s:g} s. It still waits for: "
+            f"{waits_for()}. {afterwards}"
+        ) from None
+
+
+def user_name() -> str:
+    """Return the user of this command for the audit, with the host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    sudoer = os.environ.get("SUDO_USER")
+    if sudoer and sudoer != user:
+        user = f"{sudoer} as {user}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _entry() -> AuditEntry:
+    return AuditEntry(user_name(), now_ms(), shlex.join(sys.argv[1:]))
+
+
+def now_ms() -> int:
+    """Return the time in UTC milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+def connected(
+    connect: str, wait_s: float = options.CONNECT_WAIT_S
+) -> AbstractAsyncContextManager[Coordinator]:
+    """Open a session for a command."""
+    return zookeeper_session.connected(connect, connect_timeout_ms=round(wait_s * 1000))

@@ -1,0 +1,98 @@
+"""The tables of `follow`: one in the options of the command, or several in a TOML file.
+
+["/lake/accounts"]
+key = "id"
+columns = ["id:int64", "owner:string"]
+delete_headers = [2]
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from waltz_core.cli.client import payload_columns
+from waltz_core.client.api.scanning import ArrowSchema
+from waltz_core.config.settings import nearest
+from waltz_core.errors import BadConfig
+from waltz_core.tables.followed_log import transactions_schema
+from waltz_core.tables.row_changes import ChangeRules, changes_function, parse_condition
+
+TABLE_FORMATS = ("delta", "parquet")
+
+
+class TableOptions(NamedTuple):
+    """A table; except its place, each field is an option of the command and a name in the file."""
+
+    place: str
+    format: str | None = None
+    key: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    headers: tuple[int, ...] = ()
+    delete_headers: tuple[int, ...] = ()
+    delete_where: str | None = None
+    changes: str | None = None
+
+    def rules(self, declared: ArrowSchema | None) -> ChangeRules:
+        """Return the rules for changes of transactions with these columns.
+
+        Raises:
+            BadConfig: an option is not valid, or the changes function does not exist.
+            BadRequest: the result of the changes function is not valid.
+        """
+        where = None if self.delete_where is None else parse_condition(self.delete_where)
+        function = None
+        if self.changes is not None:
+            if declared is None:
+                raise BadConfig(
+                    f"changes function {self.changes}: expected declared columns of the "
+                    "transactions, found none. Hint: declare them, or the column data."
+                )
+            function = changes_function(self.changes, transactions_schema(declared), self.key)
+        return ChangeRules(self.key, self.delete_headers, where, function)
+
+    def declared(self) -> ArrowSchema | None:
+        """Return the declared columns of transactions; None if they are found in payloads."""
+        return payload_columns.schema_of(self.columns)
+
+
+_LISTS = {"key": str, "columns": str, "headers": int, "delete_headers": int}
+_TEXTS = ("format", "delete_where", "changes")
+
+
+def tables_in(file: Path) -> list[TableOptions]:
+    """Return the tables of a file, with a section for each.
+
+    Raises:
+        BadConfig: the file cannot be read, has no table, or a name or a value is not valid.
+    """
+    try:
+        with file.open("rb") as stream:
+            found = tomllib.load(stream)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"--tables {file}: {error}") from None
+    if not found or not all(isinstance(each, dict) for each in found.values()):
+        raise BadConfig(
+            f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
+        )
+    return [TableOptions(place, **_checked(file, place, each)) for place, each in found.items()]
+
+
+def _checked(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    where = f'--tables {file}: section ["{place}"]'
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        if name not in _LISTS and name not in _TEXTS:
+            known = [*_LISTS, *_TEXTS]
+            raise BadConfig(f"{where}: unknown name {name!r}{nearest(name, known)}")
+        kind = _LISTS.get(name, str)
+        parts = value if isinstance(value, list) and name in _LISTS else [value]
+        if not all(type(part) is kind for part in parts):
+            expected = "a number" if kind is int else "text"
+            several = " or a list of them" if name in _LISTS else ""
+            raise BadConfig(f"{where}: {name}: expected {expected}{several}, found {value!r}")
+        found[name] = tuple(parts) if name in _LISTS else value
+    if found.get("format") not in (None, *TABLE_FORMATS):
+        expected = " or ".join(TABLE_FORMATS)
+        raise BadConfig(f"{where}: format: expected {expected}, found {found['format']!r}")
+    return found

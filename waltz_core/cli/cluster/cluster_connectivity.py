@@ -1,0 +1,91 @@
+"""`waltz-core cluster check-connectivity`: connections to servers, and from them to storages.
+
+A firewall between a server and a storage is not visible from here. So each server tries to connect
+to every storage (message 13 of Waltz 0.13, which 0.13 servers answer, too).
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.change_commands import connected
+from waltz_core.cli.output import print_json, print_table
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.queries import query
+from waltz_core.cli.verbs import verb
+from waltz_core.errors import WaltzError
+from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
+
+THIS_COMMAND: Final = "this command"
+
+
+class ConnectionCheck(NamedTuple):
+    """Whether one process reaches another; `reason` if known."""
+
+    origin: str
+    target: str
+    is_reached: bool
+    reason: str | None = None
+
+
+@verb
+@options.connect
+@options.as_json
+async def check_connectivity(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
+        storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
+    with ProgressLine() as line:
+        found = await _query_all(servers, storages, line)
+    is_healthy = bool(servers) and all(each.is_reached for each in found)
+    if as_json:
+        print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in found]})
+        return 0 if is_healthy else 1
+    rows = [
+        (each.origin, each.target, "reached" if each.is_reached else each.reason or "NOT REACHED")
+        for each in found
+    ]
+    print_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
+    return 0 if is_healthy else 1
+
+
+async def _query_all(
+    servers: list[str], storages: list[str], line: ProgressLine
+) -> list[ConnectionCheck]:
+    done: list[str] = []
+
+    async def check_server(address: str) -> list[ConnectionCheck]:
+        try:
+            answer = await query(address, CheckConnectivityResponse, CheckConnectivityRequest)
+        except WaltzError as error:
+            found = [
+                ConnectionCheck(
+                    THIS_COMMAND, f"server {address}", is_reached=False, reason=str(error)
+                )
+            ]
+        else:
+            found = checks_by_server(address, storages, dict(answer.reachable))
+        done.append(address)
+        waits = ", ".join(each for each in servers if each not in done)
+        line.show(len(done), len(servers), f"waiting for {waits}")
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(check_server(each), name=each) for each in servers]
+    return [check for task in started for check in task.result()]
+
+
+def checks_by_server(
+    server: str, storages: list[str], reported: Mapping[str, bool]
+) -> list[ConnectionCheck]:
+    """Return a server's answer for every storage, also for one that it does not know yet."""
+    name = f"server {server}"
+    found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
+    for storage in dict.fromkeys([*storages, *reported]):
+        unknown = None if storage in reported else "the server does not connect to this storage yet"
+        is_reached = reported.get(storage, False)
+        found.append(
+            ConnectionCheck(name, f"storage {storage}", is_reached=is_reached, reason=unknown)
+        )
+    return found

@@ -1,0 +1,479 @@
+"""The transaction monitor: the appends in flight on one partition, and their outcomes.
+
+An application that gets a wrong outcome loses a transaction or writes it twice. So this file
+combines all evidence: answers of the server, the feed, and the headers that are read back after a
+connection has broken.
+
+Rules:
+    1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
+       order.
+    2. An outcome is reported once, and only when it is final for every row of the submission.
+    3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
+    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that everything
+       older is final, and the log, read back to the mark of that mount, does not contain the row.
+    5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
+       reading back starts there.
+    6. The log is decisive: an answer that contradicts it is ignored.
+"""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import errors
+from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.records.raw_records import (
+    FEED_HEADER_DTYPE,
+    HEADER_DTYPE,
+    ONE_BY_ONE_MAX,
+    REQ_ID_DTYPE,
+)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+from waltz_core.values import value
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendFollowing,
+    AppendRequest,
+    AppendResult,
+    Buffer,
+    Predecessors,
+    Reason,
+)
+
+# For a row that a lock has rejected, built once: outcomes are never written to.
+_NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
+_LOCK: Final = np.full(1, Reason.LOCK, dtype=np.uint8)
+_NO_ID.flags.writeable = _LOCK.flags.writeable = False
+# Answers that end a submission; an error ends one, too.
+AppendAnswer: TypeAlias = AppendResult | Predecessors
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+Structured = npt.NDArray[np.void]
+# A header of the feed: client ID, generation, partition, sequence, application header.
+_FEED = struct.Struct(">5i")
+assert _FEED.size == FEED_HEADER_DTYPE.itemsize
+
+
+@value(frozen=True, slots=True, eq=False)
+class BatchOutcome:
+    """The outcome of each row: one element in each array, in the order of the rows.
+
+    `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
+    `conflicting` is the ID that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
+    mark of the log, not below any ID here.
+    """
+
+    high_water_mark: TransactionId
+    transaction_ids: I64
+    reasons: U8
+    conflicting: I64
+    # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
+    following: FollowedState | None = None
+    # Of a rejection of all rows: the server's words, and the pause that it requests.
+    detail: str = ""
+    retry_after_ms: int = 0
+
+    @property
+    def has_rejections(self) -> bool:
+        """Whether any row is not in the log."""
+        # Faster than NumPy, which matters for the many outcomes of a single row.
+        return any(self.reasons.tobytes())
+
+    @property
+    def committed_count(self) -> int:
+        """How many rows are in the log."""
+        return int(np.count_nonzero(self.reasons == Reason.COMMITTED))
+
+    @staticmethod
+    def uniform(
+        row_count: int,
+        reason: Reason,
+        *,
+        high_water_mark: TransactionId,
+        detail: str = "",
+        retry_after_ms: int = 0,
+    ) -> "BatchOutcome":
+        """Return the outcome of rows that were all rejected for one reason."""
+        assert reason is not Reason.COMMITTED
+        return BatchOutcome(
+            high_water_mark,
+            np.full(row_count, BEFORE_FIRST, dtype=np.int64),
+            np.full(row_count, reason, dtype=np.uint8),
+            np.full(row_count, BEFORE_FIRST, dtype=np.int64),
+            detail=detail,
+            retry_after_ms=retry_after_ms,
+        )
+
+
+class SingleRow(NamedTuple):
+    """The fields of an append of one row that goes without Arrow."""
+
+    header: int
+    data: bytes
+    write_locks: tuple[int, ...]
+    read_locks: tuple[int, ...]
+    append_locks: tuple[int, ...]
+    follows: FollowedState | None = None
+
+
+@value(frozen=True, slots=True, eq=False)
+class Submission:
+    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
+
+    `keeps_order`: if an earlier submission that keeps its order was lost, this one is not sent but
+    reported LOST as well, so that the caller can send both again in order.
+    """
+
+    token: int
+    row_count: int
+    client_high_water_mark: TransactionId
+    content: Buffer | SingleRow
+    content_crc: int
+    keeps_order: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of payload or data."""
+        return len(self.content.data if isinstance(self.content, SingleRow) else self.content)
+
+    @property
+    def follows(self) -> FollowedState | None:
+        """The in-flight appends that it depends on; None without any."""
+        return self.content.follows if isinstance(self.content, SingleRow) else None
+
+    def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
+        """Return the request that carries it.
+
+        `may_follow`: the server knows dependent appends. If it does not, the submission must not
+        depend on any.
+        """
+        mark, content = self.client_high_water_mark, self.content
+        if isinstance(content, SingleRow):
+            locks = (content.write_locks, content.read_locks, content.append_locks)
+            rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
+            if content.follows is None:
+                return AppendRequest(*rest)
+            if may_follow:
+                return AppendFollowing(*rest, content.follows.session_id)
+            assert not content.follows.has_seen
+            return AppendRequest(*rest)
+        return AppendBatch(req_id, mark, content, self.content_crc)
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A submission that was sent and is not final yet."""
+
+    submission: Submission
+    req_id: ReqId  # of its first row
+    link: int  # which connection it was sent on
+    mount: int  # which mount it was sent under
+    mark_before: TransactionId  # known when it was sent (rule 5)
+    deadline_ms: int
+    mark_proven: TransactionId | None = None  # of the mount that made it final (rule 4)
+    found: I64 | None = field(default=None, repr=False)  # IDs seen in the log, -1 elsewhere
+    is_link_lost: bool = False
+
+    @property
+    def last_sequence(self) -> int:
+        """The sequence number of its last row."""
+        return self.req_id.sequence + self.submission.row_count - 1
+
+    def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
+        """Return the outcome if every row was seen in the log, else None."""
+        if self.found is None or not (self.found != BEFORE_FIRST).all():
+            return None
+        lost = BatchOutcome.uniform(
+            self.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
+        )
+        return _corrected(lost, self.found)
+
+
+class OutcomeTracker:
+    """Everything in flight on one partition."""
+
+    def __init__(self, client_id: int, partition_id: PartitionId) -> None:
+        self._client_id = client_id
+        self._partition_id = partition_id
+        # By first sequence number, ascending: dicts keep the order of insertion (rule 1).
+        self._pending: dict[int, Pending] = {}
+        self._last_sequence = 0
+        self.in_flight_rows = 0
+        self.in_flight_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._pending.values())
+
+    @property
+    def oldest(self) -> Pending | None:
+        """The oldest submission."""
+        return next(iter(self._pending.values()), None)
+
+    # --- sending
+
+    def register(self, pending: Pending) -> None:
+        """Register a submission that is about to be sent."""
+        assert pending.req_id.client_id == self._client_id
+        assert pending.req_id.partition_id == self._partition_id
+        assert pending.req_id.sequence > self._last_sequence  # rule 1
+        assert pending.submission.row_count > 0
+        self._pending[pending.req_id.sequence] = pending
+        self._last_sequence = pending.last_sequence
+        self.in_flight_rows += pending.submission.row_count
+        self.in_flight_bytes += pending.submission.size_bytes
+
+    def find(self, req_id: ReqId) -> Pending | None:
+        """Return the submission whose first row has this request ID."""
+        pending = self._pending.get(req_id.sequence)
+        return pending if pending is not None and pending.req_id == req_id else None
+
+    def remove(self, pending: Pending) -> None:
+        """Remove a submission whose outcome was reported."""
+        removed = self._pending.pop(pending.req_id.sequence)
+        assert removed is pending
+        self.in_flight_rows -= pending.submission.row_count
+        self.in_flight_bytes -= pending.submission.size_bytes
+        assert self.in_flight_rows >= 0
+
+    # --- evidence
+
+    def answered(self, result: AppendAnswer) -> tuple[Pending, BatchOutcome] | None:
+        """Return the outcome in a server's answer; None if the submission has its outcome already.
+
+        Raises RemoteProtocolError when the answer does not fit its submission.
+        """
+        pending = self.find(result.req_id)
+        if pending is None:
+            return None
+        if isinstance(result, Predecessors):
+            outcome = _rejected(result, pending)
+        else:
+            outcome = _decode(result, pending.submission.row_count)
+        if pending.found is not None:
+            outcome = _corrected(outcome, pending.found)
+        self.remove(pending)
+        return pending, outcome
+
+    def match_feed(self, first: TransactionId, headers: Buffer) -> None:
+        """Look for own rows in a range of the feed (20 bytes each: request ID, header)."""
+        if not self._pending:
+            return
+        if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:
+            self._match_one_by_one(first, headers)
+        else:
+            feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
+            self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
+
+    def match_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
+        """Look for own rows in record headers (28 bytes each: ID, request ID, header).
+
+        Return False, and match nothing, if they are not those of `count` transactions from `first`
+        on.
+        """
+        if len(headers) != count * HEADER_DTYPE.itemsize:
+            return False
+        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+        if not np.array_equal(ids, np.arange(first, first + count)):
+            return False
+        self._match(ids, heads["req_id"])
+        return True
+
+    def match_own_headers(
+        self, first: TransactionId, last: TransactionId, count: int, headers: Buffer
+    ) -> bool:
+        """Match the headers of this client's transactions in first..last, like `match_headers`."""
+        if len(headers) != count * HEADER_DTYPE.itemsize:
+            return False
+        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+        bounds = np.concatenate(([first - 1], ids, [last + 1]))
+        is_own = bool((heads["req_id"]["client_id"] == self._client_id).all())
+        if not is_own or (np.diff(bounds) <= 0).any():
+            return False
+        self._match(ids, heads["req_id"])
+        return True
+
+    def prove(self, mark: TransactionId) -> None:
+        """A mount has succeeded: everything sent before it is final below or at its mark."""
+        for pending in self._pending.values():
+            if pending.mark_proven is None:
+                pending.mark_proven = max(mark, pending.mark_before)
+
+    def unresolved(self) -> tuple[TransactionId, TransactionId] | None:
+        """Return first..last of the log that must be read back; None when nothing is in doubt."""
+        doubtful = [
+            (pending.mark_before, pending.mark_proven)
+            for pending in self._pending.values()
+            if pending.mark_proven is not None and pending.known_outcome(BEFORE_FIRST) is None
+        ]
+        if not doubtful:
+            return None
+        first = TransactionId(min(before for before, _ in doubtful) + 1)
+        last = TransactionId(max(proven for _, proven in doubtful))
+        return (first, last) if first <= last else None
+
+    def doubtful_below(self, first_available: TransactionId) -> list[Pending]:
+        """Return the proven submissions with rows in doubt that may be below the log's first ID."""
+        return [
+            pending
+            for pending in self
+            if pending.mark_proven is not None
+            and pending.mark_before + 1 < first_available
+            and pending.known_outcome(BEFORE_FIRST) is None
+        ]
+
+    def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
+        """The log was read back: return the outcome of every proven submission (rule 4)."""
+        settled = []
+        for pending in [each for each in self if each.mark_proven is not None]:
+            outcome = BatchOutcome.uniform(
+                pending.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
+            )
+            if pending.found is not None:
+                outcome = _corrected(outcome, pending.found)
+            self.remove(pending)
+            settled.append((pending, outcome))
+        return settled
+
+    def _match_one_by_one(self, first: int, headers: Buffer) -> None:
+        """Match like `_match`, for so few rows that arrays would cost more."""
+        writer = (self._client_id, self._partition_id)
+        own = [
+            (transaction_id, generation, sequence)
+            for transaction_id, (client_id, generation, partition_id, sequence, _) in enumerate(
+                _FEED.iter_unpack(headers), first
+            )
+            if (client_id, partition_id) == writer
+        ]
+        if not own:
+            return
+        firsts = list(self._pending)
+        hits: dict[int, list[tuple[int, int]]] = {}
+        for transaction_id, generation, sequence in own:
+            position = bisect_right(firsts, sequence) - 1
+            if position < 0:
+                continue
+            pending = self._pending[firsts[position]]
+            row = sequence - pending.req_id.sequence
+            if row < pending.submission.row_count and generation == pending.req_id.generation:
+                hits.setdefault(position, []).append((row, transaction_id))
+        for position in sorted(hits):
+            rows, ids = np.array(hits[position], dtype=np.int64).T
+            _note(self._pending[firsts[position]], rows, ids)
+
+    def _match(self, ids: I64, req_ids: Structured) -> None:
+        assert req_ids.dtype == REQ_ID_DTYPE
+        if not self._pending:
+            return
+        own = np.flatnonzero(
+            (req_ids["client_id"] == self._client_id)
+            & (req_ids["partition_id"] == self._partition_id)
+        )
+        if own.size == 0:
+            return
+        sequences = req_ids["sequence"][own].astype(np.int64)
+        firsts = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
+        positions = np.searchsorted(firsts, sequences, side="right") - 1
+        for position in np.unique(positions[positions >= 0]).tolist():
+            pending = self._pending[int(firsts[position])]
+            rows = sequences - pending.req_id.sequence
+            hits = np.flatnonzero(
+                (positions == position)
+                & (rows < pending.submission.row_count)
+                & (req_ids["generation"][own] == pending.req_id.generation)
+            )
+            if hits.size:
+                _note(pending, rows[hits], ids[own[hits]])
+
+
+def _note(pending: Pending, rows: I64, ids: I64) -> None:
+    if pending.found is None:
+        pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
+    known = pending.found[rows]
+    pending.found[rows] = ids
+    reported = np.where(known == BEFORE_FIRST, ids, known)
+    twice = np.flatnonzero(pending.found[rows] != reported)
+    if twice.size:
+        position = int(twice[0])
+        raise errors.DataLoss(
+            f"row {rows[position]} of append {tuple(pending.req_id)} is in the log twice: as "
+            f"transaction {reported[position]} and as transaction "
+            f"{pending.found[rows[position]]}"
+        )
+
+
+def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
+    """Return the outcome with the rows that were seen in the log as committed (rule 6)."""
+    seen = found != BEFORE_FIRST
+    return BatchOutcome(
+        TransactionId(max(outcome.high_water_mark, int(found.max()))),
+        np.where(seen, found, outcome.transaction_ids),
+        np.where(seen, np.uint8(Reason.COMMITTED), outcome.reasons),
+        np.where(seen, BEFORE_FIRST, outcome.conflicting),
+    )
+
+
+def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
+    submission, content = pending.submission, pending.submission.content
+    if submission.follows is None or not isinstance(content, SingleRow):
+        raise errors.RemoteProtocolError(
+            f"the server sent predecessors for append {tuple(result.req_id)}, which is not a "
+            "dependent append"
+        )
+    mark = TransactionId(result.high_water_mark)
+    locks = (*content.write_locks, *content.read_locks)
+    following = submission.follows.with_predecessors(
+        result, submission.client_high_water_mark, pending.mount, locks
+    )
+    return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
+
+
+def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
+    sizes = (len(result.transaction_ids), len(result.reasons) * 8, len(result.conflicting))
+    if sizes != (row_count * 8,) * 3:
+        raise errors.RemoteProtocolError(
+            f"result of append {tuple(result.req_id)}: expected values for {row_count} rows, "
+            f"found {sizes[0] // 8} transaction IDs, {len(result.reasons)} reasons and "
+            f"{sizes[2] // 8} conflicting IDs"
+        )
+    if row_count == 1:
+        return _decode_one(result)
+    ids = np.frombuffer(result.transaction_ids, dtype=">i8").astype(np.int64)
+    reasons = np.frombuffer(result.reasons, dtype=np.uint8).copy()
+    conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
+    committed = reasons == Reason.COMMITTED
+    if not np.array_equal(committed, ids > BEFORE_FIRST):
+        raise _wrong_ids(result)
+    mark = max(result.high_water_mark, int(ids.max()))
+    return BatchOutcome(TransactionId(mark), ids, reasons, conflicting)
+
+
+def _decode_one(result: AppendResult) -> BatchOutcome:
+    """Decode one row, at a third of the cost of `_decode`."""
+    transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
+    conflicting = int.from_bytes(result.conflicting, "big", signed=True)
+    reason = result.reasons[0]
+    if (reason == Reason.COMMITTED) is not (transaction_id > BEFORE_FIRST):
+        raise _wrong_ids(result)
+    return BatchOutcome(
+        TransactionId(max(result.high_water_mark, transaction_id)),
+        np.array((transaction_id,), dtype=np.int64),
+        np.array((reason,), dtype=np.uint8),
+        np.array((conflicting,), dtype=np.int64),
+    )
+
+
+def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
+    return errors.RemoteProtocolError(
+        f"result of append {tuple(result.req_id)}: expected a transaction ID for each "
+        "committed row and for no other row"
+    )

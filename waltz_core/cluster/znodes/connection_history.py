@@ -1,0 +1,51 @@
+"""Records when ZooKeeper became unavailable, and when it became available again.
+
+Health checks use it, and the lead server, which waits for servers that may register again.
+
+Rules:
+    1. A connection that is replaced within `ABSENCE_MS_MIN` is no outage: one node of the ensemble
+       has failed, which ends no session.
+    2. The first connection of a process does not end an outage.
+"""
+
+from waltz_core.cluster.znodes.interface import SessionState, Znodes
+
+ABSENCE_MS_MIN = 500
+
+
+class ConnectionHistory:
+    """Follows one session with ZooKeeper."""
+
+    def __init__(self, znodes: Znodes) -> None:
+        self._znodes = znodes
+        is_connected = znodes.state is SessionState.CONNECTED
+        self._disconnected_since_ms = None if is_connected else znodes.now_ms
+        self._reconnected_since_ms: int | None = None
+        znodes.on_state(self._changed)
+
+    @property
+    def disconnected_ms(self) -> int:
+        """How long there has been no connection; 0 while there is one."""
+        return (
+            0
+            if self._disconnected_since_ms is None
+            else self._znodes.now_ms - self._disconnected_since_ms
+        )
+
+    @property
+    def reconnected_ms(self) -> int | None:
+        """How long ago the last outage ended; None if there was none."""
+        return (
+            None
+            if self._reconnected_since_ms is None
+            else self._znodes.now_ms - self._reconnected_since_ms
+        )
+
+    def _changed(self, state: SessionState) -> None:
+        if state is not SessionState.CONNECTED:
+            if self._disconnected_since_ms is None:
+                self._disconnected_since_ms = self._znodes.now_ms
+        elif self._disconnected_since_ms is not None:
+            if self.disconnected_ms >= ABSENCE_MS_MIN:  # rule 1
+                self._reconnected_since_ms = self._znodes.now_ms
+            self._disconnected_since_ms = None

@@ -1,0 +1,219 @@
+"""Failure detection by connection: a server whose process has died is removed at once.
+
+ZooKeeper detects a dead process only when its session times out. But the operating system closes
+the connections of a dead process immediately, and rejects new ones.
+
+Rules:
+    1. A server can be declared dead only if this one was connected to it. If its address was never
+       reachable from here, a refused connection proves nothing.
+    2. A server is dead when its connection was lost and new ones were refused `REFUSALS_MIN` times
+       in a row: then no process listens at its address. A connection attempt without any answer, as
+       with a dead or partitioned host, proves nothing; ZooKeeper's session timeout covers this
+       case. A refused connection at a name with several addresses proves nothing, either.
+    3. A false detection costs only a move of partitions: the live server registers again, and
+       storages fence replaced owners. No other code may rely on this detection.
+    4. If a server changes its preferences, it is still the same process, so watching it continues.
+    5. A dying process may accept one more connection and drop it. So after a connection that lasted
+       less than `RETRY_PAUSE_S`, and after an attempt that fails in another way, the server
+       connects again soon, and then with growing pauses, up to `RETRY_PAUSE_S`.
+    6. The results are published for the lead, which assigns no partitions to a server to which no
+       other server can connect (`cluster/membership/reachability.py`). An accepted connection
+       counts even if the peer closes it at once: it may be a server of another version, or at its
+       connection limit.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from ssl import SSLContext
+from typing import Final
+
+from waltz_core.cluster.membership.reachability import PublishedReachability, Reachability
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.znodes.model import ServerDescriptor
+from waltz_core.driver import loop_clock_ms
+from waltz_core.errors import AuthenticationFailed, BadConfig, TlsFailed, WaltzError
+from waltz_core.records.record import ServerId
+from waltz_core.server.process.storage_links import Tasks
+from waltz_core.transport import net
+from waltz_core.wire.messages import WireProtocol
+
+_log = logging.getLogger(__name__)
+
+REFUSALS_MIN: Final = 3
+REFUSED_PAUSE_S: Final = 0.02
+RETRY_PAUSE_S: Final = 1.0
+REPORT_S: Final = 1.0
+DIAL_TIMEOUT_S: Final = 3.0
+
+
+class FailureDetector:
+    """See the module's rules.
+
+    Args:
+        server_id: this server.
+        tasks: runs the watches.
+        remove_dead: removes a dead server from the cluster; raises if that fails.
+        ssl: the TLS context for dialing other servers.
+    """
+
+    def __init__(
+        self,
+        server_id: ServerId,
+        tasks: Tasks,
+        remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
+        *,
+        ssl: SSLContext | None = None,
+    ) -> None:
+        self._server_id = server_id
+        self._tasks = tasks
+        self._remove_dead = remove_dead
+        self._ssl = ssl
+        self._watches: dict[tuple[ServerId, str], _Watch] = {}
+        self._results = _DialResults()
+
+    def follow(self, view: ServersView) -> None:
+        """Watch exactly the other servers of this view."""
+        others = {
+            (each.server_id, each.address): each
+            for each in view.servers.values()
+            if each.server_id != self._server_id
+        }
+        for key in self._watches.keys() - others.keys():
+            self._watches.pop(key).stop()
+        for key, descriptor in others.items():
+            if key in self._watches:
+                self._watches[key].descriptor = descriptor  # rule 4
+                continue
+            watch = self._watches[key] = _Watch(
+                descriptor, self._remove_dead, self._ssl, self._results
+            )
+            self._tasks.create_task(watch.run())
+        self._results.reachability.keep({server_id for server_id, _ in others})
+
+    async def report(self, board: PublishedReachability, is_witness: Callable[[], bool]) -> None:
+        """Publish the results of the dials periodically, until cancelled (rule 6)."""
+        while True:
+            self._results.is_changed.clear()
+            report = self._results.reachability.report(loop_clock_ms())
+            if not is_witness():
+                report = report.without_open_partition()
+            try:
+                await board.publish(self._server_id, report)
+            except WaltzError as error:
+                _log.info("neighbors.report_failed error=%s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._results.is_changed.wait()
+
+    def stop(self) -> None:
+        """Stop all watches."""
+        for watch in self._watches.values():
+            watch.stop()
+        self._watches.clear()
+
+
+class _DialResults:
+    """The results of all watches; `is_changed` is set by each dial."""
+
+    def __init__(self) -> None:
+        self.reachability = Reachability()
+        self.is_changed = asyncio.Event()
+
+    def dialed(self, server_id: ServerId, error: WaltzError | None) -> None:
+        """Record the result of a dial."""
+        now_ms = loop_clock_ms()
+        is_failed = isinstance(error, BadConfig | TlsFailed | AuthenticationFailed)
+        if is_failed or (error and isinstance(error.__cause__, OSError)):
+            self.reachability.failed(server_id, str(error), now_ms)
+        else:
+            self.reachability.reached(server_id, now_ms)
+        self.is_changed.set()
+
+
+class _Watch:
+    """A connection to one server, re-established whenever it is lost."""
+
+    def __init__(
+        self,
+        descriptor: ServerDescriptor,
+        remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
+        ssl: SSLContext | None,
+        seen: _DialResults,
+    ) -> None:
+        self.descriptor = descriptor
+        self._results = seen
+        self._remove_dead = remove_dead
+        self._ssl = ssl
+        self._stopped = asyncio.Event()
+        self._link: net.Link | None = None
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stopped.set()
+        if self._link is not None:
+            self._link.abort("this server no longer checks the other server")
+
+    async def run(self) -> None:
+        """Keep a connection until `stop`; rules 1 and 2."""
+        was_connected, refusals, pause_s = False, 0, REFUSED_PAUSE_S
+        while not self._stopped.is_set():
+            try:
+                self._link = await net.dial(
+                    WireProtocol.CLIENT,
+                    self.descriptor.address,
+                    timeout_s=DIAL_TIMEOUT_S,
+                    ssl=self._ssl,
+                )
+            except WaltzError as error:
+                self._note(error)
+                is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+                refusals = refusals + 1 if is_refused and was_connected else 0
+                if refusals < REFUSALS_MIN:
+                    await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
+                    pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
+                    continue
+                # If it is alive after all, it must be reached before it can be declared dead again.
+                refusals, was_connected = 0, not await self._is_removed()
+                await self._pause(RETRY_PAUSE_S)
+            else:
+                self._note(None)
+                was_connected, refusals, since_ms = True, 0, loop_clock_ms()
+                if self._stopped.is_set():
+                    self._link.abort("this server no longer checks the other server")
+                await self._link.wait_closed()
+                if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
+                    pause_s = REFUSED_PAUSE_S
+                    continue
+                # The pause also grows for a server that closes each connection at once.
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, RETRY_PAUSE_S)
+
+    def _note(self, error: WaltzError | None) -> None:
+        if not self._stopped.is_set():
+            self._results.dialed(self.descriptor.server_id, error)
+
+    async def _is_removed(self) -> bool:
+        dead = self.descriptor
+        try:
+            await self._remove_dead(dead)
+        except WaltzError as error:
+            _log.warning(
+                "neighbors.server_removal_failed server=%s error=%s", dead.server_id, error
+            )
+            return False
+        _log.warning(
+            "neighbors.server_removed server=%s address=%s "
+            "reason='nothing listens at this address'",
+            dead.server_id,
+            dead.address,
+        )
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            return

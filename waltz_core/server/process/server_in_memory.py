@@ -1,0 +1,320 @@
+"""The server of `MemoryWaltz`: logs in memory, and faults that affect its messages.
+
+It runs the same code for partitions and clients as the daemon, but has no storages, no ZooKeeper
+and no assignment.
+
+Rules:
+    1. Faults affect messages only, never the decisions of a state machine.
+    2. Random values are drawn in the order of arrival of messages.
+    3. Answers of one connection keep their order, whatever their delays.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from waltz_core import errors
+from waltz_core.config.declarations import MIB
+from waltz_core.driver import Driver
+from waltz_core.metrics import Metrics
+from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
+from waltz_core.replication.session_events import TakeOwnership
+from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
+    ConnectionId,
+    Effect,
+    Event,
+    Fetch,
+    Fetched,
+    PartitionIdentity,
+    PartitionLimits,
+    Received,
+    SendToClient,
+    error_answer,
+)
+from waltz_core.server.process.append_times import AppendTime
+from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.transport.listening import Listener, listen
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    AppendResult,
+    ClientMessage,
+    MountRequest,
+    MountWriter,
+    RangeRaw,
+    Reason,
+    ReplicasResponse,
+    WireProtocol,
+)
+
+if TYPE_CHECKING:
+    from waltz_core.server.process.registry_requests import RegistryRequests
+
+# A prime, and small: a table is made for every partition of every test.
+LOCK_SLOT_COUNT: Final = 65_537
+GENERATION: Final = Generation(1)
+# There are no low-water marks to move up, and `MemoryStore` ends no session: a partition that waits
+# for the end of one would take nothing more.
+_NEVER_COUNT: Final = 1 << 62
+_NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
+_FLOW: Final = FlowLimits(
+    connection_in_flight_count_max=1_024,
+    connection_in_flight_bytes_max=64 * MIB,
+    memory_bytes_max=512 * MIB,
+    range_bytes_max=4 * MIB,
+)
+
+
+@dataclass(slots=True)
+class InjectedFailures:
+    """The error of the next `count` appends (`fail_next_append`)."""
+
+    count: int
+    error: errors.WaltzError
+    enters_log: bool | None
+
+
+class Faults:
+    """The fault settings, and the random choices."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.delay_ms = (0.0, 0.0)
+        self.rate = 0.0
+        self.count = 0
+        self.rejections = 0
+        self.failures: InjectedFailures | None = None
+
+    def delay_s(self) -> float:
+        """Draw the delay of an answer."""
+        low, high = self.delay_ms
+        return (low if low == high else self._random.uniform(low, high)) / 1000
+
+    def is_lost(self) -> bool:
+        """Draw whether an append or its answer is lost."""
+        is_lost = self.rate > 0 and self._random.random() < self.rate
+        self.count += is_lost
+        return is_lost
+
+    def failure(self) -> "InjectedFailures | None":
+        """Return the failure of this append, if it is one of `fail_next_append`."""
+        failures = self.failures
+        if failures is None or failures.count <= 0:
+            return None
+        failures.count -= 1
+        return failures
+
+    def random_bool(self) -> bool:
+        """Draw True or False."""
+        return self._random.random() < 0.5
+
+    def rejects(self, message: ClientMessage) -> bool:
+        """Whether this append is one of `reject_next`."""
+        if not self.rejections or not isinstance(message, AppendRequest):
+            return False
+        if not (message.write_locks or message.read_locks):
+            return False
+        self.rejections -= 1
+        return True
+
+
+class MemoryServer:
+    """All partitions on one port."""
+
+    def __init__(self, key: bytes, partition_count: int, faults: Faults, tasks: Tasks) -> None:
+        self.key = key
+        self.partition_count = partition_count
+        self.faults = faults
+        self.loop = asyncio.get_running_loop()
+        self.address = ""
+        self.failure: Exception | None = None
+        self.client_ids = itertools.count(1)
+        self.registry: RegistryRequests | None = None  # there is no ZooKeeper
+        # How long each client waits for an outcome.
+        self.outcome_timeout_s: dict[int, float] = {}
+        self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
+        self.hosts: dict[PartitionId, MemoryHost] = {
+            PartitionId(number): MemoryHost(PartitionId(number), self)
+            for number in range(self.partition_count)
+        }
+        self._listener: Listener | None = None
+        self._delayed: dict[ConnectionId, deque[SendToClient]] = {}
+        self._due_s: dict[ConnectionId, float] = {}
+
+    async def start(self) -> None:
+        """Own everything, and listen."""
+        for host in self.hosts.values():
+            host.post(TakeOwnership(GENERATION, (REPLICA,)))
+        self._listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
+        self.address = f"127.0.0.1:{self._listener.port}"
+
+    async def stop(self) -> None:
+        """Stop serving."""
+        assert self._listener is not None
+        await self._listener.close("the test is over")
+        for host in self.hosts.values():
+            host.stop()
+
+    def failed(self, error: Exception) -> None:
+        """A machine has raised: end all connections."""
+        self.failure = self.failure or error
+        assert self._listener is not None
+        for link in self._listener.links:
+            link.abort("a partition has failed")
+
+    async def next_client_id(self) -> ClientId:
+        """Issue a client ID (`clients.Backend`)."""
+        return ClientId(next(self.client_ids))
+
+    def append_times(self) -> Sequence[AppendTime]:
+        """There are no storages (`clients.Backend`)."""
+        return ()
+
+    async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
+        """There are no storages (`clients.Backend`)."""
+        return ()
+
+    async def prefer(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        """Do nothing: there is only one server (`clients.Backend`)."""
+
+    def answer(self, effect: SendToClient) -> None:
+        """Answer after the drawn delay (rule 3)."""
+        connection = effect.connection
+        delay_s = self.faults.delay_s()
+        if not delay_s and connection not in self._delayed:
+            self.clients.answer(effect)
+            return
+        self._delayed.setdefault(connection, deque()).append(effect)
+        due_s = max(self.loop.time() + delay_s, self._due_s.get(connection, 0.0))
+        self._due_s[connection] = due_s
+        self.loop.call_at(due_s, self._release, connection)
+
+    def _release(self, connection: ConnectionId) -> None:
+        waiting = self._delayed[connection]
+        self.clients.answer(waiting.popleft())
+        if not waiting:
+            del self._delayed[connection], self._due_s[connection]
+
+
+class MemoryHost:
+    """One partition (`clients.PartitionHost`), and the faults of its messages."""
+
+    def __init__(self, partition_id: PartitionId, server: MemoryServer) -> None:
+        self.partition_id = partition_id
+        self.store = MemoryStore(MemoryLog())
+        self._server = server
+        self._partition = Partition(
+            PartitionIdentity(partition_id, server.partition_count, server.key),
+            self.store,
+            PartitionLimits(
+                lock_slot_count=LOCK_SLOT_COUNT,
+                lock_load_count_max=0,
+                checkpoint_interval_count=_NEVER_COUNT,
+            ),
+            TransactionCache(CacheBudget(4 * MIB)),
+            FeedCache(MIB),
+            LargeBatchThrottle(is_on=False),
+        )
+        # Requests whose answers will be lost; until when each client may not mount.
+        self._muted: set[ReqId] = set()
+        self._disconnected_until_s: dict[int, float] = {}
+        self._driver: Driver[Event, Effect] = Driver(
+            self._partition,
+            self._perform,
+            on_report=lambda report: None,
+            on_failure=server.failed,
+            name=f"memory-{partition_id}",
+        )
+        self.post, self.stop = self._driver.post, self._driver.stop
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it accepts appends."""
+        return self._partition.is_open
+
+    def receive(
+        self,
+        connection: ConnectionId,
+        message: ClientMessage,
+        cost_bytes: int,
+        *,
+        principal: str = "",
+        over_limit: errors.Overloaded | None = None,
+    ) -> None:
+        """Pass a client's request to the machine, unless a fault applies."""
+        assert over_limit is None, "there are no principals"
+        if isinstance(message, AppendRequest | AppendBatch):
+            if self._fails(connection, message, cost_bytes):
+                return
+        elif isinstance(message, MountRequest | MountWriter):
+            until_s = self._disconnected_until_s.get(message.req_id.client_id, 0.0)
+            if self._server.loop.time() < until_s:
+                error = errors.Overloaded("the fault keeps the outcome of an append unknown")
+                self._server.answer(error_answer(connection, message.req_id, cost_bytes, error))
+                return
+        wall_ms = time.time_ns() // 1_000_000
+        self.post(Received(connection, message, cost_bytes, wall_ms, principal))
+
+    def _fails(
+        self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
+    ) -> bool:
+        """Apply the faults of appends; return whether the machine must not get this one."""
+        faults, req_id = self._server.faults, message.req_id
+        failure = faults.failure()
+        if failure is not None:
+            if not isinstance(failure.error, errors.OutcomeUnknown):
+                self._server.answer(error_answer(connection, req_id, cost_bytes, failure.error))
+                return True
+            outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
+            now_s = self._server.loop.time()
+            self._disconnected_until_s[req_id.client_id] = now_s + outcome_timeout_s
+            return self._lose(connection, req_id, enters_log=failure.enters_log)
+        if faults.rejects(message):
+            mark = self._partition.high_water_mark
+            conflict = mark.to_bytes(8, "big", signed=True)
+            result = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
+            self._server.answer(SendToClient(connection, result, cost_bytes))
+            return True
+        return faults.is_lost() and self._lose(connection, req_id, enters_log=None)
+
+    def _lose(self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None) -> bool:
+        """Lose an append, or its answer (False), with the connection."""
+        if self._server.faults.random_bool() if enters_log is None else enters_log:
+            self._muted.add(req_id)
+            return False
+        self._server.clients.cut(connection, "an append was lost")
+        return True
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SendToClient():
+                self._answer(effect)
+            case Fetch(message=RangeRaw() as message):
+                fetched = Fetched(effect.token, self.store.log.read(message))
+                self._server.loop.call_soon(self.post, fetched)
+            case _:
+                raise AssertionError(f"unexpected effect: {effect!r}")
+
+    def _answer(self, effect: SendToClient) -> None:
+        message = effect.message
+        if message.req_id in self._muted and isinstance(message, AppendResult):
+            self._muted.discard(message.req_id)
+            self._server.clients.cut(effect.connection, "an answer was lost")
+        elif isinstance(message, ReplicasResponse):
+            # There are no storages: the server itself serves readers.
+            self._server.answer(replace(effect, message=replace(message, replicas=())))
+        else:
+            self._server.answer(effect)

@@ -1,0 +1,362 @@
+"""Decides which partitions a storage serves, following ZooKeeper, with pauses for administration.
+
+Opening, dropping and administering the same partition must never happen at the same time. A lock
+for each partition ensures this.
+
+Rules:
+    1. A partition is served while the replica assignment names this storage for it. Afterwards, it
+       is served until the partition's metadata no longer names the storage, because the session
+       that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
+       D). While ZooKeeper is unavailable, nothing changes. If a partition cannot be opened (full
+       disk, failing disk, a missing file that an operator must restore), the storage tries again,
+       with growing pauses. If only a restart can help, the process ends.
+    2. A partition that was taken offline is not served, whatever ZooKeeper assigns.
+    3. To change a partition's files, the storage first drops the partition, which ends its session
+       here. It opens the partition again afterwards if it must still be served.
+    4. A partition is dropped when its running work is done. If this work hangs on a disk, only that
+       partition is delayed.
+    5. If the files of a partition were deleted or replaced, it is dropped, and not opened again
+       before an administrator has emptied it (`engine.py`, rule 8). If the control file was deleted
+       or replaced, too, the process ends (rule 9 there).
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import wait
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaAssignments
+from waltz_core.machine import Report
+from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service import service
+from waltz_core.storage.service.admin_tasks import ZooKeeperState
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.writer_threads import CallThreads
+
+_log = logging.getLogger(__name__)
+
+REOPEN_S_MIN: Final = 1.0
+REOPEN_S_MAX: Final = 60.0
+# Partitions opened at once. Each opening makes three syncs, or six if it is new; a file system
+# joins concurrent ones. More threads would only contend for it.
+OPENERS_COUNT: Final = 8
+ResultT = TypeVar("ResultT")
+
+
+def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+    """Block until `call` has run for each partition, on at most `OPENERS_COUNT` threads at once.
+
+    All calls are made; then the first exception is raised.
+    """
+    if not partition_ids:
+        return
+    with CallThreads(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
+        opened = [openers.submit(call, each) for each in partition_ids]
+        wait(opened)
+        for each in opened:
+            each.result()
+
+
+class InThread(Protocol):
+    """Runs a blocking call on a thread of the storage's pool."""
+
+    def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
+        """Return the call's result."""
+
+
+class ServedReplicas:
+    """The partitions of one storage; see the module's rules."""
+
+    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+        self,
+        engine: Engine,
+        coordinator: Coordinator | None,
+        *,
+        partitions: tuple[PartitionId, ...],
+        post: Callable[[service.Event], None],
+        report: Callable[[Report], None],
+        in_thread: InThread,
+        on_opened: Callable[[PartitionLog], None],
+        on_dropped: Callable[[PartitionId], None],
+    ) -> None:
+        self.address = ReplicaId("")  # until the daemon knows its port
+        self.logs: dict[PartitionId, PartitionLog] = {}
+        self._engine = engine
+        self._coordinator = coordinator
+        self._assigned = partitions  # assigned here, offline or not
+        self._post = post
+        self._report = report
+        self._in_thread = in_thread
+        self._on_opened = on_opened
+        self._on_dropped = on_dropped
+        self._changed = asyncio.Event()
+        self._dropping: dict[PartitionId, asyncio.Event] = {}
+        self._alone = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
+
+    @property
+    def offline(self) -> tuple[PartitionId, ...]:
+        """Return the partitions that are assigned here and were taken offline."""
+        return tuple(
+            partition_id
+            for partition_id in self._assigned
+            if not self._engine.is_available(partition_id)
+        )
+
+    @property
+    def not_served(self) -> list[PartitionId]:
+        """Return the partitions that should be served and are not."""
+        return sorted(set(self._wanted()) - self.logs.keys())
+
+    @property
+    def not_served_reasons(self) -> dict[str, str]:
+        """Return the error of each partition that should be served and is not."""
+        failed = self._engine.failed
+        return {str(each): str(failed[each]) for each in self.not_served if each in failed}
+
+    def _wanted(self) -> tuple[PartitionId, ...]:
+        return tuple(
+            partition_id
+            for partition_id in self._assigned
+            if self._engine.is_available(partition_id)
+        )
+
+    # ---- following (rule 1)
+
+    def assigned(self, assignments: ReplicaAssignments) -> None:
+        """Take a new replica assignment from ZooKeeper."""
+        own_partitions = assignments.partitions.get(self.address)
+        if own_partitions is None:
+            _log.warning("storage.not_in_cluster address=%s", self.address)
+        count_max = self._engine.partition_count
+        self._assigned = tuple(
+            sorted(each for each in own_partitions or () if 0 <= each < count_max)
+        )
+        self.recheck()
+
+    def recheck(self) -> None:
+        """Trigger a new comparison of served and wanted partitions."""
+        self._changed.set()
+
+    async def follow(self, on_checked: Callable[[], None]) -> None:
+        """Open and drop partitions as wanted; call `on_checked` after each round."""
+        retry_s = REOPEN_S_MIN
+        await self._changed.wait()  # the assignment is unknown before
+        async with asyncio.TaskGroup() as drops:
+            while True:
+                try:
+                    async with asyncio.timeout(self._wait_s(retry_s)):
+                        await self._changed.wait()
+                    retry_s = REOPEN_S_MIN
+                except TimeoutError:
+                    retry_s = min(2 * retry_s, REOPEN_S_MAX)
+                self._changed.clear()
+                if self._engine.has_lost_files:
+                    await self._in_thread(self._engine.check_files)
+                leaving = await self._leaving()
+                wanted = {
+                    each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
+                }
+                for partition_id in self._free(self.logs.keys() - wanted):
+                    drops.create_task(self._drop_exclusively(partition_id))
+                await self._open_exclusively(self._free(wanted - self.logs.keys()), leaving)
+                on_checked()
+
+    def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
+        """Return whether a partition should be open; an administrator may have changed that."""
+        engine = self._engine
+        if engine.has_lost_files_of(partition_id) or not engine.is_available(partition_id):
+            return False
+        is_kept = partition_id in leaving and engine.is_held(partition_id)
+        return is_kept or partition_id in self._assigned
+
+    def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
+        """Return those that are not locked; a lock holder triggers `recheck` afterwards."""
+        return sorted(each for each in partition_ids if not self._alone[each].locked())
+
+    async def _drop_exclusively(self, partition_id: PartitionId) -> None:
+        async with self._alone[partition_id]:
+            if partition_id in self.logs:
+                await self._drop(partition_id)
+        self.recheck()
+
+    async def _open_exclusively(
+        self, partition_ids: Sequence[PartitionId], leaving: Collection[PartitionId]
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            for partition_id in partition_ids:
+                await stack.enter_async_context(self._alone[partition_id])
+            await self._open(
+                [
+                    each
+                    for each in partition_ids
+                    if each not in self.logs and self._is_wanted(each, leaving)
+                ]
+            )
+
+    def _wait_s(self, retry_s: float) -> float | None:
+        stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
+        return recheck_interval_s(
+            retry_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
+        )
+
+    async def _leaving(self) -> list[PartitionId]:
+        """Return unassigned partitions that are still in the metadata of a session."""
+        leaving: list[PartitionId] = []
+        if self._coordinator is None:
+            return leaving
+        for partition_id in self._engine.assigned():
+            if partition_id in self._assigned or not self._engine.is_available(partition_id):
+                continue
+            try:
+                metadata = (await self._coordinator.read_partition(partition_id)).metadata
+                is_name_durable = metadata is not None and self.address in metadata.states
+            except errors.WaltzError as error:
+                _log.warning(
+                    "storage.metadata_read_failed partition=%s error=%s", partition_id, error
+                )
+                is_name_durable = partition_id in self.logs
+            if is_name_durable:
+                leaving.append(partition_id)
+        return leaving
+
+    async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
+        """Open the logs in parallel; a failure of one does not affect the others."""
+        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
+
+        def open_one(partition_id: PartitionId) -> None:
+            try:
+                # The reserve has room for this.
+                assign = partial(self._engine.assign, partition_id)
+                found[partition_id] = self._engine.space.with_reserve(assign)
+            except errors.WaltzError as error:
+                found[partition_id] = error
+
+        def open_all() -> None:
+            with suppress(errors.WaltzError):  # Each of them gets the error again.
+                self._engine.found(partition_ids)
+            concurrently(open_one, partition_ids)
+
+        await self._in_thread(open_all)
+        for partition_id in partition_ids:
+            log = found[partition_id]
+            if isinstance(log, errors.WaltzError):
+                self._report(
+                    Report(
+                        "storage.partition_open_failed",
+                        (("partition", partition_id), ("error", log)),
+                    )
+                )
+                if self._engine.has_failed:
+                    raise log
+                continue
+            self.logs[partition_id] = log
+            self._on_opened(log)
+            self._post(service.Opened(log))
+            last = log.synced_max
+            _log.debug("storage.partition_opened partition=%s last=%s", partition_id, last)
+        if partition_ids:
+            _log.info("storage.partitions_opened count=%d", len(partition_ids))
+
+    async def _drop(self, partition_id: PartitionId) -> None:
+        """Stop serving a partition; its files stay open until they are changed."""
+        idle = self._dropping[partition_id] = asyncio.Event()
+        self._post(service.Dropped(partition_id))
+        await idle.wait()
+        del self._dropping[partition_id]
+        del self.logs[partition_id]
+        self._on_dropped(partition_id)
+        _log.info("storage.partition_closed partition=%s", partition_id)
+
+    def idle(self, partition_id: PartitionId) -> None:
+        """Note that a dropped partition has no running work."""
+        self._dropping[partition_id].set()
+
+    def stop_serving(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+        """Drop a partition whose files were deleted or replaced (rule 5)."""
+        self._engine.stop_serving(partition_id, why)
+        self.recheck()
+
+    # ---- administration (rules 2 and 3)
+
+    async def run_exclusively(
+        self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
+    ) -> ResultT:
+        """Call on a thread with exclusive use of a partition; serve it again afterwards.
+
+        Raises:
+            UnknownPartition: the cluster has no such partition.
+            Unavailable: it is served, and its session must not end for this.
+        """
+        self._engine.check_exists(partition_id)
+        async with self._alone[partition_id]:
+            try:
+                if partition_id in self.logs:
+                    if not ends_session:
+                        raise errors.Unavailable(f"partition {partition_id} is online now")
+                    await self._drop(partition_id)
+                return await self._in_thread(call)
+            finally:
+                if ends_session:
+                    self.recheck()
+
+    async def pause_changes(self) -> None:
+        """Stop opening, dropping and changing partitions; wait for running operations."""
+        for partition_id in range(self._engine.partition_count):
+            await self._alone[PartitionId(partition_id)].acquire()
+
+    async def zookeeper_state(self, partition_id: PartitionId) -> ZooKeeperState:
+        """Return the state of this replica in ZooKeeper, or else in the configured cluster.
+
+        Raises:
+            CoordinatorUnavailable: ZooKeeper cannot be read.
+        """
+        if self._coordinator is None:
+            log = self.logs.get(partition_id)
+            is_engaged = log is not None and log.is_engaged(log.promised)
+            engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
+            session_id = NO_SESSION if log is None else log.promised
+            return ZooKeeperState(
+                partition_id in self._assigned, is_engaged, session_id, engaged, 1
+            )
+        assignments = await self._coordinator.read_replica_assignment()
+        is_assigned = partition_id in assignments.partitions.get(self.address, ())
+        metadata = (await self._coordinator.read_partition(partition_id)).metadata
+        if metadata is None:
+            return ZooKeeperState(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+        engaged = tuple(
+            str(replica)
+            for replica, state in metadata.states.items()
+            if state.closing_high_water_mark == UNRESOLVED
+        )
+        return ZooKeeperState(
+            is_assigned,
+            self.address in engaged,
+            metadata.session_id,
+            engaged,
+            len(metadata.states),
+        )
+
+
+def recheck_interval_s(
+    retry_s: float,
+    *,
+    served: Collection[PartitionId],
+    wanted: Collection[PartitionId],
+    stored_here: Collection[PartitionId],
+) -> float | None:
+    """Return the time until the partitions are checked again without a change.
+
+    None if only a change can matter. `retry_s` is the current pause (it grows) for partitions
+    that could not be opened, or not be dropped yet.
+    """
+    if set(served) != set(wanted):
+        return retry_s
+    # A session may still need the vote of a partition that is here but not served.
+    return None if set(served) >= set(stored_here) else REOPEN_S_MAX

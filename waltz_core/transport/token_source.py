@@ -1,0 +1,50 @@
+"""The place of a client's token, as a connect string names it: a file or an environment variable.
+
+The token is read for each connection, so that it can be replaced while the process runs.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from waltz_core.access.tokens import Token
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.errors import BadConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """A file or, if that is empty, a variable."""
+
+    file: str
+    variable: str
+
+    def __str__(self) -> str:
+        return f"token_file {self.file!r}" if self.file else f"token_env {self.variable}"
+
+    def read(self) -> Token:
+        """Return the token; raises BadConfig with the place, and without the text."""
+        if not self.file:
+            if self.variable not in os.environ:
+                raise BadConfig(f"{self}: expected a token, but the variable is not set")
+            return Token.parse(os.environ[self.variable], str(self))
+        try:
+            text = Path(self.file).read_text(encoding="ascii")
+        except OSError as error:
+            raise BadConfig(f"{self} cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise BadConfig(f"{self}: expected a token in ASCII, found other bytes") from None
+        return Token.parse(text, str(self))
+
+
+def token_source_in(connect: str) -> TokenSource | None:
+    """Return the place that a connect string names; None: it names none.
+
+    A string without one is not checked, like in `tls.place_in`.
+    """
+    if "token_" not in connect:
+        return None
+    parsed = parse_connect_string(connect)
+    if not parsed.token_file and not parsed.token_env:
+        return None
+    return TokenSource(parsed.token_file, parsed.token_env)

@@ -1,0 +1,35 @@
+"""Loads functions of the user, which an option names as `module:function`."""
+
+import importlib
+import re
+from typing import Any
+
+from waltz_core.errors import BadConfig
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def is_function_name(text: str) -> bool:
+    """Return whether a text has the form `module:function`."""
+    return _NAME.fullmatch(text) is not None
+
+
+def load_function(name: str, option: str, hint: str) -> Any:  # noqa: ANN401 - the user's
+    """Return the function with a name, `module:function`.
+
+    Args:
+        name: the name.
+        option: what names it, for errors.
+        hint: for a function that cannot be imported.
+
+    Raises:
+        BadConfig: it does not exist, or it is not a function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise BadConfig(f"{option}: {name!r} cannot be imported ({error}). {hint}") from None
+    if not callable(function):
+        raise BadConfig(f"{option}: expected {name!r} to be a function, found {function!r}")
+    return function

@@ -1,0 +1,31 @@
+"""State that all checkers share: the reference history, the counters, and failure reports."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, NoReturn
+
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_sim.guarantees.history import History, Violation
+from waltz_sim.guarantees.ledger import Ledger
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+
+
+class CheckerState:
+    """The shared state of the checkers of one world."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.history = History()
+        self.ledger = Ledger()
+        self.counts: Counter[str] = Counter()
+        self.archived_last: int = BEFORE_FIRST  # as ZooKeeper has it
+
+    def count(self, what: str) -> None:
+        """Count a state that runs should reach (27, Sometimes)."""
+        self.counts[what] += 1
+
+    def fail(self, rule: str, text: str) -> NoReturn:
+        """Raise a Violation of a rule."""
+        raise Violation(rule, text)

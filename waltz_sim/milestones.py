@@ -1,0 +1,346 @@
+"""Milestones: the events of a world that a scenario lists, as short lines.
+
+A scenario that depended on times, randomness, or the order of equal machines' answers would change
+with every change of the code. This module defines the milestones and their texts.
+
+Rules:
+    1. Milestones are visible from outside the machines: actions of replicas, contents of ZooKeeper,
+       effects of the store, outcomes for applications, and reports of machines.
+    2. Actions of single replicas, between two milestones of the partition, are listed together and
+       in the order of the replicas' names: their own order does not matter.
+    3. Storages are A to E, servers S and T. IDs that depend on timing get names, h1 for the first
+       one in the scenario; the same ID has the same name.
+    4. A log with IDs 0 to 9 is "0..9", an empty one is "nothing".
+    5. A repeated line within a session and a step of a scenario is listed once: a rejected machine
+       retries forever.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.client.stream import stream_events as client_events
+from waltz_core.cluster.znodes.model import (
+    UNRESOLVED,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.errors import OutcomeUnknown, WaltzError
+from waltz_core.machine import Report
+from waltz_core.records.record import NO_SESSION, ReplicaId
+from waltz_core.replication import session_events
+from waltz_core.wire.messages import (
+    AppendRaw,
+    AppendResult,
+    Prepare,
+    Reason,
+    Repair,
+    SetLowWaterMark,
+    Truncate,
+)
+from waltz_sim.cluster.checkers import Checks
+from waltz_sim.world.network import NEAR
+
+if TYPE_CHECKING:
+    from waltz_core.replication.partition_store import PartitionStore
+    from waltz_core.server.partition_events import SendToClient
+    from waltz_core.storage.service.work import Work, WorkResult
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
+    from waltz_sim.guarantees.replica_guarantees import Before
+
+_NAME: Final = re.compile(r"storage(\d):1|server(\d)")
+_CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
+# Actions of single replicas (rule 2).
+_VERBS: Final = {"fenced": "with", "truncated": "to", "copied": "", "repaired": "", "marked": "at"}
+_WRITTEN: Final = "ZooKeeper has"
+# Reports that are milestones; the others have visible consequences.
+_REPORTS: Final[dict[str, str]] = {
+    "replica.untrusted": "{replica} is not trusted",
+    "replica.rejected": "{replica} is rejected: {reason}",
+    "replica.source_unusable": "{replica} cannot give {target} what it lacks: {reason}",
+    "replica.repair_rejected": "{replica} rejects the repair: {reason}",
+    "session.abandoned": "session {session} is abandoned: {reason}",
+    "coordinator.unavailable": "ZooKeeper does not answer",
+    "partition.open_failed": "rejected: {reason}",
+    "partition.data_loss": "stopped: {reason}",
+}
+
+
+def letters(text: str) -> str:
+    """Return a text with the names that storages and servers have in scenarios (rule 3)."""
+
+    def name(found: re.Match[str]) -> str:
+        storage, server = found.groups()
+        return "ABCDE"[int(storage)] if storage is not None else "STU"[int(server)]
+
+    return _CHAIN.sub("...", _NAME.sub(name, text))
+
+
+class MilestoneRecorder(Checks):
+    """The checkers of a world, which also write down milestones."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        super().__init__(cluster)
+        self.lines: list[str] = []
+        self.last_narrated_us = 0  # or when an application got an outcome
+        # Called with every milestone as it happens, for example "cut C", before it is written down.
+        self.on_milestone: Callable[[str], None] = lambda _: None
+        self.names_ids = False  # rule 3
+        self._ids: dict[int, str] = {}
+        self._narrated_once: dict[object, None] = {}  # rule 5
+        self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
+        self._outcomes: dict[str, list[int]] = {}
+
+    # ---- writing down
+
+    def take_lines(self) -> list[str]:
+        """Return the lines since the last call."""
+        self._flush()
+        if not self.names_ids:
+            self._narrate_outcomes()
+        lines, self.lines = self.lines, []
+        self._narrated_once.clear()
+        return lines
+
+    def narrate(self, text: str) -> None:
+        """Write down a milestone of the partition."""
+        line = letters(text)
+        if self._is_new(line):
+            self._flush()
+            self.lines.append(line)
+        self.on_milestone(line)
+
+    def _narrate_records(self, verb: str, replica: str, first: int, last: int) -> None:
+        """Write down an action of one replica on some IDs (rule 2)."""
+        name = letters(replica)
+        if self._is_new((verb, name, first, last)):
+            deeds = self._together.setdefault(name, [])
+            if deeds and deeds[-1][0] == verb and deeds[-1][2] + 1 == first > 0:
+                first = deeds.pop()[1]
+            deeds.append((verb, first, last))
+        self.on_milestone(f"{verb} {name}")
+
+    def _is_new(self, what: object) -> bool:
+        """Return whether a line is new in this session and step (rule 5)."""
+        if what in self._narrated_once:
+            return False
+        self._narrated_once[what] = None
+        self.last_narrated_us = self.world.now_us
+        return True
+
+    def _flush(self) -> None:
+        together, self._together = self._together, {}
+        by_deeds: dict[str, list[str]] = {}
+        for name, deeds in sorted(together.items()):
+            parts = [f"{verb} {_VERBS[verb]} {self.span(*ids)}" for verb, *ids in deeds]
+            text = ", ".join(" ".join(part.split()) for part in parts)
+            by_deeds.setdefault(text, []).append(name)
+        self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
+
+    def span(self, first: int, last: int) -> str:
+        """Return IDs as text (rules 3 and 4)."""
+        if last < first:
+            return "nothing"
+        return f"{self._id(first)}..{self._id(last)}" if first != last else self._id(first)
+
+    def _id(self, number: int) -> str:
+        if not self.names_ids or number == 0:
+            return self._ids.get(number, str(number))
+        return self._ids.setdefault(number, f"h{len(self._ids) + 1}")
+
+    def _narrate_outcomes(self) -> None:
+        outcomes, self._outcomes = self._outcomes, {}
+        for what, ids in sorted(outcomes.items()):
+            if what == "in the log":
+                spans = _runs(sorted(ids))
+                self.lines.append(f"reported: {', '.join(self.span(*ids) for ids in spans)} {what}")
+            else:
+                self.lines.append(f"reported: {len(ids)} {what}")
+
+    def narrate_written(self, *, is_complete: bool) -> None:
+        """Write down in one line the outcomes of continuous writes."""
+        outcomes, self._outcomes = self._outcomes, {}
+        bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
+        if bad or not is_complete:
+            self.narrate(f"reported: {', '.join(bad) or 'nothing'} for some rows")
+        else:
+            self.narrate("reported: all rows are in the log, each once")
+
+    # ---- replicas
+
+    def worked(
+        self,
+        storage: "SimStorage",
+        work: "Work",
+        result: "WorkResult",
+        before: "Before",
+    ) -> None:
+        """See `Checks.worked`; live appends are not milestones."""
+        super().worked(storage, work, result, before)
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            if isinstance(outcome, WaltzError):
+                continue
+            match request.message:
+                case Prepare():
+                    self._narrate_records("fenced", storage.name, 0, work.log.synced_max)
+                case Truncate(last_to_keep=last):
+                    self._narrate_records("truncated", storage.name, 0, last)
+                case Repair(first=first, lengths=lengths):
+                    self._narrate_records(
+                        "repaired", storage.name, first, first + len(lengths) // 4 - 1
+                    )
+                case SetLowWaterMark(mark=mark):
+                    self._narrate_records("marked", storage.name, 0, mark)
+                case AppendRaw() as message if not self._is_engaged(storage.name, message):
+                    lineage = message.lineage
+                    self._narrate_records(
+                        "copied", storage.name, lineage[0].first, lineage[-1].last
+                    )
+                case _:
+                    pass
+
+    def _is_engaged(self, name: str, message: AppendRaw) -> bool:
+        metadata = self.cluster.coordinator.metadata
+        state = None if metadata is None else metadata.states.get(ReplicaId(name))
+        return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
+
+    def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
+        """See `Checks.storage_rejected`."""
+        super().storage_rejected(storage, error)
+        self.narrate(f"{storage.name} does not open: {error}")
+
+    # ---- ZooKeeper
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """See `Checks.wrote`; a claim is written down when its server reports it."""
+        super().wrote(server, before, after, marker)
+        if after.session_id != before.session_id:
+            return
+        session = after.session_id
+        already = [name for name, state in before.states.items() if state == (session, UNRESOLVED)]
+        now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
+        if already:
+            joined = [letters(name) for name in now if name not in already]
+            self.narrate(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            return
+        parts = [f"{' '.join(sorted(map(letters, now)))} in session {session}"]
+        parts += [
+            self._left(letters(name), state)
+            for name, state in sorted(after.states.items())
+            if name not in now
+        ]
+        self.narrate(f"{_WRITTEN} {', '.join(parts)}")
+
+    def _left(self, name: str, state: ReplicaState) -> str:
+        last = state.closing_high_water_mark
+        if state.session_id == NO_SESSION:
+            return f"{name} new with {self.span(0, last)} to come"
+        return f"{name} left behind in session {state.session_id} with {self.span(0, last)}"
+
+    # ---- servers
+
+    def reported(self, name: str, report: Report) -> None:
+        """See `Checks.reported`."""
+        super().reported(name, report)
+        fields = dict(report.fields)
+        match report.name:
+            case "session.claimed":
+                self._narrated_once.clear()
+                origin = str(fields["origin"])
+                of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
+                self.narrate(f"{name} claims session {fields['session']}{of_what}")
+            case "recovery.decided":
+                mark = fields["mark"]
+                assert isinstance(mark, int)
+                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
+            case "recovery.waiting":
+                self.narrate(f"undecidable {self._without(fields['untrusted'])}")
+            case known if known in _REPORTS:
+                self.narrate(_REPORTS[known].format(**fields))
+            case _:
+                pass
+
+    def _without(self, unknown: object) -> str:
+        assert isinstance(unknown, tuple)
+        return f"without {' '.join(sorted(map(letters, unknown)))}" if unknown else "by all"
+
+    def stepped(
+        self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
+    ) -> None:
+        """See `Checks.stepped`."""
+        super().stepped(server, store, effects)
+        for effect in effects:
+            match effect:
+                case session_events.SessionOpened(session_id=session, high_water_mark=mark):
+                    self.narrate(f"{server.name} opens session {session} with {self.span(0, mark)}")
+                case session_events.SessionClosed(session_id=session, reason=reason):
+                    self.narrate(f"session {session} ends: {reason}")
+                case session_events.SessionSettled():
+                    self._narrate_settled(store, effect)
+                case session_events.Released(reason=reason):
+                    self.narrate(f"{server.name} gives the partition up: {reason}")
+                case _:
+                    pass
+
+    def _narrate_settled(
+        self, store: "PartitionStore", effect: session_events.SessionSettled
+    ) -> None:
+        assert store.session is not None
+        mark_suspect = store.session.claim.in_doubt
+        if mark_suspect is None:
+            return
+        first, last = mark_suspect.committed + 1, mark_suspect.last
+        kept = self.span(first, min(effect.committed_last, last))
+        self.narrate(f"in doubt: {self.span(first, last)}; in the log: {kept}")
+
+    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
+        """See `Checks.answered`; an outcome is a milestone when the application gets it."""
+        super().answered(server, answer)
+        link, message = self.cluster.network.links.get(answer.connection), answer.message
+        if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
+            return
+        reported = {_outcome(reason) for reason in bytes(message.reasons)}
+        self.narrate(f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}")
+
+    # ---- applications
+
+    def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
+        """See `Checks.settled`."""
+        super().settled(client, effect)
+        outcome = effect.outcome
+        ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
+        for number, reason in zip(ids, reasons, strict=True):
+            what = _outcome(reason)
+            self._outcomes.setdefault(what, []).append(number)
+
+    def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
+        """See `Checks.rejected`."""
+        super().rejected(client, effect)
+        what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
+        count = len(self.cluster.workload.operations_of(effect.token))
+        self._outcomes.setdefault(what, []).extend([-1] * count)
+
+
+def _outcome(reason: int) -> str:
+    return "in the log" if reason == Reason.COMMITTED else Reason(reason).name
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sorted IDs as closed ranges."""
+    runs: list[tuple[int, int]] = []
+    for number in ids:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs

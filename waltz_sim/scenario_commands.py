@@ -1,0 +1,489 @@
+"""The commands of scenarios, and their actions in a calm world.
+
+`scenario.py` has the format of scenarios; this module lists all commands.
+
+Rules:
+    1. Commands run immediately, in the order of the scenario, without waiting in between.
+    2. A killed process stays down until the scenario starts it again.
+    3. The opening, always the same, runs before the rest of its step. Its milestones are listed
+       only if the scenario begins slowly.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.client.stream import stream_events as client_events
+from waltz_core.cluster.change.rebuilding import RebuildDecision
+from waltz_core.cluster.znodes.model import PartitionMetadata
+from waltz_core.errors import BadFormat
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
+from waltz_core.replication import session_events
+from waltz_core.replication.session_recovery import NO_STORAGE_ID
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
+from waltz_core.wire.admin_messages import (
+    AdminMessage,
+    AdminRejected,
+    MarkSuspect,
+    ReSeed,
+    SetAvailable,
+)
+from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
+from waltz_sim.cluster.administration import Operator
+from waltz_sim.cluster.peer import PeerAnswers, SimPeer
+from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_storages import SimStorage
+from waltz_sim.milestones import MilestoneRecorder
+from waltz_sim.schedule import Schedule, Setup
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.workload import Locks
+    from waltz_sim.world.network import SimLink
+
+QUIET_MS: Final = 1_200
+_TICK_MS: Final = 50
+STEP_MS_MAX: Final = 30_000
+WRITE_EVERY_MS: Final = 50
+_NO_LOCKS: "Final[Locks]" = ((), (), ())
+_NAMES: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
+
+
+class ScenarioRunner:
+    """A world, and the commands that act on it."""
+
+    def __init__(self, opening: str) -> None:
+        found = re.fullmatch(
+            r"begin(?: slowly)? with ([A-E ]+?)(?:, spare ([A-E ]+?))?(?:, servers ([STU ]+))?",
+            opening.strip(),
+        )
+        if found is None:
+            raise BadFormat(f"scenario: expected it to begin with replicas, found {opening!r}")
+        replicas, spare, servers = ((each or "").split() for each in found.groups())
+        setup = Setup(
+            replicas=len(replicas),
+            spare_storages=len(spare),
+            servers=max(1, len(servers)),
+            clients=1,
+            segment_bytes_max=1 << 20,
+            checkpoint_interval_count=1 << 30,
+            lag_bytes_max=1 << 16,
+            range_bytes_max=1 << 16,
+            is_calm=True,
+        )
+        self.narrator: MilestoneRecorder
+        self.cluster = SimCluster(Schedule(0, setup), checks=self._narrated)
+        self.is_left_broken = False
+        self._triggers: list[tuple[str, str]] = []
+        self._held: SimLink | None = None
+        self._disks: dict[str, SimDisk] = {}
+        self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
+        self._client = self.cluster.clients[0]
+        self._client.on_settled = self._settled
+        self._client.on_rejected = self._rejected
+        self._client.started()
+        self._client.subscribe(BEFORE_FIRST)
+        self._is_writing = False
+        self._tick()
+        if not opening.startswith("begin slowly"):
+            self.play("")
+
+    def _tick(self) -> None:
+        """Check the time regularly, also without other events."""
+        self.cluster.world.after(_TICK_MS * MS, self._tick)
+
+    def _narrated(self, cluster: SimCluster) -> MilestoneRecorder:
+        self.narrator = MilestoneRecorder(cluster)
+        self.narrator.on_milestone = self._on_milestone
+        return self.narrator
+
+    # ---- a step
+
+    def play(self, commands: str) -> list[str]:
+        """Run the commands of a step, wait until the world is quiet, and return the milestones."""
+        narrator, world = self.narrator, self.cluster.world
+        for command in commands.split(";"):
+            if command and not command.startswith("begin "):
+                self.do(command.strip())
+        narrator.last_narrated_us = world.now_us
+        quiet_us = QUIET_MS * MS
+        world.run(
+            STEP_MS_MAX * MS, until=lambda: world.now_us - narrator.last_narrated_us > quiet_us
+        )
+        return narrator.take_lines()
+
+    def do(self, command: str) -> None:
+        """Run one command."""
+        for pattern, action in _COMMANDS.items():
+            found = re.fullmatch(pattern, command)
+            if found is not None:
+                action(self, *found.groups())
+                return
+        raise BadFormat(f"scenario: expected a command, found {command!r}")
+
+    def _on_milestone(self, line: str) -> None:
+        for milestone, command in list(self._triggers):
+            if milestone in line:
+                self._triggers.remove((milestone, command))
+                # The caller is in the middle of a step.
+                self.cluster.world.after(0, partial(self.do, command))
+
+    def when(self, milestone: str, command: str) -> None:
+        """Run a command as soon as a milestone occurs."""
+        self._triggers.append((milestone, command))
+
+    def wait(self, duration_ms: str) -> None:
+        """Let some time pass."""
+        self.cluster.world.run(int(duration_ms) * MS)
+
+    def leave_broken(self) -> None:
+        """Do not heal this scenario: it would need an operator's decision."""
+        self.is_left_broken = True
+
+    # ---- processes
+
+    def _process(self, name: str) -> SimServer | SimStorage:
+        return self.cluster.servers[_NAMES[name]] if name in "STU" else self._storage(name)
+
+    def _storage(self, name: str) -> SimStorage:
+        return self.cluster.storages[_replica(name)]
+
+    def kill(self, name: str) -> None:
+        """`kill -9`, without a restart."""
+        process = self._process(name)
+        self.cluster.held_down[process.name] = None
+        process.kill()
+
+    def power_off(self, name: str) -> None:
+        """Cut a storage's power: unsynced data is lost."""
+        storage = self._storage(name)
+        self.cluster.held_down[storage.name] = None
+        storage.lose_power(Survival.NOTHING, with_lies=True)
+
+    def start(self, name: str) -> None:
+        """Start it again."""
+        process = self._process(name)
+        self.cluster.held_down.pop(process.name, None)
+        process.start()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP."""
+        process = self._process(name)
+        process.pause()
+        if isinstance(process, SimServer):
+            self.cluster.coordinator.watch_server(process)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self._process(name).resume()
+
+    def cut_off(self, name: str, others: str) -> None:
+        """Drop everything between a machine and some others, without closing links."""
+        network, machine = self.cluster.network, self._process(name).name
+        for other in (self._process(each).name for each in others.split()):
+            network.block(machine, other)
+            network.block(other, machine)
+            for link in list(network.links.values()):
+                if {each.name for each in link.ends} == {machine, other}:
+                    network.mute(link)
+
+    def cut_one_way(self, name: str, other: str) -> None:
+        """Drop everything from one machine to another; the other direction works."""
+        self.cluster.network.block(self._process(name).name, self._process(other).name)
+
+    def cut_from_zookeeper(self, name: str) -> None:
+        """Cut a server off from ZooKeeper only; its session expires after a while."""
+        server = self._process(name)
+        assert isinstance(server, SimServer)
+        self.cluster.coordinator.cut_off[server.name] = None
+        self.cluster.coordinator.watch_server(server)
+
+    def hold_back(self) -> None:
+        """Delay messages of the application on its link to the server."""
+        self._held = next(reversed(self._client.links.values()))
+        self.cluster.network.hold(
+            self._held, lambda: self.narrator.narrate("what was held back arrives")
+        )
+
+    def abandon_link(self) -> None:
+        """Break the application's end of its link; the server does not notice."""
+        assert self._held is not None
+        self.cluster.network.abandon(self._held, "abandoned")
+
+    def release(self) -> None:
+        """Deliver the delayed messages, and then the end of their link."""
+        assert self._held is not None
+        self.cluster.network.release(self._held, "abandoned", 50 * MS)
+
+    def repair_network(self) -> None:
+        """Repair the network."""
+        self.cluster.network.repair()
+        self.cluster.coordinator.cut_off.clear()
+
+    def set_clock(self, name: str, sign: str) -> None:
+        """Move a wall clock by an hour."""
+        self._process(name).wall_offset_ms += 3_600_000 * (-1 if sign == "back" else 1)
+
+    # ---- disks
+
+    def keep_disk(self, name: str) -> None:
+        """Copy the durable contents of a disk."""
+        disk = SimDisk(is_traced=False)
+        for path, content in self._storage(name).disk.files().items():
+            disk.put(path, content)
+        self._disks[name] = disk
+
+    def old_disk(self, name: str) -> None:
+        """Replace the disk by the copy; the storage is down."""
+        storage = self._storage(name)
+        storage.disk = self._disks.pop(name)
+        self.narrator.rolled_back(storage)
+
+    def new_disk(self, name: str, registered: str | None) -> None:
+        """Insert an empty disk; with `cluster replace` its storage is the registered one."""
+        storage = self._storage(name)
+        storage.disk = SimDisk(is_traced=False)
+        storage.storage_id = bytes(reversed(storage.storage_id))
+        if registered:
+            self.cluster.coordinator.storage_ids[storage.replica] = storage.storage_id
+        self.narrator.rolled_back(storage)
+
+    def swap_disks(self, name: str, other: str) -> None:
+        """Swap the disks of two machines; both storages are down."""
+        first, second = self._storage(name), self._storage(other)
+        first.disk, second.disk = second.disk, first.disk
+        for each in (first, second):
+            self.narrator.rolled_back(each)
+
+    def fill_disk(self, name: str) -> None:
+        """Fill a disk."""
+        disk = self._storage(name).disk
+        disk.capacity_bytes = sum(len(content) for content in disk.files().values())
+
+    def make_room(self, name: str) -> None:
+        """Free space on a disk."""
+        self._storage(name).disk.capacity_bytes = None
+
+    def fail_sync(self, name: str) -> None:
+        """Let the next sync of a disk fail: the written data does not become durable."""
+        disk = self._storage(name).disk
+        # An append writes records, offsets and lineage, and then syncs.
+        disk.plan(disk.step_count + 4, DiskFault.FAILS)
+
+    def rot(self, name: str, transaction_id: str) -> None:
+        """Flip a bit of a record on the disk."""
+        disk = self._storage(name).disk
+        path = min(each for each in disk.files() if each.suffix == ".seg")
+        content, offset = disk.content(path), SEGMENT_HEADER_BYTES
+        for _ in range(int(transaction_id)):
+            offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
+        assert RECORD_PREFIX.unpack_from(content, offset)[0] == int(transaction_id)
+        disk.flip(path, offset + RECORD_PREFIX.size)
+
+    def lie(self, name: str) -> None:
+        """Let a disk report syncs from now on without doing them."""
+        self._storage(name).disk.is_lying = True
+
+    def trust_no_syncs(self, name: str) -> None:
+        """Configure a storage, at its next start, not to trust earlier syncs."""
+        self._storage(name).trusts_fsync = False
+
+    def scrub(self, name: str) -> None:
+        """Scrub all records."""
+        self._storage(name).scrub_now()
+
+    # ---- administration
+
+    def administer(self, name: str, message: AdminMessage) -> None:
+        """Send a request to a storage's administration port."""
+
+        def on_answer(answer: AdminMessage) -> None:
+            if isinstance(answer, AdminRejected):
+                self.narrator.narrate(f"{name} does not do that: {answer.text}")
+
+        Operator(self.cluster, self._storage(name), on_answer).request(message)
+
+    def mark_suspect(self, name: str) -> None:
+        """`storage mark-suspect`."""
+        self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
+
+    def set_available(self, name: str, how: str) -> None:
+        """`storage availability`."""
+        is_online = how == "online"
+        self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
+
+    def empty(self, name: str) -> None:
+        """`storage re-seed`."""
+        self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
+
+    def declare(self) -> None:
+        """Rebuild ZooKeeper's metadata from the storages' logs."""
+
+        def on_answer(verdict: RebuildDecision | None) -> None:
+            assert verdict is not None
+            log = self.narrator.span(0, verdict.log.synced_max)
+            self.narrator.narrate(f"the log of {verdict.source} is the log: {log}")
+
+        Rescue(self.cluster, on_answer)
+
+    def outsider_requests(self, name: str, session_id: str) -> None:
+        """Let a process that owns no partition request a session from a storage."""
+        identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
+        self._outsider(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
+
+    def outsider_appends(self, name: str, session_id: str) -> None:
+        """Let a process append in a session that it has not requested."""
+        nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
+        self._outsider(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
+
+    def _outsider(self, name: str, request: StorageMessage) -> None:
+        def on_answer(answers: PeerAnswers) -> None:
+            for each in answers:
+                what = each.message if isinstance(each, Nack) else "promised"
+                self.narrator.narrate(f"{name} to an outsider: {what}")
+
+        SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
+
+    # ---- the application
+
+    def append(self, count: str, at_once: str | None) -> None:
+        """Append rows, as single appends without waiting, or as one batch."""
+        if at_once:
+            self._append(int(count))
+            return
+        for _ in range(int(count)):
+            self._append(1)
+
+    def _append(self, count: int) -> None:
+        client, mark = self._client, self._client.mark
+        client.append(self.cluster.workload.submission(client, [_NO_LOCKS] * count, mark))
+
+    def writes_continue(self) -> None:
+        """Append a row now and then; lost appends are retried."""
+        self._is_writing = self.narrator.names_ids = True
+        self._write()
+
+    def writes_end(self) -> None:
+        """Stop appending, and wait for the last answer."""
+        self._is_writing = False
+        is_done = self.cluster.world.run(
+            STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
+        )
+        self.narrator.narrate_written(is_complete=is_done)
+
+    def _write(self) -> None:
+        if self._is_writing:
+            self._append(1)
+            self.cluster.world.after(WRITE_EVERY_MS * MS, self._write)
+
+    def _settled(self, effect: client_events.SubmissionSettled) -> None:
+        count = len(self.cluster.workload.ended(effect.token))
+        if not self.narrator.names_ids:
+            self.narrator.last_narrated_us = self.cluster.world.now_us
+        elif (effect.outcome.reasons == Reason.LOST).any():
+            self._append(count)
+
+    def _rejected(self, effect: client_events.SubmissionRejected) -> None:
+        self.cluster.workload.ended(effect.token)
+        self.narrator.last_narrated_us = self.cluster.world.now_us
+
+    # ---- ZooKeeper and operators
+
+    def replicas(self, names: str) -> None:
+        """Change the assignment."""
+        self.cluster.reassign(tuple(_replica(each) for each in names.split()))
+
+    def give(self, name: str) -> None:
+        """Move the partition to a server."""
+        self.cluster.coordinator.give(self._process(name).name)
+
+    def expire(self, name: str) -> None:
+        """End a server's ZooKeeper session."""
+        server = self._process(name)
+        assert isinstance(server, SimServer)
+        self.cluster.coordinator.expire(server)
+
+    def checkpoint(self) -> None:
+        """Request a new session."""
+        owner = self.cluster.owner
+        assert owner is not None
+        owner.step(session_events.Checkpoint())
+
+    def zookeeper(self, what: str) -> None:
+        """Stop ZooKeeper's answers, lose them, or restore it."""
+        self.cluster.coordinator.is_away = what == "is away"
+        self.cluster.coordinator.lost_answers = 1.0 if what == "loses answers" else 0.0
+
+    def keep_zookeeper(self) -> None:
+        """Copy the partition's nodes in ZooKeeper."""
+        coordinator = self.cluster.coordinator
+        self._kept = coordinator.metadata, coordinator.marker
+
+    def roll_zookeeper_back(self) -> None:
+        """Restore the copy."""
+        coordinator = self.cluster.coordinator
+        coordinator.metadata, coordinator.marker = self._kept
+        self.narrator.zookeeper_changed()
+
+    def forget_states(self) -> None:
+        """Remove all replica states of an opened partition from ZooKeeper."""
+        coordinator = self.cluster.coordinator
+        assert coordinator.metadata is not None
+        coordinator.metadata = PartitionMetadata(
+            coordinator.metadata.generation, coordinator.metadata.session_id, {}
+        )
+
+
+def _replica(name: str) -> ReplicaId:
+    return ReplicaId(f"storage{_NAMES[name]}:1")
+
+
+_COMMANDS: Final[dict[str, Callable[..., None]]] = {
+    r"when ([^:]+): (.+)": ScenarioRunner.when,
+    r"wait (\d+) ms": ScenarioRunner.wait,
+    r"leave it broken": ScenarioRunner.leave_broken,
+    r"kill ([A-ES-U])": ScenarioRunner.kill,
+    r"power off ([A-E])": ScenarioRunner.power_off,
+    r"start ([A-ES-U])": ScenarioRunner.start,
+    r"pause ([A-ES-U])": ScenarioRunner.pause,
+    r"resume ([A-ES-U])": ScenarioRunner.resume,
+    r"cut ([A-ES-U]) off from ([A-ES-U ]+)": ScenarioRunner.cut_off,
+    r"let nothing from ([A-ES-U]) reach ([A-ES-U])": ScenarioRunner.cut_one_way,
+    r"cut ([STU]) off from ZooKeeper": ScenarioRunner.cut_from_zookeeper,
+    r"hold back what the application sends": ScenarioRunner.hold_back,
+    r"let the application abandon its link": ScenarioRunner.abandon_link,
+    r"let what was held back arrive": ScenarioRunner.release,
+    r"repair the network": ScenarioRunner.repair_network,
+    r"set the clock of ([A-ES-U]) an hour (back|forward)": ScenarioRunner.set_clock,
+    r"keep a copy of ([A-E])": ScenarioRunner.keep_disk,
+    r"put the copy back in ([A-E])": ScenarioRunner.old_disk,
+    r"put a new disk in ([A-E])( and register it)?": ScenarioRunner.new_disk,
+    r"swap the disks of ([A-E]) and ([A-E])": ScenarioRunner.swap_disks,
+    r"fill the disk of ([A-E])": ScenarioRunner.fill_disk,
+    r"make room in ([A-E])": ScenarioRunner.make_room,
+    r"let a sync fail in ([A-E])": ScenarioRunner.fail_sync,
+    r"let ([A-E]) rot at (\d+)": ScenarioRunner.rot,
+    r"let the disk of ([A-E]) lie": ScenarioRunner.lie,
+    r"trust no syncs in ([A-E])": ScenarioRunner.trust_no_syncs,
+    r"scrub ([A-E])": ScenarioRunner.scrub,
+    r"distrust ([A-E])": ScenarioRunner.mark_suspect,
+    r"take ([A-E]) (offline|online)": ScenarioRunner.set_available,
+    r"empty ([A-E])": ScenarioRunner.empty,
+    r"declare what the storages have": ScenarioRunner.declare,
+    r"let an outsider ask ([A-E]) for session (\d+)": ScenarioRunner.outsider_requests,
+    r"let an outsider append to ([A-E]) in session (\d+)": ScenarioRunner.outsider_appends,
+    r"append (\d+)( at once)?": ScenarioRunner.append,
+    r"writes go on": ScenarioRunner.writes_continue,
+    r"writes end": ScenarioRunner.writes_end,
+    r"replicas ([A-E ]+)": ScenarioRunner.replicas,
+    r"give the partition to ([STU])": ScenarioRunner.give,
+    r"expire ([STU])": ScenarioRunner.expire,
+    r"checkpoint": ScenarioRunner.checkpoint,
+    r"keep a copy of ZooKeeper": ScenarioRunner.keep_zookeeper,
+    r"put ZooKeeper's copy back": ScenarioRunner.roll_zookeeper_back,
+    r"let ZooKeeper forget the replicas": ScenarioRunner.forget_states,
+    r"ZooKeeper (is away|loses answers|is as it should be)": ScenarioRunner.zookeeper,
+}

@@ -1,0 +1,131 @@
+"""Makes a Spark session raise `WaltzError`s instead of the Spark errors that contain them.
+
+Neither py4j nor PySpark has a public interface for it, so this module changes their internals.
+
+Rules:
+    1. Only a Spark error that ends with a `WaltzError` is replaced, and only after `unwrap`: under
+       the SparkContext of a classic session, in the client of a Connect session. Spark's error is
+       the cause, and its class one of the base classes.
+    2. `unwrap` may be called several times.
+    3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which contains
+       the message, too.
+"""
+
+import logging
+from typing import Any
+from weakref import WeakSet
+
+from py4j import protocol
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.errors.exceptions.captured import convert_exception, install_exception_handler
+from pyspark.sql import SparkSession
+
+from waltz_core.errors import WaltzError
+from waltz_spark.worker_errors import trailing_error
+
+# What an action of Spark may raise: PySpark converts only some of the errors of Java.
+SPARK_ERRORS = (PySparkException, protocol.Py4JError)
+
+_log = logging.getLogger("waltz")
+
+_contexts: WeakSet[SparkContext] = WeakSet()
+
+
+def unwrap(session: SparkSession) -> None:
+    """Make a session raise `LockFailed`, `BadConfig`, ... themselves (rule 1)."""
+    try:
+        if is_connect(session):
+            _unwrap_client(session.client)
+        else:
+            _unwrap_gateway()
+            _contexts.add(session.sparkContext)
+    except (AttributeError, TypeError) as error:
+        _log.debug("spark.errors_not_converted", exc_info=error)  # rule 3
+
+
+def is_connect(session: SparkSession) -> bool:
+    """Whether a session uses Spark Connect."""
+    return type(session).__module__.startswith("pyspark.sql.connect.")
+
+
+def _unwrap_gateway() -> None:
+    """Wrap the function that raises all errors of Java.
+
+    PySpark wraps it, too, again for each session, and does not change a `WaltzError`.
+    """
+    given = protocol.get_return_value
+    if given.__module__ == __name__:
+        return  # rule 2
+
+    def get_return_value(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - py4j's own signature
+        try:
+            return given(*args, **kwargs)
+        except protocol.Py4JJavaError as failure:
+            waltz_error = _trailing_error_of_java(failure)
+            if waltz_error is None:
+                raise
+            cause = _error_from_spark(failure)
+        raise _both(waltz_error, cause) from cause
+
+    protocol.get_return_value = get_return_value
+    install_exception_handler()
+
+
+def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
+    if SparkContext._active_spark_context not in _contexts:
+        return None
+    try:
+        return trailing_error(str(failure))  # requests the text from Java
+    except Exception as error:  # noqa: BLE001 - rule 3
+        _log.debug("spark.error_without_text", exc_info=error)
+        return None
+
+
+def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
+    """Return the error that PySpark would have raised."""
+    try:
+        return convert_exception(failure.java_exception)
+    except Exception as error:  # noqa: BLE001 - rule 3
+        _log.debug("spark.error_not_converted", exc_info=error)
+        found: Exception = failure
+        return found
+
+
+def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
+    """Wrap the method of a Spark Connect client that raises errors."""
+    given = client._handle_error
+    if given.__module__ == __name__:
+        return  # rule 2
+
+    def handle_error(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
+        try:
+            return given(*args, **kwargs)
+        except PySparkException as failure:
+            waltz_error, cause = trailing_error(str(failure)), failure
+            if waltz_error is None:
+                raise
+        raise _both(waltz_error, cause) from cause
+
+    client._handle_error = handle_error
+
+
+def _both(waltz_error: WaltzError, reported: Exception) -> Exception:
+    """Return the `WaltzError`, which handlers of Spark's class catch, too."""
+    if not isinstance(reported, PySparkException):
+        return waltz_error
+    kind = _kind(type(waltz_error), type(reported))
+    error: Exception = kind.__new__(kind, *waltz_error.args)
+    error.__dict__.update(reported.__dict__, plain=waltz_error)
+    return error
+
+
+def _kind(waltz_error: type[WaltzError], reported: type[PySparkException]) -> type[Exception]:
+    """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
+    members = {
+        "__module__": waltz_error.__module__,
+        "__doc__": waltz_error.__doc__,
+        "__str__": Exception.__str__,
+        "__reduce__": lambda self: (waltz_error, self.args),
+    }
+    return type(waltz_error.__name__, (waltz_error, reported), members)

@@ -1,0 +1,214 @@
+"""The changes of several tables in a part of the log, which is read once.
+
+Rules:
+    1. A task reads the columns of the log, with the headers of all tables. Each table decodes its
+       own transactions only.
+    2. A task returns rows with a struct for each table, and only that of their table is not null.
+       Spark keeps them in its cache until the next part is read: each table has its own commit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import BinaryType, IntegerType, LongType, StructField, StructType
+
+from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.follower import errors_of_table
+from waltz_core.tables.row_changes import (
+    ArrowTable,
+    ChangeRules,
+    check_rules,
+    no_changes,
+    parts_of,
+    selected_rows,
+    with_changes,
+)
+from waltz_core.tables.table_marks import LogState, MarkMap
+from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.fetch import BatchColumns, ReadSource, log_batches
+from waltz_spark.datasource.source import WaltzDataSource
+from waltz_spark.options import ReadOptions, parse_read
+from waltz_spark.planning import TransactionRange
+from waltz_spark.shared_clients import client_at
+from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.log_changes import (
+    changes_schema,
+    last_of_tasks,
+    marks_as_json,
+    read_schema,
+    table_columns,
+)
+from waltz_spark.worker_errors import without_stack_each
+
+# Columns of the log by which a table selects its transactions, and which errors name.
+_SELECTING = ("partition", "transaction_id", "header")
+_LOG = StructType(
+    [
+        StructField("partition", IntegerType()),
+        StructField("transaction_id", LongType()),
+        StructField("header", IntegerType()),
+        StructField("data", BinaryType()),
+    ]
+)
+
+
+@dataclass
+class SharedTable:
+    """A table of a shared read.
+
+    Attributes:
+        place: its name or path, for errors.
+        declared: the declared columns of its transactions.
+        rules: how transactions become changes.
+        headers: the headers of its transactions; without any, all are.
+        options: the options with which it is read.
+    """
+
+    place: str
+    declared: StructType
+    rules: ChangeRules
+    headers: tuple[int, ...]
+    options: Mapping[str, str]
+
+    def check(self) -> None:
+        """Check the rules and the options.
+
+        Raises:
+            BadConfig, BadRequest: they do not fit the columns.
+        """
+        with errors_of_table(self.place):
+            schema = read_schema(self.declared, self.rules)
+            check_rules(self.rules, arrow_schema(schema))
+            WaltzDataSource(self.options).reader(schema)
+
+    def shape(self) -> BatchColumns:
+        """Return how its transactions are decoded."""
+        return BatchColumns(parse_read(self.options), read_schema(self.declared, self.rules))
+
+
+class SharedSparkLog:
+    """The log and the changes of several tables in it (`FollowedLog`).
+
+    Args:
+        session: runs the tasks.
+        position: the marks of the log.
+        tables: the tables.
+        options: the options of the reads, without the format of payloads.
+
+    Raises:
+        BadConfig, BadRequest: the rules or the options do not fit the columns of a table.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        position: LogPosition,
+        tables: Sequence[SharedTable],
+        options: dict[str, str],
+    ) -> None:
+        for each in tables:
+            each.check()
+        self._session, self._position = session, position
+        self._tables, self._options = list(tables), options
+        self._parts: DataFrame | None = None
+
+    def state(self) -> LogState:
+        """Return the marks and the first available IDs; raises Unavailable."""
+        return self._position.state()
+
+    def wait(self) -> None:
+        """Wait until the next request is due."""
+        self._position.wait()
+
+    def release(self) -> None:
+        """Release the last changes from Spark's cache."""
+        if self._parts is not None:
+            self._parts.unpersist()
+            self._parts = None
+
+    def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
+        """Return the last change of each key of each table, after its start up to `ends`.
+
+        The log is read at the first action.
+
+        Raises:
+            DataLoss: transactions have expired.
+            Unavailable: a partition does not answer.
+        """
+        self.release()
+        lowest = {each: min(marks[each] for marks in starts) for each in ends}
+        options = {
+            **self._options,
+            "startingHighWaterMarks": marks_as_json(lowest),
+            "endingHighWaterMarks": marks_as_json(ends),
+        }
+        reader = WaltzDataSource(options).reader(_LOG)
+        tasks = [task for task in reader.partitions() if isinstance(task, Task)]
+        numbers = self._session.range(0, len(tasks), 1, len(tasks))
+        read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
+        self._parts = numbers.mapInArrow(read, read.schema()).persist()
+        found = []
+        for at, table in enumerate(self._tables):
+            changes = self._parts.where(f"t{at} IS NOT NULL").select(f"t{at}.*")
+            found.append(last_of_tasks(changes, table.rules.key) if len(tasks) > 1 else changes)
+        return found
+
+
+@dataclass
+class SharedRead:
+    """Reads the transactions of tasks, and yields the last changes of each table (rule 2).
+
+    Spark passes it the numbers of tasks: one to each of its own tasks.
+    """
+
+    tasks: Sequence[Task]
+    options: ReadOptions
+    tables: Sequence[SharedTable]
+    starts: Sequence[dict[int, int]]
+
+    def schema(self) -> StructType:
+        """Return the columns of the rows: a struct for each table."""
+        kinds = (changes_schema(table_columns(each.declared, each.rules)) for each in self.tables)
+        return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
+
+    @without_stack_each
+    def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the changes in Arrow batches."""
+        kinds = arrow_schema(self.schema())
+        for batch in numbers:
+            for number in batch.column(0).to_pylist():
+                for at, changes in enumerate(self._changes(self.tasks[number])):
+                    rows = changes.select(kinds.types[at].names)
+                    yield from _as_structs(rows, at, kinds)
+
+    def _changes(self, task: Task) -> list[ArrowTable]:
+        """Return the last changes of each table in a task."""
+        shapes = [each.shape() for each in self.tables]
+        columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
+        found = [
+            no_changes(shape.arrow, table.rules)
+            for shape, table in zip(shapes, self.tables, strict=True)
+        ]
+        source = ReadSource(client_at(task.layout), task.replicas, task.archived)
+        span = TransactionRange(task.partition, task.first, task.last)
+        for part in parts_of(log_batches(source, span, self.options, list(columns))):
+            for at, (table, shape) in enumerate(zip(self.tables, shapes, strict=True)):
+                after = self.starts[at][task.partition]
+                with errors_of_table(table.place):
+                    rows = [
+                        shape.project(selected_rows(batch, after, table.headers))
+                        for batch in part.to_batches()
+                    ]
+                    decoded = pa.Table.from_batches(rows, schema=shape.arrow)
+                    found[at] = with_changes(found[at], decoded, table.rules)
+        return found
+
+
+def _as_structs(changes: ArrowTable, at: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield changes as structs in column `at`; the other columns are null."""
+    for batch in changes.cast(pa.schema(list(schema.types[at]))).to_batches():
+        columns = [pa.nulls(batch.num_rows, kind) for kind in schema.types]
+        columns[at] = pa.StructArray.from_arrays(batch.columns, fields=list(schema.types[at]))
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -1,0 +1,108 @@
+"""Transports errors from Spark workers to the user: as one sentence, and back as its class.
+
+Spark sends an exception to the driver as text, with the worker's stack first. This module shortens
+the text in the worker, and recognizes the error in the driver.
+
+Rules:
+    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack: its message comes
+       first. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
+    2. Only the last output of a worker is changed: Spark ends it after an exception.
+    3. A `WaltzError` is recognized only at the positions where Spark or Python put an error, not in
+       a value, in a message of the user, or on another line of that message.
+"""
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+from waltz_core import errors
+
+_log = logging.getLogger("waltz")
+
+# Variables that Spark sets for its Python workers, and that these read for their reports.
+_WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+_HIDE = "SPARK_HIDE_TRACEBACK"
+_SHOWN_WITHOUT_STACK = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
+# The positions of an error in a text (rule 3): after Spark's prefix of a Python error, or below the
+# last frame of a stack.
+_MESSAGE_PREFIX = (
+    r"(?:^|: |\) )(?:\[\w*PYTHON\w*\] |An exception was thrown from the Python worker)"
+    r"[^:'\"\n]*:[ \n]"
+)
+_LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
+_SENTENCE = re.compile(
+    rf"(?:{_MESSAGE_PREFIX}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
+)
+# Python's text between an error and one that was raised while it was handled.
+_ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_stack(call: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method so that the user sees its errors as messages (rule 1)."""
+
+    @functools.wraps(call)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except _SHOWN_WITHOUT_STACK as error:
+            _hide_stack(error)
+            raise
+
+    return plain
+
+
+def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Do the same for errors while the method's result is iterated."""
+
+    @functools.wraps(call)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        try:
+            yield from call(*args, **kwargs)
+        except _SHOWN_WITHOUT_STACK as error:
+            _hide_stack(error)
+            raise
+
+    return plain
+
+
+def _hide_stack(error: errors.WaltzError) -> None:
+    _log.debug("spark.stack_hidden", exc_info=error)
+    name, worker = _WORKER
+    if os.environ.get(name) == worker:
+        os.environ[_HIDE] = "1"
+
+
+def error_of(failure: BaseException) -> errors.WaltzError | None:
+    """Return the `WaltzError` inside an error that Spark has raised on the driver, or None.
+
+        except Exception as failure:
+            if isinstance(waltz_spark.error_of(failure), LockFailed): ...
+
+    It has the class and the message, but no other attributes.
+    """
+    if isinstance(failure, errors.WaltzError):
+        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
+        return plain
+    found = _SENTENCE.findall(str(failure))
+    return _made(*found[-1]) if found else None
+
+
+def trailing_error(text: str) -> errors.WaltzError | None:
+    """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
+    found = list(_SENTENCE.finditer(text))
+    if not found or _ANSWERED.search(text, found[-1].end()):
+        return None
+    return _made(*found[-1].groups())
+
+
+def _made(name: str, sentence: str) -> errors.WaltzError | None:
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.WaltzError)):
+        return None
+    return kind(sentence)

@@ -1,0 +1,348 @@
+"""Finds the rows of a task that an earlier attempt has appended.
+
+It handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
+
+Rules (docs/spark.md, "Exactly once"):
+    1. The log is read after all partitions of the write are mounted: from then on no earlier
+       attempt of this task can append, so the result stays valid.
+    2. Rows are matched with records as a multiset of partition, header and data: an attempt may
+       have them in another order. A row with a round-robin partition matches in any partition. Rows
+       that are equal in these, but not in locks or mark, are not interchangeable: with a record of
+       one of them in the log, the write fails with an error. `identityColumns` replace header and
+       data.
+    3. A record that no row matches shows that the input has changed: the write fails.
+    4. A record of another task of an earlier run does not belong to this task, unless the input was
+       split into tasks differently. That cannot be decided, so the write fails.
+    5. Nothing is appended before rules 2 to 4 are known to hold: until then rows are spooled to a
+       file. So a run that fails by them does not change the log, and a correct one can continue.
+"""
+
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from waltz_core.client import Encryption, RangeForm, Reason, WaltzClient
+from waltz_core.errors import BadRequest
+from waltz_core.records import raw_records
+from waltz_spark.payload_encryption import KEY_COLUMN
+from waltz_spark.writer.appender import FinalRows
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
+from waltz_spark.writer.row_keys import RowKeys
+
+
+class EarlierRecord(NamedTuple):
+    """A record that an earlier attempt of this task has appended."""
+
+    partition: int
+    transaction_id: int
+
+
+class EarlierRows:
+    """The rows of a task that are in the log.
+
+    Args:
+        own: the records of earlier attempts of this task, by row key; each by the key with its
+            partition and by the one without.
+        others: the row keys of other tasks of earlier runs, of both kinds.
+        next_sequences: by partition, the request number after the highest one in the log.
+        keys: computes row keys, like those of the records.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
+        others: frozenset[bytes] = frozenset(),
+        next_sequences: Mapping[int, int] | None = None,
+        keys: RowKeys | None = None,
+    ) -> None:
+        self._keys = keys or RowKeys()
+        self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
+        self._left = {found for waiting in self._own.values() for found in waiting}
+        self._found = len(self._left)
+        self._others = others
+        self._locks: dict[bytes, tuple[object, ...]] = {}
+        self.next_sequences = dict(next_sequences or {})
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the log has no record that a row could match."""
+        return not self._own and not self._others
+
+    @property
+    def count(self) -> int:
+        """The number of records without a matching row so far."""
+        return len(self._left)
+
+    def split(self, shaped: ShapedRows) -> tuple[ShapedRows | None, list[FinalRows]]:
+        """Return the rows to append, and the outcomes of those in the log.
+
+        Raises:
+            BadRequest: rules 2 and 4.
+        """
+        if self.is_empty:
+            return shaped, []
+        missing: list[int] = []
+        there: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, key in enumerate(self._keys.of_rows(shaped)):
+            # A round-robin row has no locks, but it may have a key of its own.
+            may_differ = not shaped.is_free[row] or KEY_COLUMN in shaped.append.schema.names
+            if key in self._own and may_differ:
+                self._check_locks(key, shaped, row)
+            found = self._take(key)
+            if found is not None:
+                there[found.partition].append((row, found.transaction_id))
+            elif key in self._others:
+                raise _cut_differently(int(shaped.partitions[row]))
+            else:
+                missing.append(row)
+        answers = [_answered(shaped, partition, rows) for partition, rows in sorted(there.items())]
+        if not there:
+            return shaped, []
+        return (_taken(shaped, missing) if missing else None), answers
+
+    def _take(self, key: bytes) -> EarlierRecord | None:
+        waiting = self._own.get(key)
+        while waiting:
+            found = waiting.popleft()
+            if found in self._left:  # otherwise a row has matched it by the other kind of key
+                self._left.remove(found)
+                return found
+        return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no later row can make the write fail, except by its locks (rule 5)."""
+        return not self._others and self.count == 0
+
+    def missing(
+        self, batches: Iterable[ShapedRows], there: list[FinalRows]
+    ) -> Iterator[ShapedRows]:
+        """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
+
+        Raises:
+            BadRequest: rules 2 to 4.
+        """
+        rows = 0
+        with Spool() as spool:
+            for shaped in batches:
+                rows += shaped.append.num_rows
+                rest, answers = self.split(shaped)
+                there.extend(answers)
+                if self.is_settled:
+                    yield from spool.take()
+                    if rest is not None:
+                        yield rest
+                elif rest is not None:
+                    spool.put(rest)
+            self._check_all_matched(rows)
+            yield from spool.take()
+
+    def _check_all_matched(self, rows: int) -> None:
+        """Raise BadRequest if a record has no matching row (rule 3)."""
+        if self._left:
+            partition, transaction_id = min(self._left)
+            raise BadRequest(
+                f"an earlier attempt of this task has appended {self._found} rows, but "
+                f"{len(self._left)} of them are not among the {rows} rows that the task has "
+                f"now (the first is transaction {transaction_id} of partition {partition}). "
+                "This attempt has appended nothing. Hint: run it again with the same rows: "
+                "sort the input, write from a checkpointed DataFrame, or split it into the "
+                f"same tasks as before{self._keys.hint}. Use another writeId for other rows."
+            )
+
+    def _check_locks(self, key: bytes, shaped: ShapedRows, row: int) -> None:
+        names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key]
+        if KEY_COLUMN in shaped.append.schema.names:
+            names.append(KEY_COLUMN)
+        columns = [shaped.append.column(name) for name in names]
+        locks = tuple(str(column[row].as_py()) for column in columns)
+        if self._locks.setdefault(key, locks) != locks:
+            raise BadRequest(
+                f"partition {shaped.partitions[row]}: several rows of this task have the "
+                f"same {self._keys.text}, but different locks, marks or encryption keys. An "
+                "earlier attempt has appended one of them, and it is unknown which one. "
+                f"Hint: give each row another {self._keys.text}."
+            )
+
+
+class Spool:
+    """Spools shaped rows to disk, in order, until they may be appended."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._writer: pa.RecordBatchStreamWriter | None = None
+        self._kinds: dict[str, bool] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def put(self, shaped: ShapedRows) -> None:
+        """Add rows."""
+        parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
+        self._kinds = {"i": shaped.identity is not None, "s": shaped.source is not None}
+        for kind, batch in (("a", shaped.append), ("i", shaped.identity), ("s", shaped.source)):
+            if batch is not None:
+                parts |= {f"{kind}{name}": batch.column(name) for name in batch.schema.names}
+        row_batch = pa.RecordBatch.from_pydict(parts)
+        if self._writer is None:
+            self._file = tempfile.TemporaryFile(prefix="waltz-spool-")  # noqa: SIM115 - see __exit__
+            self._writer = pa.ipc.new_stream(self._file, row_batch.schema)
+        self._writer.write_batch(row_batch)
+
+    def take(self) -> Iterator[ShapedRows]:
+        """Yield all added rows, once."""
+        if self._writer is None or self._file is None:
+            return
+        self._writer.close()
+        self._file.seek(0)
+        for row_batch in pa.ipc.open_stream(self._file):
+            yield ShapedRows(
+                row_batch.column("p").to_numpy(),
+                _columns_of(row_batch, "a"),
+                _columns_of(row_batch, "i") if self._kinds["i"] else None,
+                row_batch.column("f").to_numpy(zero_copy_only=False),
+                _columns_of(row_batch, "s") if self._kinds["s"] else None,
+            )
+        self._file.close()
+        self._file = self._writer = None
+
+
+def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
+    names = [name for name in row_batch.schema.names if name.startswith(kind) and len(name) > 1]
+    return row_batch.select(names).rename_columns([name[1:] for name in names])
+
+
+def read_back(
+    client: WaltzClient,
+    marks: Mapping[int, int],
+    *,
+    own: int,
+    others: set[int],
+    keys: RowKeys | None = None,
+    encryption: Encryption | None = None,
+) -> EarlierRows:
+    """Read the records of a write's clients since its starting marks (rule 1).
+
+    The write uses the partitions of these marks only.
+
+    Raises:
+        BadRequest: a payload cannot be decrypted, so its row cannot be compared.
+    """
+    keys = keys or RowKeys()
+    records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
+    elsewhere: set[bytes] = set()
+    sequences: dict[int, int] = {}
+    wanted = np.array(sorted({own, *others}), dtype=np.int64)
+    for partition, last in client.mount(marks).items():
+        first = marks[partition] + 1
+        for record in _records_of(client, partition, (first, int(last)), wanted):
+            data: bytes | memoryview = record.data
+            if encryption is not None:
+                data = _decrypted(record, encryption)
+            both = keys.of_record(partition, record.header, data)
+            if record.client_id == own:
+                for key in both:
+                    records[key].append(record.found)
+                sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
+            else:
+                elsewhere.update(both)
+    return EarlierRows(records, frozenset(elsewhere), sequences, keys)
+
+
+def _decrypted(record: "_Record", encryption: Encryption) -> bytes:
+    partition, transaction_id = record.found
+    payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
+    if payload.data is None:
+        raise BadRequest(
+            f"partition {partition}: an earlier attempt of this write has appended "
+            f"transaction {transaction_id}, whose payload cannot be read to compare it with "
+            f"the rows: {payload.error}"
+        )
+    return payload.data
+
+
+class _Record(NamedTuple):
+    """The parts of one record that are read back."""
+
+    client_id: int
+    sequence: int
+    found: EarlierRecord
+    header: int
+    data: memoryview
+
+
+def _records_of(
+    client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
+) -> Iterator[_Record]:
+    """Yield the records of some clients; chunks without any are read as headers only."""
+    for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
+        headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
+        places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
+        if not places.size:
+            continue
+        low, high = int(chunk.first) + int(places[0]), int(chunk.first) + int(places[-1])
+        yield from _whole_records(client, partition, (low, high), set(wanted.tolist()))
+
+
+def _whole_records(
+    client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
+) -> Iterator[_Record]:
+    for chunk in client.read_range(partition, *span):
+        records, lengths = memoryview(chunk.records), chunk.lengths
+        req_ids = raw_records.req_ids_of(records, lengths)
+        headers = raw_records.application_headers_of(records, lengths).tolist()
+        starts = raw_records.offsets_of(lengths).tolist()
+        for row, client_id in enumerate(req_ids["client_id"].tolist()):
+            if client_id in wanted:
+                data = records[starts[row] + _DATA_FROM : starts[row + 1] - _DATA_UNTIL]
+                yield _Record(
+                    client_id,
+                    int(req_ids["sequence"][row]),
+                    EarlierRecord(partition, int(chunk.first) + row),
+                    headers[row],
+                    data,
+                )
+
+
+# A record's bytes before and after its data (docs/design/disk-format.md 4).
+_DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
+
+
+def _taken(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
+    index = pa.array(rows, pa.int64())
+    identity = None if shaped.identity is None else shaped.identity.take(index)
+    source = None if shaped.source is None else shaped.source.take(index)
+    return ShapedRows(
+        shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows], source
+    )
+
+
+def _answered(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
+    ids = np.array([found for _, found in rows], dtype=np.int64)
+    index = pa.array([row for row, _ in rows], pa.int64())
+    return FinalRows(
+        partition=partition,
+        identity=None if shaped.identity is None else shaped.identity.take(index),
+        transaction_ids=ids,
+        reasons=np.full(len(rows), int(Reason.COMMITTED), dtype=np.uint8),
+        conflicting=np.full(len(rows), -1, dtype=np.int64),
+        high_water_mark=int(ids.max()),
+        attempt=1,
+    )
+
+
+def _cut_differently(partition: int) -> BadRequest:
+    return BadRequest(
+        f"partition {partition}: in an earlier run of this write, another task has appended "
+        "a row of this task. Hint: if the input is split into other tasks than before, run "
+        "it with the same tasks. If rows are equal, make each one unique in 'data'."
+    )

@@ -1,0 +1,101 @@
+"""The number and the hash of a write's rows, by which a finished write recognizes its rows.
+
+The record of a finished write contains them for days, so their definition must not change.
+
+Rules (docs/spark.md, "A write ID identifies its rows"):
+    1. A row is identified like in the log (`row_keys.py`): by its partition, unless that is a
+       round-robin one, by header and payload, or by the columns of option `identityColumns`. Locks
+       and marks do not count: a repeated run may compute them from a newer state, and the log does
+       not store them.
+    2. The hash of a row is 64 bits, mixed from the CRC-32 and the length of its payload, partition
+       and header. That of several rows is the sum modulo 2**64, which does not depend on their
+       order, tasks or batches.
+    3. The hash detects mistakes, not attacks: the writer of the rows also chooses the write ID.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from waltz_core.errors import BadRequest
+from waltz_core.records.batches import data_crcs
+from waltz_spark.options import WriteOptions
+from waltz_spark.rows import pack
+from waltz_spark.writer.columns import ShapedRows
+
+U64 = npt.NDArray[np.uint64]
+
+_ANY_PARTITION = -1
+
+
+class RowsHash(NamedTuple):
+    """The number of rows, and the sum of their hashes modulo 2**64."""
+
+    rows: int = 0
+    digest: int = 0
+
+    def plus(self, other: Self) -> "RowsHash":
+        """Return the sum of these rows and others."""
+        return RowsHash(self.rows + other.rows, (self.digest + other.digest) % (1 << 64))
+
+    @property
+    def hex(self) -> str:
+        """The hash as 16 hexadecimal digits."""
+        return f"{self.digest:016x}"
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields for the summary of a write."""
+        return {"rows": self.rows, "rows_hash": self.hex}
+
+    def check_same(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
+        """Check that these are the rows of a finished write, if its summary has the fields.
+
+        Raises:
+            BadRequest: they are other rows; with both counts.
+        """
+        rows, digest = summary.get("rows"), summary.get("rows_hash")
+        if digest is None or (rows, digest) == (self.rows, self.hex):
+            return
+        hashes = ""
+        if rows == self.rows:
+            hashes = f"; the counts are equal, the hashes differ: {digest} and {self.hex}"
+        raise BadRequest(
+            f"the write ID was used with different rows: write {write!r} was completed with "
+            f"{_count(rows)}, but this run has {_count(self.rows)}{hashes}. Hint: {hint}"
+        )
+
+
+def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) -> RowsHash:
+    """Return the sum of some rows, from their input and append columns (rules 1 and 2)."""
+    headers = shaped.append.column("header").to_numpy()
+    data, crcs = shaped.append.column("data"), shaped.append.column("crc")
+    names = options.identity_columns
+    if names:
+        data = pack([batch.column(name) for name in names], names, "msgpack")
+        headers, crcs = np.zeros_like(headers), data_crcs(data)
+    places = np.where(shaped.is_free, np.int32(_ANY_PARTITION), shaped.partitions)
+    lengths = pc.binary_length(data).to_numpy()
+    hashes = _mixed(_joined(crcs.to_numpy(), lengths))
+    hashes = _mixed(hashes ^ _joined(places, headers))
+    return RowsHash(len(hashes), int(hashes.sum()))
+
+
+def _joined(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
+    """Combine two columns of 32 bits into one of 64."""
+    return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+
+
+def _mixed(values: U64) -> U64:
+    """Mix the bits of values: each bit depends on all others (SplitMix64)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+def _count(rows: object) -> str:
+    return f"{rows} row" if rows == 1 else f"{rows} rows"
