@@ -32,21 +32,6 @@ class Place(NamedTuple):
 PLACE = Place()
 
 
-class Place(NamedTuple):
-    """The columns of a table for the place of the last change (rule 1)."""
-
-    partition: str = "_partition"
-    transaction_id: str = "_transaction_id"
-
-    def fields(self) -> list[StructField]:
-        """Return the columns with their types."""
-        types = (IntegerType(), LongType())
-        return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
-
-
-PLACE = Place()
-
-
 def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLACE) -> str:
     """Return the condition and the actions of `MERGE INTO ... AS target USING ... AS source ON`.
 
