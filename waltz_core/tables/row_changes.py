@@ -132,13 +132,13 @@ class ChangeRules:
     """How transactions become changes of rows.
 
     Args:
-        key: the key columns.
+        key: the key columns; none for a table that only gains rows.
         delete_headers: headers of transactions that are deletes.
         delete_where: when any other transaction is a delete.
         function: makes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: there is no key column, or rules for deletes together with a function.
+        BadConfig: a column is twice in the key, or rules for deletes together with a function.
     """
 
     key: Sequence[str]
@@ -147,10 +147,8 @@ class ChangeRules:
     function: ChangesFunction | None = None
 
     def __post_init__(self) -> None:
-        if not self.key or len(set(self.key)) < len(self.key):
-            raise BadConfig(
-                f"argument key: expected one or more column names, each once, found {self.key!r}"
-            )
+        if len(set(self.key)) < len(self.key):
+            raise BadConfig(f"argument key: expected column names, each once, found {self.key!r}")
         if self.function is not None and (self.delete_headers or self.delete_where):
             raise BadConfig(
                 f"expected either the changes function {self.function.name} or rules for deletes, "
@@ -421,9 +419,13 @@ def _listed(names: Iterable[str]) -> str:
 def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     """Return the last change of each key, ordered by transaction ID (rules 4 and 5).
 
+    Without a key, all changes are returned, in their order.
+
     Raises:
         BadRequest: a key has changes in two partitions.
     """
+    if not key:
+        return changes
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
     # Names of our own: a column of the key may have any name.
