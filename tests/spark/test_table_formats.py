@@ -328,9 +328,7 @@ def test_a_format_that_does_not_fit_is_an_error(
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):
             follow(spark, written.connect, table, format=given)
-    with pytest.raises(
-        BadConfig, match="follow: expected table and key, or tables"
-    ):
+    with pytest.raises(BadConfig, match="follow: expected table and key, or tables"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
     with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), format="parquet")

@@ -18,7 +18,7 @@ LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unav
 # The text of an error that the merge raises itself, and where the library shows it.
 TWO_PARTITIONS: Final = "key in two partitions: "
 _FOUND_TWICE = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
-_COLOURS = re.compile(r"\x1b\[\d+m")
+_COLORS = re.compile(r"\x1b\[\d+m")
 _PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
 _STACK = re.compile(r"\s+0: <unknown>")
 # The XML of an object store; its status precedes it.
@@ -117,7 +117,7 @@ _MEANINGS = tuple(
 
 def error_of(table: str, error: Exception) -> LibraryError:
     """Return the error of the project for an error of the library."""
-    text = _COLOURS.sub("", str(error))
+    text = _COLORS.sub("", str(error))
     if found := _FOUND_TWICE.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
