@@ -1,6 +1,6 @@
 """Encrypts the payloads of a write, and decrypts those of a read; see `Encryption` of the client.
 
-Rules (docs/decisions/048, "Payload encryption"):
+Rules (docs/decisions/064):
     1. Keys are read by tasks only: options have a reference to keys, and the ID of a key.
     2. Rows are encrypted when they are sent, each time with another salt. Until then they are
        shaped, compared and spooled as plain text.

@@ -3,7 +3,7 @@
 A pin is an empty file `SOURCE/pins/CLUSTER`, with the keys of both clusters. It remains until an
 operator deletes it: the source's processes do not know whether the restored cluster still exists.
 
-Rules (docs/decisions/047, "Backup and restore"):
+Rules (docs/decisions/055):
     1. A restore writes the pin, and checks afterwards that all objects exist; again when it has
        written its manifests.
     2. A collection reads the pins again before each object that it deletes. So only a delete that

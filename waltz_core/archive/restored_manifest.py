@@ -3,7 +3,7 @@
 The objects stay where they are, below the key of the cluster that wrote them: the restored cluster
 lists them in a manifest of its own.
 
-Rules (docs/decisions/047, "Backup and restore"):
+Rules (docs/decisions/055):
     1. The saved manifest is verified (`saved_manifest.py`).
     2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
        deleted them after the backup: then the partition begins after them. One that was replaced

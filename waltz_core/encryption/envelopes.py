@@ -10,7 +10,7 @@ All integers are big-endian.
     4      row number within the call
     rest   ciphertext, with 16 bytes of tag
 
-Rules (docs/decisions/048, "Payload encryption"):
+Rules (docs/decisions/064):
     1. A call encrypts one payload, or payloads of a column; it draws a salt from the system for
        each key ID. The AES-GCM key is derived from key and salt, and the nonce is the row number.
        So no nonce repeats under one key, also after a fork.

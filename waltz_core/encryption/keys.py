@@ -2,7 +2,7 @@
 
 Options and settings have a reference to the keys, never a key.
 
-Rules (docs/decisions/048, "Payload encryption"):
+Rules (docs/decisions/064):
     1. A key is used for at most `KEY_SECONDS` after it was received from its provider: a key that
        is destroyed there cannot be used any more after that time.
     2. A missing key is cached in the same way. The cache has at most `KEYS_MAX` IDs: IDs are read

@@ -3,7 +3,7 @@
 Only the archive and the replicas' logs have it: the newest manifest that continues in the chosen
 log is as good as the recorded one, since a chain identifies the whole log up to it.
 
-Rules (docs/decisions/047, "After a loss of ZooKeeper's data"):
+Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
        version. An owner's later manifests follow its earlier ones, and AR 7 holds between them.
     2. A manifest fits if its checksums and pages are right, all available objects exist with the

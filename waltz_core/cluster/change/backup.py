@@ -4,7 +4,7 @@ The file has everything of ZooKeeper that a restored cluster needs, and the mani
 archive. The transactions themselves are in the archive. It is JSON after a line with its CRC-32,
 like a manifest.
 
-Rules (docs/decisions/047, "Backup and restore"):
+Rules (docs/decisions/055):
     1. The writes are read first, then the high-water marks, then the writes again, the IDs and the
        sessions. So rows of a write that is done have IDs up to the marks, and all IDs, attempts and
        sessions in the log up to there are known.

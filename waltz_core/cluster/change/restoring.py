@@ -1,6 +1,6 @@
 """The nodes of a cluster that is restored from a backup, as a pure function.
 
-Rules (docs/decisions/047, "Backup and restore"):
+Rules (docs/decisions/055):
     1. A partition is new, and its marker has an archived mark: its log begins after that mark
        (`session_recovery.py`, rule 4). No server claims it before the root's data is written.
     2. Client IDs, generations and sessions continue above all that were ever allocated, also after

@@ -4,7 +4,7 @@ To archive a range, the storage reads it in pieces, then uploads it. The replace
 does the same with the whole range of the old object. `service.py` runs the pieces in the
 partition's lane. Changes of the archive block, so they run on a thread of their own.
 
-Rules (docs/decisions/047):
+Rules (docs/decisions/053):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
        partition replaces an earlier one, which its owner has abandoned.
     2. A job belongs to a session and its connection. After `forget`, its result is not reported. A

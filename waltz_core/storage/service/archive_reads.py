@@ -1,6 +1,6 @@
 """Answers a storage's requests for records that only the archive has: removed or damaged ones.
 
-Rules (docs/decisions/047, "Reading"):
+Rules (docs/decisions/054):
     1. The log is read first. If it has removed the records, or they are damaged, the archive is
        read, provided that the beginning of the request is at or below the session's archived mark.
     2. The archive is read with the mark and manifest that the session's owner has sent (AR 9), and

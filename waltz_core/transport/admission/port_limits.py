@@ -1,4 +1,4 @@
-"""Limits a port's connections, handshakes and memory per peer (decision 048, "Hostile input").
+"""Limits a port's connections, handshakes and memory per peer (decision 063).
 
 Rules:
     1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
