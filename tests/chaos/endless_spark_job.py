@@ -17,7 +17,7 @@ from tests import java_classes, table_jars
 from tests.spark.tables_job import follow
 from tests.written_log import DELETE_HEADER
 
-BATCH_TRANSACTIONS = 400
+BATCH_TRANSACTIONS = 20_000  # a job that starts again catches up with the writer
 COLUMNS = "id long, op string, value long, header int, partition int, transaction_id long"
 
 
