@@ -70,7 +70,7 @@ test-core:
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'not versions' $(SPARK) $(ARGS)
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.delta_jars
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
 	    -m 'core and not versions' tests/spark $(ARGS)
 
@@ -79,7 +79,7 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	@for version in $(SPARKS); do \
 	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
 	    $(RUN) python -m tests.java_classes; \
-	    $(RUN) python -m tests.delta_jars; \
+	    $(RUN) python -m tests.table_jars; \
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 

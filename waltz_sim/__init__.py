@@ -4,7 +4,8 @@ It is a development tool, and not part of the installed product. `docs/testing.m
 
     cli, swarm, report, coverage   many seeds on all cores, and what they covered
     run, schedule, shrink          one seed: its schedule, its verdict, a shorter schedule
-    stage, scenario, narration     the scenarios of docs/scenarios.md, step by step
+    scenario, scenario_commands, milestones
+                                   the scenarios of docs/scenarios.md, step by step
     faults/                        the kinds of faults
     cluster/                       clients, servers, storages, ZooKeeper and operators
     guarantees/                    the guarantees, checked from outside

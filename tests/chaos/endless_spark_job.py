@@ -13,7 +13,7 @@ import sys
 from deltalake import DeltaTable
 
 import waltz_spark
-from tests import delta_jars, java_classes
+from tests import java_classes, table_jars
 from tests.spark.tables_job import follow
 from tests.written_log import DELETE_HEADER
 
@@ -31,7 +31,7 @@ def main(connect: str, table: str, order: str = "") -> int:
             "spark.sql.shuffle.partitions": "2",
             "spark.executor.memory": "512m",
             "spark.ui.enabled": "false",
-            **delta_jars.settings(),
+            **table_jars.settings(),
         },
     )
     batches = {"batch_transactions": BATCH_TRANSACTIONS, "interval_s": 0.2}

@@ -27,7 +27,7 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert CONNECT in text
         text = text.replace(CONNECT, cluster.connect).replace("/lake/", f"{tmp_path}/lake/")
         blocks = BLOCK.findall(text)
-        assert len(blocks) == 10
+        assert len(blocks) == 12
         for language, block in blocks:
             if file := FILE.match(block):
                 (tmp_path / file[1]).write_text(block)

@@ -145,11 +145,11 @@ def expect_audit(notebook: Notebook) -> None:
         for each in (notebook, before)
     )
     assert found == expected
-    (row,) = [each for each in notebook.table("rows.loc[[KETTLE]]") if each[""]]
+    (row,) = notebook.table("rows.loc[[KETTLE]]")
     (cause,) = notebook.table("read(partition, cause, cause + 1)")
     assert cause["cents"] == row["cents"]
     assert (cause["program"], cause["by"]) == ("import", "nordwind-w07.csv")
-    history = notebook.table("history_of(KETTLE, partition)")
+    history = notebook.table("history_of(KETTLE, partition).drop")
     assert [each["by"] for each in history] == ["opening", "Anna", "Boris", "nordwind-w07.csv"]
     assert [float(each["before"]) for each in history[1:]] == [
         float(each["cents"]) for each in history[:-1]

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import waltz_core.local
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.written_log import Written, running_log
 
 SETTINGS = {
@@ -22,7 +22,7 @@ SETTINGS = {
     # of Spark Connect and of the clusters do so.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    **delta_jars.settings(),
+    **table_jars.settings(),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pyspark
 
-from tests import delta_jars
+from tests import table_jars
 from tests.patience import HANG_S
 from tests.ports import free_port
 
@@ -33,7 +33,7 @@ def server(log: Path) -> Iterator[str]:
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.sql.shuffle.partitions": "4",
         "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
-        **delta_jars.settings(),
+        **table_jars.settings(),
     }
     line = [str(submit), "--master", "local[2]", "--class", SERVER]
     line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]

@@ -20,7 +20,7 @@ from pyspark.sql.connect.client.reattach import ExecutePlanResponseReattachableI
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from tests.spark.connect_server import server
@@ -342,7 +342,7 @@ def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSe
     assert spark.range(4).count() == 4
 
 
-@pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+@pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
 def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
     written = waltz_spark.append(

@@ -26,7 +26,7 @@ from pyspark.sql.window import Window
 
 import waltz_core.local
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.fault.load import wait_until
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
@@ -153,9 +153,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"default {LIMIT}")
     arguments = parser.parse_args()
-    if not delta_jars.jars():
-        parser.error(delta_jars.reason_without())
-    settings = {"spark.sql.shuffle.partitions": "4", **delta_jars.settings()}
+    if not table_jars.DELTA.jars():
+        parser.error(table_jars.DELTA.reason_without())
+    settings = {"spark.sql.shuffle.partitions": "4", **table_jars.settings()}
     spark = waltz_spark.session("table-speed", master="local[*]", **settings)
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)

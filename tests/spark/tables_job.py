@@ -1,6 +1,9 @@
-"""A Spark job that follows the log with a Delta table, and is killed.
+"""A Spark job that follows the log with a table, and is killed.
 
     python -m tests.spark.tables_job CONNECT TABLE STEP
+
+TABLE is the path of a Delta table, or of Parquet files with FORMAT=parquet in the environment, or
+the name of an Iceberg table in the directory WAREHOUSE.
 
 STEP is a step of the driver, which kills itself and its Java there; or `tasks`: on a master with
 two executors (`local-cluster`), the Python worker of the first task that runs is killed, and the
@@ -22,13 +25,14 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.written_log import DELETE_HEADER
-from waltz_spark.tables import log_changes, merged_table
+from waltz_spark.tables import iceberg_table, log_changes, merged_table
 
 IN_A_COMMIT = "in apply"
 STEPS = ("after finish", "after marks", "before apply", IN_A_COMMIT, "after apply")
 BATCH = 40
+CATALOG = "lake"
 
 
 class StruckRead(log_changes.TaskRead):
@@ -50,6 +54,16 @@ class StruckRead(log_changes.TaskRead):
             yield batch.slice(1)
 
 
+def catalog_settings(warehouse: Path | str) -> dict[str, str]:
+    """Return the settings of a catalog of Iceberg tables in a directory."""
+    name = f"spark.sql.catalog.{CATALOG}"
+    return {
+        name: "org.apache.iceberg.spark.SparkCatalog",
+        f"{name}.type": "hadoop",
+        f"{name}.warehouse": str(warehouse),
+    }
+
+
 def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[int, int]:
     """Follow the log of `tests/written_log.py`."""
     return waltz_spark.follow(
@@ -69,10 +83,29 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
     )
 
 
-def ending_at(step: str, end: Callable[[], None], table: Path) -> tuple[str, Callable[..., Any]]:
-    """Return a method of a merged table, by name, that calls a function at a step."""
+def add_rows(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
+    """Follow the same log with Parquet files."""
+    return waltz_spark.follow(
+        spark,
+        connect,
+        table=table,
+        format="parquet",
+        schema="id long, op string, value long",
+        headers=[1],
+        batch_transactions=BATCH,
+        until="now",
+    )
+
+
+def ending_at(
+    step: str,
+    end: Callable[[], None],
+    table: Path,
+    owner: type = merged_table.MergedDeltaTable,
+) -> tuple[str, Callable[..., Any]]:
+    """Return a method of a table's class, by name, that calls a function at a step."""
     when, name = step.split()
-    method = getattr(merged_table.MergedDeltaTable, name)
+    method = getattr(owner, name)
 
     def end_when_files_are_written() -> None:
         known = set(table.glob("*.parquet"))
@@ -97,10 +130,13 @@ def ending_at(step: str, end: Callable[[], None], table: Path) -> tuple[str, Cal
 def main(connect: str, table: str, step: str) -> None:
     """Run the job."""
     is_cluster = step == "tasks"
-    settings = {"spark.sql.shuffle.partitions": "2", **delta_jars.settings()}
+    settings = {"spark.sql.shuffle.partitions": "2", **table_jars.settings()}
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
         log_changes.TaskRead = StruckRead  # type: ignore[misc]
+    is_iceberg = "WAREHOUSE" in os.environ
+    if is_iceberg:
+        settings |= catalog_settings(os.environ["WAREHOUSE"])
     master = "local-cluster[2,1,1024]" if is_cluster else "local[2]"
     spark = waltz_spark.session("tables", master=master, **settings)
     java = spark.sparkContext._gateway.proc.pid
@@ -110,8 +146,12 @@ def main(connect: str, table: str, step: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
     if not is_cluster:
-        setattr(merged_table.MergedDeltaTable, *ending_at(step, kill, Path(table)))
-    follow(spark, connect, table)
+        owner = iceberg_table.MergedIcebergTable if is_iceberg else merged_table.MergedDeltaTable
+        setattr(owner, *ending_at(step, kill, Path(table), owner))
+    if os.environ.get("FORMAT") == "parquet":
+        add_rows(spark, connect, table)
+    else:
+        follow(spark, connect, table, format="iceberg" if is_iceberg else None)
     spark.stop()
 
 

@@ -7,7 +7,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.spark.tables_job import follow
 from tests.spark.test_tables import transactions, upsert
 from tests.written_log import (
@@ -27,7 +27,7 @@ from waltz_spark.tables.merged_table import MergedDeltaTable
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.core,
-    pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without()),
+    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
 ]
 
 

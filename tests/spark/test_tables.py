@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 import waltz_core.local
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.commands import run_command
 from tests.patience import PATIENT
 from tests.spark.tables_job import IN_A_COMMIT, STEPS, ending_at, follow
@@ -30,7 +30,9 @@ from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
-with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+with_delta = pytest.mark.skipif(
+    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +60,7 @@ def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int
     )
 
 
-@pytest.mark.skipif(bool(delta_jars.jars()), reason="there is a library")
+@pytest.mark.skipif(bool(table_jars.DELTA.jars()), reason="there is a library")
 def test_a_spark_without_delta_is_a_clear_error(
     spark: SparkSession, written: Written, tmp_path: Path
 ) -> None:

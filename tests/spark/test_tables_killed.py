@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tests import delta_jars
+from tests import table_jars
 from tests.patience import HANG_S
 from tests.spark.tables_job import IN_A_COMMIT, STEPS, follow
 from tests.written_log import Written, check_versions, content, ends
@@ -17,7 +17,7 @@ from tests.written_log import Written, check_versions, content, ends
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.core,
-    pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without()),
+    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
 ]
 
 ROOT = Path(__file__).parents[2]

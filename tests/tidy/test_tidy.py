@@ -48,9 +48,10 @@ ORDINARY_WORDS = frozenset(
         r"\w+",
         """
         admin cache callbacks check client cluster config connection consumer copy data directory
-        disk end entry error failed file found info keeper limits link local log mark memory message
-        mismatch node not open opened option options protocol read reader request requests response
-        result run send server session set state storage store task to view waiting waltz write zoo
+        disk end entry error failed failure field file found info keeper limits link local log mark
+        memory message mismatch node not open opened option options progress protocol read reader
+        request requests response result run send server session set shared source state storage
+        store task to view waiting waltz write writer zoo
         """,
     )
 )
@@ -96,9 +97,11 @@ ARROW_FILES = (
     "waltz_core/client/model/compression.py",
     "waltz_core/cli/client/client_export.py",
     "waltz_core/cli/client/payload_columns.py",
+    "waltz_core/tables/delta_columns.py",
     "waltz_core/tables/delta_table.py",
     "waltz_core/tables/followed_log.py",
     "waltz_core/tables/found_columns.py",
+    "waltz_core/tables/parquet_table.py",
     "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)

@@ -110,7 +110,7 @@ class ArchiveStore:
         self._file_mode = file_mode
         self._rate_limit = rate_limit
         self._files, self._base = _opened(url)
-        self._is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
+        self.is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
         self._durable_folders: set[Path] = set()
 
     def write(self, name: str, data: Buffer) -> None:
@@ -132,7 +132,7 @@ class ArchiveStore:
         place = self._place(name)
         stream: AbstractContextManager[Any]
         with _reported("write", place):
-            if self._is_directory:
+            if self.is_directory:
                 self._make_durable_folder(Path(place).parent)
                 stream = _durable_file(Path(place), self._file_mode)
             else:
@@ -223,6 +223,32 @@ class ArchiveStore:
         """
         with suppress(ObjectMissing), _reported("delete", self._place(name)):
             self._files.delete_file(self._place(name))
+
+    def move(self, name: str, target: str) -> None:
+        """Give a file another name; in a directory also a folder, in one step. Durable.
+
+        In a directory, a folder with this name that has files is not replaced.
+
+        Raises:
+            ObjectMissing, ArchiveUnavailable: rule 4.
+        """
+        place = self._place(target)
+        if self.is_directory:
+            with _reported("write", place):
+                self._make_durable_folder(Path(place).parent)
+        with _reported("move", self._place(name)):
+            self._files.move(self._place(name), place)
+            if self.is_directory:
+                _sync_folder(Path(place).parent)
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete a folder with its files; a missing one is no error.
+
+        Raises:
+            ArchiveUnavailable: rule 4.
+        """
+        with suppress(ObjectMissing), _reported("delete", self._place(folder)):
+            self._files.delete_dir(self._place(folder))
 
     def _place(self, name: str) -> str:
         return f"{self._base}/{name}"

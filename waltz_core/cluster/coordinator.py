@@ -499,7 +499,7 @@ class Coordinator:
         """State the revision of the permissions that this daemon uses (AC 6).
 
         The callback of `follow_permissions` calls it; that publishes it, in each session again.
-        `membership/applied.py` has the names of daemons.
+        `membership/applied_revisions.py` has the names of daemons.
         """
         self._applied.use(name, revision)
 

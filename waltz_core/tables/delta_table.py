@@ -66,11 +66,14 @@ class FollowedDeltaTable:
         key: the key columns.
 
     Raises:
-        BadConfig: a column has a name or a type that Delta lacks, or no key column is declared.
+        BadConfig: a column has a name or a type that Delta lacks, there is no key, or a key column
+            is not declared.
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, key: Sequence[str]) -> None:
         self._is_declared = schema is not None
+        if not key:
+            raise BadConfig("key: expected one or more columns for a Delta table, found none")
         if schema is not None:
             check_schema(schema)
             if missing := [name for name in key if name not in schema.names]:

@@ -194,7 +194,7 @@ class TableProgress(Generic[ChangesT]):
         self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
-        self._warned_version = -1
+        self._warned: set[int] = set()  # versions of other programs
         self._conflicts = 0
 
     @property
@@ -319,14 +319,14 @@ class TableProgress(Generic[ChangesT]):
         """Check the commits of other programs (rule 4)."""
         check_others(others, self._name)
         for version, operation, _ in sorted(others):
-            if version > self._warned_version and not operation.upper().startswith(_MAINTENANCE):
+            if version not in self._warned and not operation.upper().startswith(_MAINTENANCE):
                 _log.warning(
                     "follow.other_commit table=%s version=%d operation=%s",
                     self._place,
                     version,
                     operation,
                 )
-            self._warned_version = max(version, self._warned_version)
+        self._warned = {each.version for each in others}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()

@@ -36,7 +36,6 @@ from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
 
 ArrowTable: TypeAlias = pa.Table
-ArrowSchema: TypeAlias = pa.Schema
 
 PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
@@ -102,7 +101,7 @@ class ChangesFunction:
     """
 
     name: str
-    columns: ArrowSchema
+    columns: pa.Schema
 
     def __call__(self, rows: ArrowTable) -> ArrowTable:
         """Return the changes, with the columns of the table, the place and `_deleted`.
@@ -133,13 +132,13 @@ class ChangeRules:
     """How transactions become changes of rows.
 
     Args:
-        key: the key columns.
+        key: the key columns; none for a table that only gains rows.
         delete_headers: headers of transactions that are deletes.
         delete_where: when any other transaction is a delete.
         function: makes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: there is no key column, or rules for deletes together with a function.
+        BadConfig: a column is twice in the key, or rules for deletes together with a function.
     """
 
     key: Sequence[str]
@@ -148,10 +147,8 @@ class ChangeRules:
     function: ChangesFunction | None = None
 
     def __post_init__(self) -> None:
-        if not self.key or len(set(self.key)) < len(self.key):
-            raise BadConfig(
-                f"argument key: expected one or more column names, each once, found {self.key!r}"
-            )
+        if len(set(self.key)) < len(self.key):
+            raise BadConfig(f"argument key: expected column names, each once, found {self.key!r}")
         if self.function is not None and (self.delete_headers or self.delete_where):
             raise BadConfig(
                 f"expected either the changes function {self.function.name} or rules for deletes, "
@@ -325,7 +322,7 @@ def _where(changes: ArrowTable, row: int) -> str:
     return f"partition {partition}, transaction {transaction}"
 
 
-def changes_function(name: str, schema: ArrowSchema, key: Sequence[str]) -> ChangesFunction:
+def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> ChangesFunction:
     """Return a function of the user, with the columns that it returns.
 
     Args:
@@ -422,9 +419,13 @@ def _listed(names: Iterable[str]) -> str:
 def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     """Return the last change of each key, ordered by transaction ID (rules 4 and 5).
 
+    Without a key, all changes are returned, in their order.
+
     Raises:
         BadRequest: a key has changes in two partitions.
     """
+    if not key:
+        return changes
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
     # Names of our own: a column of the key may have any name.
@@ -479,7 +480,7 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
         yield pa.Table.from_batches(waiting)
 
 
-def no_changes(schema: ArrowSchema, rules: ChangeRules) -> ArrowTable:
+def no_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return a table of changes without rows, for transactions of a schema."""
     if rules.function is not None:
         schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])

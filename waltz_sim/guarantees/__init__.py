@@ -1,6 +1,7 @@
 """Checkers for the guarantees of Waltz, one file for each subject.
 
-    evidence    shared state: the reference history, the counters, and failure reports
+    checker_state
+                shared state: the reference history, the counters, and failure reports
     replica_guarantees
                 3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed

@@ -1,4 +1,4 @@
-"""`follow` and `upsert`: Delta tables that equal a replay of the log up to their marks.
+"""`follow` and `upsert`: tables that equal a replay of the log up to their marks.
 
 They run in the user's Python process, as `append` and `snapshot` do.
 """
@@ -42,7 +42,9 @@ from waltz_spark.tables.log_changes import (
     with_log_columns,
 )
 from waltz_spark.tables.merged_table import MergedDeltaTable
+from waltz_spark.tables.parquet_files import SparkParquetTable
 from waltz_spark.tables.shared_read import SharedSparkLog, SharedTable
+from waltz_spark.tables.table_formats import MergedTable, TableFormat, open_merged_table, open_table
 from waltz_spark.tables.table_session import table_session
 
 BATCH_TRANSACTIONS = 1_000_000
@@ -64,12 +66,13 @@ _log = logging.getLogger(__name__)
 class Table(NamedTuple):
     """A table of `follow(..., tables=...)`; the fields are the arguments of `follow`."""
 
-    key: str | Sequence[str]
+    key: str | Sequence[str] = ()
     schema: str | StructType | None = None
     headers: Sequence[int] = ()
     delete_headers: Sequence[int] = ()
     delete_where: str | None = None
     changes: str | None = None
+    format: TableFormat | None = None
 
 
 @overload
@@ -78,8 +81,9 @@ def follow(
     connect: str,
     *,
     table: str,
-    key: str | Sequence[str],
+    key: str | Sequence[str] = (),
     schema: str | StructType | None = None,
+    format: TableFormat | None = None,
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
@@ -105,6 +109,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     table: str | None = None,
     key: str | Sequence[str] = (),
     schema: str | StructType | None = None,
+    format: TableFormat | None = None,  # noqa: A002 - Spark's name
     headers: Sequence[int] = (),
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
@@ -118,7 +123,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     **options: object,
 ) -> dict[int, int] | dict[str, dict[int, int]]:
-    """Keep Delta tables equal to the log, batch by batch; return the marks of the table or tables.
+    """Keep tables equal to the log, batch by batch; return the marks of the table or tables.
 
     Each batch is one commit, which also has the marks. So the table equals a replay of the log
     whenever the driver, an executor or a task is killed, and a repeated call continues at the
@@ -128,13 +133,15 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
                            schema="id long, owner string, op string", delete_where="op = 'D'")
 
     Args:
-        spark: a session with Delta; the table is written in a session of its own.
+        spark: a session with Delta or Iceberg; the table is written in a session of its own.
         connect: the cluster.
         table: the name of the table, or its path or URL; it is created if there is none.
-        key: the key column or columns.
+        key: the key column or columns; none for Parquet.
         schema: the columns of the table: those of the payload, and of the log by their names. The
             table has two more, `_partition` and `_transaction_id`. Without it, columns are found in
-            msgpack or JSON payloads.
+            msgpack or JSON payloads of a Delta table.
+        format: that of a new table: delta (default), iceberg, or parquet, which only gains rows.
+            Each call for a table of Parquet files needs it.
         headers: the headers of the transactions of the table; without any, all transactions are.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes: a boolean column, or a comparison of a column
@@ -159,7 +166,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
 
     Raises:
         BadConfig: an argument is not valid, a start was given for a table with marks, the table has
-            other columns, or the session has no Delta.
+            other columns or another format, or the session has no library of the format.
         BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
             restored.
         BadRequest: a key has changes in two partitions, or a changes function has failed.
@@ -170,7 +177,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     """
     if interval_s <= 0:
         raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
-    one = Table(key, schema, headers, delete_headers, delete_where, changes)
+    one = Table(key, schema, headers, delete_headers, delete_where, changes, format)
     given = _given_tables(table, one, tables)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
@@ -212,7 +219,7 @@ class _Opened(NamedTuple):
     rules: ChangeRules
     headers: tuple[int, ...]
     reads: dict[str, str]
-    target: MergedDeltaTable
+    target: MergedTable | SparkParquetTable
 
 
 def _given_tables(
@@ -220,10 +227,10 @@ def _given_tables(
 ) -> Mapping[str, Table]:
     """Return the tables of a call."""
     if tables is None:
-        if table is None or not one.key:
+        if table is None or not (one.key or one.format == "parquet"):
             raise BadConfig("follow: expected table and key, or tables")
         return {table: one}
-    if table is not None or one != Table(()):
+    if table is not None or one != Table():
         raise BadConfig(
             f"follow: expected either tables or table, {', '.join(Table._fields)}, found both"
         )
@@ -253,12 +260,15 @@ def _opened(
         rules = _rules(table, None if declared is None else with_log_columns(declared))
         columns = None if declared is None else table_columns(declared, rules)
         reads = _read_options(connect, declared, headers, options)
-        target = MergedDeltaTable(session, place, columns, rules.key)
+        target = open_table(session, place, table.format, columns, rules)
     return _Opened(place, declared, rules, headers, reads, target)
 
 
 def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) -> SparkLog:
-    known = table.target.columns if table.declared is None else table.declared
+    known: StructType | Callable[[], StructType] | None = table.declared
+    if known is None:
+        assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
+        known = table.target.columns
     return SparkLog(session, position, known, table.rules, table.reads)
 
 
@@ -288,12 +298,13 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     *,
     table: str,
     key: str | Sequence[str],
+    format: TableFormat | None = None,  # noqa: A002 - Spark's name
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
     changes: str | None = None,
     follower: str = "follow",
 ) -> dict[int, int]:
-    """Apply transactions to a Delta table, each once; return the marks of the table.
+    """Apply transactions to a table, each once; return the marks of the table.
 
     For a `foreachBatch` of yours. The rows and the marks after them are one commit. Rows up to the
     marks of the table are dropped, so a repeated micro-batch writes no commit, also with a new
@@ -309,6 +320,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
         connect: the cluster of the transactions.
         table: the name of the table, or its path or URL; it is created if there is none.
         key: the key column or columns.
+        format: that of a new table: delta (default) or iceberg.
         delete_headers: headers of transactions that delete the row with their key.
         delete_where: the condition of other deletes, as for `follow`.
         changes: `module:function`, a function that makes changes of the rows, as for `follow`.
@@ -329,7 +341,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     name = TableMarks(follower, cluster, {}, rules.stored(None))
     with table_session(df.sparkSession) as session:
-        target = MergedDeltaTable(session, table, columns, rules.key)
+        target = open_merged_table(session, table, format, columns, rules)
         conflicts = 0
         while True:
             try:
@@ -343,7 +355,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
 
 def _upsert_once(
     df: DataFrame,
-    target: MergedDeltaTable,
+    target: MergedTable,
     columns: StructType,
     rules: ChangeRules,
     name: TableMarks,
@@ -365,7 +377,7 @@ def _upsert_once(
         changes.unpersist()
 
 
-def _stored_marks(target: MergedDeltaTable, name: TableMarks) -> TableMarks:
+def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
     """Return the marks of the table, which is created if there is none."""
     state = target.marks(name)
     if state is None:

@@ -28,7 +28,14 @@ from pyspark.sql.types import (
 
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import LogPosition
-from waltz_core.tables.row_changes import DELETED, ChangeRules, check_rules, reduced
+from waltz_core.tables.row_changes import (
+    DELETED,
+    ChangeRules,
+    changes_of,
+    check_rules,
+    parts_of,
+    reduced,
+)
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ERROR_COLUMN
@@ -143,7 +150,15 @@ class TaskRead:
         for batch in numbers:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
-                yield from reduced(rows, self.rules, self.schema).select(self.columns).to_batches()
+                for changes in self._changes(rows):
+                    yield from changes.select(self.columns).to_batches()
+
+    def _changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+        """Yield the last changes; without a key the changes of each part, so memory is bounded."""
+        if self.rules.key:
+            yield reduced(rows, self.rules, self.schema)
+        else:
+            yield from (changes_of(part, self.rules) for part in parts_of(rows))
 
 
 @dataclass
@@ -222,7 +237,10 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     """Return the last change of each key of several tasks' last changes.
 
     Its action fails if a key has changes in two partitions, with a message after `TWO_PARTITIONS`.
+    Without a key, all changes are returned.
     """
+    if not key:
+        return parts
     names = parts.columns
     # Names of our own: a column may have any name.
     numbered = {name: f"c{number}" for number, name in enumerate(names)}

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
@@ -31,17 +31,12 @@ from waltz_core.tables.follower import OtherCommit, TableState, operation_of
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.spark_errors import TWO_PARTITIONS, reported
+from waltz_spark.tables.merge_statement import PLACE, check_names, merge_actions, quoted
+from waltz_spark.tables.spark_errors import reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# The columns of the place of the last change (rule 3), and those of the changes that they have.
-_PLACE = {"_partition": "partition", "_transaction_id": "transaction_id"}
-_PLACE_FIELDS = [
-    StructField("_partition", IntegerType()),
-    StructField("_transaction_id", LongType()),
-]
 # How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -68,11 +63,11 @@ class MergedDeltaTable:
     ) -> None:
         self._is_declared = schema is not None
         if schema is not None:
-            _check_names(schema, key)
+            check_names(schema, key)
         self._session, self._name, self._key = session, name, key
         self._schema = _plain(schema or StructType())
         self._is_path = "/" in name
-        self._sql = f"delta.{_quoted(name)}" if self._is_path else name
+        self._sql = f"delta.{quoted(name)}" if self._is_path else name
         self._is_checked = False
         self._stored = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
@@ -80,7 +75,7 @@ class MergedDeltaTable:
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without those of the place."""
-        return StructType([part for part in self._stored if part.name not in _PLACE])
+        return StructType([part for part in self._stored if part.name not in PLACE])
 
     def create(self, start: TableMarks) -> None:
         """Create the table with the next `apply` or `finish`, if there is none then.
@@ -101,7 +96,7 @@ class MergedDeltaTable:
         start = self._start
         with self.reported():
             self._set_identifier(start, start.version)
-            empty = self._session.createDataFrame([], StructType([*self._schema, *_PLACE_FIELDS]))
+            empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE.fields()]))
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
@@ -160,7 +155,7 @@ class MergedDeltaTable:
 
     def _checked_columns(self, changes: DataFrame | None) -> StructType:
         """Return the columns of changes in the table; of found ones, Delta may lack a name."""
-        own = {*_PLACE.values(), DELETED}
+        own = {*PLACE._asdict(), DELETED}
         schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
         if schema and not self._is_declared:
             check_schema(arrow_schema(schema))
@@ -198,7 +193,7 @@ class MergedDeltaTable:
                 f"table {self._name}: expected a key column {new[0].name!r}, found "
                 f"{', '.join(self._stored.names)}"
             )
-        columns = ", ".join(f"{_quoted(part.name)} {part.dataType.simpleString()}" for part in new)
+        columns = ", ".join(f"{quoted(part.name)} {part.dataType.simpleString()}" for part in new)
         self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
         self._stored = self._frame().schema
 
@@ -208,36 +203,9 @@ class MergedDeltaTable:
         self._session.conf.set(_VERSION, str(version))
 
     def _merge(self, into: str, schema: StructType) -> str:
-        names = {
-            _quoted(name): f"source.{_quoted(_PLACE.get(name, name))}"
-            for name in (*schema.names, *_PLACE)
-        }
-        is_key = (f"target.{each} = source.{each}" for each in map(_quoted, self._key))
         is_new = _types(schema).items() - _types(self._stored).items()
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
-        return (  # names are quoted; the name of the table is the user's SQL
-            f"MERGE {evolving}{into} {' AND '.join(is_key)} "  # noqa: S608
-            f"WHEN MATCHED AND {self._checked(f'source.{DELETED}')} THEN DELETE "
-            f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
-            f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
-            f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
-        )
-
-    def _checked(self, is_deleted: str) -> str:
-        """Return a condition, which fails with the key if the row is of another partition."""
-        key = ", ', ', ".join(f"CAST(source.{_quoted(name)} AS STRING)" for name in self._key)
-        places = ", ' and ', ".join(
-            f"'partition ', {partition}, ', transaction ', {transaction}"
-            for partition, transaction in (
-                ("target._partition", "target._transaction_id"),
-                ("source.partition", "source.transaction_id"),
-            )
-        )
-        return (
-            "CASE WHEN target._partition <> source.partition THEN CAST(raise_error(concat("
-            f"'{TWO_PARTITIONS}(', {key}, ') has changes in two partitions, ', {places}, '.')) "
-            f"AS BOOLEAN) ELSE {is_deleted} END"
-        )
+        return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[Row], TableState | None]:
         """Return commits, newest first, and the state that they have; none if there is no table."""
@@ -286,7 +254,7 @@ class MergedDeltaTable:
     def _check_columns(self) -> None:
         if self._is_checked or not self._is_declared:
             return
-        declared = {part.name: part.dataType for part in (*self._schema, *_PLACE_FIELDS)}
+        declared = {part.name: part.dataType for part in (*self._schema, *PLACE.fields())}
         for part in self._stored:
             if part.name not in declared:
                 raise BadConfig(
@@ -304,21 +272,6 @@ class MergedDeltaTable:
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Raise errors of Spark, its tasks and Delta as errors of the project."""
         return reported(f"table {self._name}", self._session)
-
-
-def _check_names(schema: StructType, key: Sequence[str]) -> None:
-    if missing := [name for name in key if name not in schema.names]:
-        raise BadConfig(
-            f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
-        )
-    seen = {*_PLACE, DELETED}
-    for name in schema.names:
-        if name.lower() in seen:
-            raise BadConfig(
-                f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted({*_PLACE, DELETED}))}"
-            )
-        seen.add(name.lower())
 
 
 def _state_of(
@@ -356,8 +309,3 @@ def _plain(fields: Iterable[StructField]) -> StructType:
 
 def _types(schema: StructType) -> dict[str, str]:
     return {part.name: part.dataType.simpleString() for part in schema}
-
-
-def _quoted(name: str) -> str:
-    escaped = name.replace("`", "``")
-    return f"`{escaped}`"

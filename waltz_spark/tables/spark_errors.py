@@ -1,4 +1,4 @@
-"""Errors of Spark and Delta, as errors of the project.
+"""Errors of Spark, Delta and Iceberg, as errors of the project.
 
 Rules:
     1. An error of the project in a task is raised as such.
@@ -9,6 +9,7 @@ Rules:
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from pyspark.sql import SparkSession
 
@@ -18,18 +19,40 @@ from waltz_spark.worker_errors import error_of
 
 # The start of the message of an error that Spark raises, and of what follows it.
 TWO_PARTITIONS = "a key in two partitions: "
-# How Spark and Delta report another commit, ...
+
+
+class Library(NamedTuple):
+    """A library of a table format, and the hint for a session without it."""
+
+    name: str
+    hint: str
+
+
+DELTA = Library(
+    "Delta",
+    "Delta 4.4.0 has one for Spark 4.0, 4.1 and 4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and "
+    "none for 4.3; docs/tables.md has the settings of the session.",
+)
+ICEBERG = Library(
+    "Iceberg",
+    "there are libraries for Spark 4.0 and 4.1, and none for 4.2 and 4.3; docs/spark-tables.md has "
+    "them, with the settings of the session.",
+)
+# How Spark, Delta and Iceberg report another commit, ...
 _TABLE_EXISTS = re.compile(
     r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
 )
 _CONFLICT = re.compile(
-    r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]"
+    r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]|"
+    r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)"
 )
-# ... and a Spark without a library of Delta, or with that of another version.
+# ... and a Spark without a library, or with that of another version.
 _NO_LIBRARY = re.compile(
     r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
     r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
-    r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|ClassNotFoundException: \S*delta\S*"
+    r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|"
+    r"ClassNotFoundException: \S*(?:delta|iceberg)\S*|CATALOG_NOT_FOUND|"
+    r"REQUIRES_SINGLE_PART_NAMESPACE|\w*PLUGIN_CLASS_NOT_FOUND\w*"
 )
 _FOUND_TWICE = re.compile(
     rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
@@ -41,23 +64,24 @@ _TEMPORARY = re.compile(
 
 
 @contextmanager
-def reported(what: str, session: SparkSession) -> Iterator[None]:
+def reported(what: str, session: SparkSession, library: Library = DELTA) -> Iterator[None]:
     """Raise errors of Spark as errors of the project.
 
     Args:
         what: the subject of the messages.
         session: that of the Spark.
+        library: the one that the session needs.
     """
     try:
         yield
     except SPARK_ERRORS as failure:
-        found = error_of(failure) or _error_of(str(failure), what, session)
+        found = error_of(failure) or _error_of(str(failure), what, session, library)
         if found is None:
             raise
         raise found from failure
 
 
-def _error_of(text: str, what: str, session: SparkSession) -> WaltzError | None:
+def _error_of(text: str, what: str, session: SparkSession, library: Library) -> WaltzError | None:
     if twice := _FOUND_TWICE.search(text):
         return BadRequest(
             f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
@@ -67,10 +91,8 @@ def _error_of(text: str, what: str, session: SparkSession) -> WaltzError | None:
         return Superseded(f"{what}: another commit came first ({conflict[0]})")
     if missing := _NO_LIBRARY.search(text):
         return BadConfig(
-            f"{what}: Spark {session.version} has no library of Delta that works with it "
-            f"({missing[0]}). Hint: Delta 4.4.0 has one for Spark 4.0, 4.1 and 4.2 "
-            "(io.delta:delta-spark_4.2_2.13:4.4.0), and none for 4.3; docs/tables.md has the "
-            "settings of the session."
+            f"{what}: Spark {session.version} has no library of {library.name} that works with it "
+            f"({missing[0]}). Hint: {library.hint}"
         )
     if cause := _TEMPORARY.search(text):
         line = next(line for line in text.splitlines() if cause[0] in line)

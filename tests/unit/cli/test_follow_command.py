@@ -13,7 +13,8 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--key", "id"], "key: expected one or more column names, each once"),
+        (["--key", "id"], "key: expected column names, each once"),
+        (["--format", "parquet"], "a Parquet table only gains rows: expected no key"),
         (["--key", "no"], "key: expected a column of the table, found 'no'. Hint: declare it."),
         (["--column", "a:int46"], "--column a: expected one of the types"),
         (["--column", "ID:int64"], "names that differ in more than their case"),

@@ -155,7 +155,7 @@ def test_rules_name_existing_columns():
             BadConfig, match=r"expected exactly one column 'no', found .* Hint: declare the column"
         ):
             check_rules(rules, schema)
-    with pytest.raises(BadConfig, match="one or more column names"):
+    with pytest.raises(BadConfig, match="expected column names, each once"):
         ChangeRules(["id", "id"])
     function = ChangesFunction("shop:changes", schema)
     with pytest.raises(BadConfig, match="expected either the changes function shop:changes or"):

@@ -1,4 +1,4 @@
-"""`waltz-core follow`: keeps Delta tables equal to the log.
+"""`waltz-core follow`: keeps tables equal to the log.
 
 The loop is `tables/follower.py`; docs/tables.md describes its guarantees.
 """
@@ -9,23 +9,29 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
-from waltz_core.cli.client.followed_tables import TableOptions, tables_in
+from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, tables_in
 from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.client import WaltzClient
+from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import ClientLog, LoggedTable, LogPosition
 from waltz_core.tables.follower import Follower, TableProgress, errors_of_table
+from waltz_core.tables.parquet_table import FollowedParquetTable
+from waltz_core.tables.row_changes import ChangeRules
 from waltz_core.tables.table_marks import MarkMap, TableMarks
+
+if TYPE_CHECKING:
+    from waltz_core.tables.delta_table import FollowedDeltaTable
 
 BATCH_TRANSACTIONS = 100_000
 INTERVAL_S = 1.0
@@ -37,6 +43,7 @@ class FollowCommand(NamedTuple):
     connect: str
     table: str | None
     tables: Path | None
+    format: str | None
     key: tuple[str, ...]
     columns: tuple[str, ...]
     data_format: str
@@ -67,6 +74,11 @@ class FollowCommand(NamedTuple):
     type=options.PATH,
     metavar="FILE",
     help="several tables: a TOML file with a section for each, instead of TABLE and its options",
+)
+@click.option(
+    "--format",
+    type=options.NamedChoice(TABLE_FORMATS),
+    help="format of the table; parquet only gains rows, and has no key [default: delta]",
 )
 @click.option(
     "--key",
@@ -153,9 +165,6 @@ class FollowCommand(NamedTuple):
 @options.as_json
 @options.connect
 def follow(chosen: FollowCommand) -> int:
-    # deltalake is an extra, and its import takes a while.
-    from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
-
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
     payloads = payload_columns.format_of(
@@ -170,7 +179,7 @@ def follow(chosen: FollowCommand) -> int:
             declared = each.declared()
             rules = each.rules(declared)
             columns = declared if rules.function is None else rules.function.columns
-            table = FollowedDeltaTable(each.place, columns, each.key)
+            table = _opened(each, columns, rules)
             schema = table.columns if declared is None else declared
             logged = LoggedTable(
                 each.place,
@@ -212,11 +221,22 @@ follow.details = (
 )
 
 
+def _opened(
+    table: TableOptions, columns: ArrowSchema | None, rules: ChangeRules
+) -> "FollowedDeltaTable | FollowedParquetTable":
+    if table.format == "parquet":
+        return FollowedParquetTable(table.place, columns, rules)
+    # deltalake is an extra, and its import takes a while.
+    from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
+
+    return FollowedDeltaTable(table.place, columns, rules.key)
+
+
 def _tables(chosen: FollowCommand) -> list[TableOptions]:
     """Return the table of the options, or those of the file."""
     options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
     if chosen.tables is None:
-        if chosen.table is None or not chosen.key:
+        if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
             raise BadConfig("follow: expected TABLE and --key, or --tables FILE")
         return [TableOptions(chosen.table, **options_of_table)]
     if chosen.table is not None or any(options_of_table.values()):

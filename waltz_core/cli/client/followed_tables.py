@@ -18,11 +18,14 @@ from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import transactions_schema
 from waltz_core.tables.row_changes import ChangeRules, changes_function, parse_condition
 
+TABLE_FORMATS = ("delta", "parquet")
+
 
 class TableOptions(NamedTuple):
     """A table; except its place, each field is an option of the command and a name in the file."""
 
     place: str
+    format: str | None = None
     key: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     headers: tuple[int, ...] = ()
@@ -54,7 +57,7 @@ class TableOptions(NamedTuple):
 
 
 _LISTS = {"key": str, "columns": str, "headers": int, "delete_headers": int}
-_TEXTS = ("delete_where", "changes")
+_TEXTS = ("format", "delete_where", "changes")
 
 
 def tables_in(file: Path) -> list[TableOptions]:
@@ -89,4 +92,7 @@ def _checked(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, An
             several = " or a list of them" if name in _LISTS else ""
             raise BadConfig(f"{where}: {name}: expected {expected}{several}, found {value!r}")
         found[name] = tuple(parts) if name in _LISTS else value
+    if found.get("format") not in (None, *TABLE_FORMATS):
+        expected = " or ".join(TABLE_FORMATS)
+        raise BadConfig(f"{where}: format: expected {expected}, found {found['format']!r}")
     return found

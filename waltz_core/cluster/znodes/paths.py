@@ -291,7 +291,7 @@ class ClusterPaths:
         return f"{self.root}/x/applied"
 
     def applied(self, name: str) -> str:
-        """Revision of one daemon; `membership/applied.py` has its name."""
+        """Revision of one daemon; `membership/applied_revisions.py` has its name."""
         return f"{self.every_applied}/{name}"
 
     @property

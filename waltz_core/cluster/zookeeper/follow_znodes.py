@@ -53,8 +53,8 @@ async def follow_permissions(
 ) -> None:
     """Let a port learn the permissions; return at once if it does not identify its peers.
 
-    The daemon publishes the revision in use under `name` (`membership/applied.py`). It continues
-    with its permissions while the node is missing, cannot be decoded, or may not be read.
+    The daemon publishes the revision in use under `name` (`membership/applied_revisions.py`). It
+    continues with its permissions while the node is missing, cannot be decoded, or may not be read.
     """
     if port is None or port.access is None:
         return

@@ -26,6 +26,7 @@ import logging
 import secrets
 import signal
 import time
+from asyncio import TaskGroup
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ class StorageDaemon:
             await self._register(engine)
             serving.address = ReplicaId(self.address)
             try:
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     self._admin = self._make_admin(engine, serving, identity, tasks)
                     stack.callback(self._admin.stop)
                     admin = await self._admin.listen(
@@ -329,7 +330,7 @@ class StorageDaemon:
     async def _work_in_background(
         self, engine: Engine, machine: StorageService, serving: ServedReplicas
     ) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
             offer = self._segments.offer(self.address, engine, serving, self._pool)
@@ -400,11 +401,7 @@ class StorageDaemon:
         )
 
     def _make_admin(
-        self,
-        engine: Engine,
-        serving: ServedReplicas,
-        identity: StorageIdentity,
-        tasks: asyncio.TaskGroup,
+        self, engine: Engine, serving: ServedReplicas, identity: StorageIdentity, tasks: TaskGroup
     ) -> AdminPort:
         return AdminPort(
             engine,
@@ -440,11 +437,7 @@ class StorageDaemon:
             )
 
     async def _follow_assignment(
-        self,
-        coordinator: Coordinator,
-        engine: Engine,
-        serving: ServedReplicas,
-        tasks: asyncio.TaskGroup,
+        self, coordinator: Coordinator, engine: Engine, serving: ServedReplicas, tasks: TaskGroup
     ) -> None:
         """Follow permissions and assignment; register again when this storage is added again.
 
@@ -462,9 +455,7 @@ class StorageDaemon:
 
         await follow_readable(coordinator.follow_replica_assignment, take)
 
-    async def _until_one_of(
-        self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
-    ) -> None:
+    async def _until_one_of(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
         """Wait for one of the events, or raise the error that must end the process."""
         waiting = tasks.create_task(_wait_for_one_of(events))
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -473,7 +464,7 @@ class StorageDaemon:
             self._failure.result()
 
     async def _serve_until(
-        self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: asyncio.TaskGroup
+        self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: TaskGroup
     ) -> None:
         if not stop.is_set():
             on_ready(self.address)
@@ -793,7 +784,7 @@ class _Stopped(Exception):
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         waits = [tasks.create_task(each.wait()) for each in events]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:

@@ -1,0 +1,400 @@
+"""Iceberg tables and Parquet files that follow the log in Spark."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import LongType, StructField, StructType
+
+import waltz_spark
+from tests import table_jars
+from tests.commands import run_command
+from tests.patience import PATIENT
+from tests.spark.tables_job import CATALOG, catalog_settings, ending_at, follow
+from tests.spark.test_tables import transactions, upsert
+from tests.spark.test_tables_killed import run_job
+from tests.written_log import DELETE_HEADER, PARTITIONS, TRANSACTIONS, Rows, Written, ends
+from waltz_core.client import WaltzClient
+from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_spark.tables.iceberg_table import MergedIcebergTable
+from waltz_spark.tables.log_changes import changes_schema
+
+pytestmark = pytest.mark.spark
+with_iceberg = pytest.mark.skipif(
+    not table_jars.ICEBERG.jars(), reason=table_jars.ICEBERG.reason_without()
+)
+
+NAME = TableMarks("follow", "0" * 32, {0: -1})
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.fixture(scope="module")
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warehouse")
+
+
+@pytest.fixture(scope="module")
+def lake(spark: SparkSession, warehouse: Path) -> Iterator[SparkSession]:
+    """Return a session with a catalog of Iceberg tables."""
+    session = spark.newSession()
+    for name, value in catalog_settings(warehouse).items():
+        session.conf.set(name, value)
+    return session
+
+
+def append(written: Written, seed: int) -> None:
+    with WaltzClient(written.connect, PATIENT) as client:
+        written.append(client, TRANSACTIONS, seed)
+
+
+def content(session: SparkSession, table: str, snapshot: int | None = None) -> Rows:
+    version = "" if snapshot is None else f"VERSION AS OF {snapshot}"
+    session.sql(f"REFRESH TABLE {table}")
+    rows = session.sql(f"SELECT * FROM {table} {version}").collect()
+    assert len({row["id"] for row in rows}) == len(rows)
+    place = ("value", "_log_partition", "_transaction_id")
+    return {row["id"]: tuple(row[name] for name in place) for row in rows}
+
+
+def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, int]]:
+    """Return the marks of the snapshots that `main` has had, the oldest one first."""
+    session.sql(f"REFRESH TABLE {table}")
+    rows = session.sql(
+        "SELECT h.snapshot_id, s.summary['waltz.marks'] "
+        f"FROM {table}.history h JOIN {table}.snapshots s ON h.snapshot_id = s.snapshot_id "
+        "WHERE is_current_ancestor ORDER BY made_current_at"
+    ).collect()
+    return {snapshot: dict(decode(metadata).marks) for snapshot, metadata in rows}
+
+
+def check_snapshots(session: SparkSession, written: Written, table: str) -> None:
+    """Each snapshot has the rows of its marks, and marks never decrease."""
+    before = dict.fromkeys(range(PARTITIONS), -1)
+    for snapshot, marks in marks_by_snapshot(session, table).items():
+        assert content(session, table, snapshot) == written.replayed(marks)
+        assert all(mark >= before.get(each, -1) for each, mark in marks.items())
+        before = marks
+
+
+@pytest.mark.core
+@with_iceberg
+def test_an_iceberg_table_equals_a_replay_and_a_repeated_call_writes_no_snapshot(
+    lake: SparkSession, written: Written
+) -> None:
+    table = f"{CATALOG}.shop.replayed"
+    more = {"format": "iceberg", "batch_transactions": 70}
+    assert follow(lake, written.connect, table, **more) == ends(written)
+    check_snapshots(lake, written, table)
+    found = marks_by_snapshot(lake, table)
+    assert len(found) > 2
+    assert content(lake, table) == written.replayed(ends(written))
+    assert follow(lake, written.connect, table) == ends(written)
+    rows = transactions(lake.read, written.connect)
+    assert upsert(rows, written.connect, table) == ends(written)
+    assert marks_by_snapshot(lake, table) == found
+    append(written, 2)
+    upsert(transactions(lake.read, written.connect), written.connect, table)
+    check_snapshots(lake, written, table)
+    newest = list(marks_by_snapshot(lake, table).values())[-1]
+    assert content(lake, table) == written.replayed(newest) == written.replayed(ends(written))
+
+
+@pytest.mark.core
+@with_iceberg
+def test_another_session_continues_a_follower_that_ended_before_the_publication(
+    lake: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"{CATALOG}.shop.ended"
+
+    def end() -> None:
+        raise Killed
+
+    for step in ("after create", "after _merge", "after apply"):
+        with monkeypatch.context() as patch:
+            patch.setattr(MergedIcebergTable, *ending_at(step, end, tmp_path, MergedIcebergTable))
+            with pytest.raises(Killed):
+                follow(lake, written.connect, table, format="iceberg", batch_transactions=90)
+        check_snapshots(lake, written, table)
+    follow(lake, written.connect, table)
+    check_snapshots(lake, written, table)
+    assert content(lake, table) == written.replayed(ends(written))
+
+
+@pytest.mark.core
+@pytest.mark.versions
+@with_iceberg
+def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues(
+    lake: SparkSession, written: Written, warehouse: Path
+) -> None:
+    table = f"{CATALOG}.shop.killed"
+    assert run_job(written, table, "after _merge", WAREHOUSE=str(warehouse)) == -9
+    check_snapshots(lake, written, table)
+    assert content(lake, table) == {}
+    follow(lake, written.connect, table)
+    check_snapshots(lake, written, table)
+    assert content(lake, table) == written.replayed(ends(written))
+    names = [row["name"] for row in lake.sql(f"SELECT name FROM {table}.refs").collect()]
+    assert len(names) == 2, "the branch of the killed process is removed"
+
+
+@pytest.mark.versions
+@with_iceberg
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_driver_that_ends_at_any_statement_continues(
+    lake: SparkSession, written: Written, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    table = f"{CATALOG}.shop.ended_{when}"
+    statements = count()
+    sql = SparkSession.sql
+
+    def arm(fatal: int) -> Callable[..., Any]:
+        numbers = count()
+
+        def called(session: SparkSession, text: str) -> DataFrame:
+            if text.startswith(("SELECT", "DESCRIBE")):
+                return sql(session, text)
+            is_fatal = next(numbers) == fatal
+            if is_fatal and when == "before":
+                raise Killed
+            found = sql(session, text)
+            if is_fatal:
+                raise Killed
+            return found
+
+        return called
+
+    for fatal in statements:
+        append(written, 20 + fatal)
+        with monkeypatch.context() as patch:
+            patch.setattr(SparkSession, "sql", arm(fatal))
+            with suppress(Killed):
+                follow(lake, written.connect, table, format="iceberg", batch_transactions=70)
+                break
+        if lake.catalog.tableExists(table):
+            check_snapshots(lake, written, table)
+    assert fatal > 5
+    check_snapshots(lake, written, table)
+    assert content(lake, table) == written.replayed(ends(written))
+
+
+@pytest.mark.core
+@with_iceberg
+def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
+    lake: SparkSession, warehouse: Path
+) -> None:
+    table = f"{CATALOG}.shop.two"
+    schema = StructType([StructField("id", LongType())])
+
+    def opened() -> MergedIcebergTable:
+        session = lake.newSession()
+        for name, value in catalog_settings(warehouse).items():
+            session.conf.set(name, value)
+        return MergedIcebergTable(session, table, schema, ["id"])
+
+    def changes(key: int) -> DataFrame:
+        return lake.createDataFrame([(key, 0, key, False)], changes_schema(schema))
+
+    def up_to(mark: int) -> TableMarks:
+        return NAME._replace(marks={0: mark})
+
+    def ids() -> list[int]:
+        lake.sql(f"REFRESH TABLE {table}")
+        return sorted(row["id"] for row in lake.table(table).collect())
+
+    first, second = opened(), opened()
+    assert first.marks(NAME) is None
+    for each in (first, second):
+        each.create(NAME)
+        assert not each.marks(NAME).has_rows
+    first.finish()
+    with pytest.raises(Superseded):
+        second.finish()
+    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
+    assert second.apply(changes(1), up_to(1))
+    for change in (changes(0), None):
+        with pytest.raises(Superseded, match="another commit came first"):
+            first.apply(change, up_to(0))
+    assert ids() == [1]
+    assert decode(first.marks(NAME).metadata) == up_to(1)
+    assert first.apply(None, up_to(2))
+    # A commit of another program, too.
+    second.marks(NAME)
+    lake.sql(f"DELETE FROM {table}")
+    with pytest.raises(Superseded):
+        second.apply(changes(3), up_to(3))
+    state = second.marks(NAME)
+    assert (decode(state.metadata), [each.operation for each in state.others]) == (
+        up_to(2),
+        ["delete"],
+    )
+    # Deletes of absent keys have no effect, and the marks are committed.
+    absent = lake.createDataFrame([(7, 0, 7, True)], changes_schema(schema))
+    assert second.apply(absent, up_to(7))
+    state = second.marks(NAME)
+    assert (decode(state.metadata), state.others, ids()) == (up_to(7), [], [])
+    other = second.marks(NAME._replace(follower="other"))
+    assert (other.metadata, other.version, other.has_rows) == (None, None, True)
+    # After a rollback, the rows are those of the older marks.
+    snapshots = lake.sql(f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at")
+    created = snapshots.collect()[0][0]
+    lake.sql(f"CALL {CATALOG}.system.rollback_to_snapshot('shop.two', {created})")
+    assert decode(second.marks(NAME).metadata) == NAME
+    assert second.apply(changes(9), up_to(9))
+    assert ids() == [9]
+
+
+@pytest.mark.versions
+@with_iceberg
+def test_columns_of_an_iceberg_table_may_be_declared_later(
+    lake: SparkSession, written: Written
+) -> None:
+    """The user has created the table, without the columns of the place."""
+    table = f"{CATALOG}.shop.wider"
+    lake.sql(f"CREATE TABLE {table} (id BIGINT, op STRING) USING iceberg PARTITIONED BY (op)")
+    assert follow(lake, written.connect, table) == ends(written)
+    assert content(lake, table) == written.replayed(ends(written))
+    for schema, message in (
+        ("id long, op string", "column 'value' is not declared"),
+        ("id long, op string, value int", "expected the declared type int, found bigint"),
+        ("id long, op string, value long, n short", "has no type smallint"),
+        ("id long, op string, value long, _file string", "none of .*, _file, "),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            waltz_spark.follow(lake, written.connect, table=table, key="id", schema=schema)
+    nested = "id long, op string, value long, more array<struct<`a b`: long, c: map<string, int>>>"
+    waltz_spark.follow(
+        lake,
+        written.connect,
+        table=table,
+        key="id",
+        schema=nested,
+        headers=[1, DELETE_HEADER],
+        delete_headers=[DELETE_HEADER],
+        delete_where="op = 'D'",
+        until="now",
+    )
+    append(written, 3)
+    with pytest.raises(BadConfig, match="expected format delta, found iceberg"):
+        follow(lake, written.connect, table, format="delta")
+
+
+@pytest.mark.versions
+@with_iceberg
+def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
+    schema = StructType([StructField("id", LongType())])
+    table = MergedIcebergTable(lake, f"{CATALOG}.shop.keys", schema, ["id"])
+    table.create(NAME)
+    for partition in (0, 1):
+        changes = lake.createDataFrame([(7, partition, 5, False)], changes_schema(schema))
+        if partition == 0:
+            assert table.apply(changes, NAME)
+            table.marks(NAME)
+        else:
+            with pytest.raises(BadRequest, match=r"the key \(7\) has .* partition 0, transaction"):
+                table.apply(changes, NAME)
+
+
+@pytest.mark.skipif(bool(table_jars.ICEBERG.jars()), reason="there is a library")
+@pytest.mark.core
+def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: Written) -> None:
+    with pytest.raises(BadConfig, match=r"no library of Iceberg, .*\. Hint: there are libraries"):
+        follow(spark, written.connect, "lake.shop.accounts", format="iceberg")
+
+
+@pytest.mark.core
+def test_a_format_that_does_not_fit_is_an_error(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    for table, given, message in (
+        ("accounts", "iceberg", "with its catalog and namespace"),
+        (str(tmp_path), "iceberg", "expected a name of a table with format iceberg"),
+        (
+            "lake.shop.accounts",
+            "parquet",
+            "expected a path or a URL of a table with format parquet",
+        ),
+        (str(tmp_path), "parquet", "only gains rows: expected no key"),
+        (str(tmp_path), "csv", "format: expected one of delta, iceberg, parquet, found 'csv'"),
+    ):
+        with pytest.raises(BadConfig, match=re.escape(message)):
+            follow(spark, written.connect, table, format=given)
+    with pytest.raises(
+        BadConfig, match="follow: expected table and key, or tables"
+    ):
+        waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
+    with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
+        waltz_spark.follow(spark, written.connect, table=str(tmp_path), format="parquet")
+
+
+# --- Parquet
+
+
+def added(written: Written) -> list[tuple[int, int, int]]:
+    """Return the rows that a table of Parquet files must have: those of header 1."""
+    return sorted(
+        (partition, place, row["value"])
+        for partition, log in enumerate(written.log)
+        for place, (header, row) in enumerate(log)
+        if header == 1
+    )
+
+
+def in_files(table: Path) -> list[tuple[int, int, int]]:
+    rows = ds.dataset(table, format="parquet").to_table().to_pylist()
+    return sorted((row["_partition"], row["_transaction_id"], row["value"]) for row in rows)
+
+
+def add(spark: SparkSession, written: Written, table: Path, **more: object) -> dict[int, int]:
+    return waltz_spark.follow(
+        spark,
+        written.connect,
+        table=str(table),
+        format="parquet",
+        schema="id long, op string, value long, commit_time timestamp",
+        headers=[1],
+        **{"until": "now", "batch_transactions": 50, "minPartitions": 3, **more},
+    )
+
+
+@pytest.mark.core
+def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    table = tmp_path / "table"
+    assert add(spark, written, table) == ends(written)
+    assert in_files(table) == added(written)
+    batches = sorted(table.glob("batch=*"))
+    assert add(spark, written, table) == ends(written)
+    assert sorted(table.glob("batch=*")) == batches
+    append(written, 5)
+    words = ["follow", str(table), "--format", "parquet", "--connect", written.connect]
+    words += ["--column", "id:int64", "--column", "op:string", "--column", "value:int64"]
+    words += ["--column", "commit_time", "--header", "1", "--until", "now"]
+    done = run_command(*words)
+    assert done.returncode == 0, done.stderr
+    assert in_files(table) == added(written)
+    append(written, 6)
+    assert add(spark, written, table) == ends(written)
+    assert in_files(table) == added(written)
+    read = spark.read.parquet(str(table))
+    assert read.count() == len(added(written))
+    assert dict(read.dtypes)["commit_time"] == "timestamp"
+
+
+@pytest.mark.versions
+def test_tasks_that_are_killed_add_no_row_twice(written: Written, tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    assert run_job(written, table, "tasks", STRUCK=str(tmp_path), FORMAT="parquet") == 0
+    assert (tmp_path / "worker").exists()
+    assert (tmp_path / "executor").exists()
+    assert in_files(table) == added(written)

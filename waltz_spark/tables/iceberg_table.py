@@ -1,0 +1,307 @@
+"""An Iceberg table of a follower in Spark, written by `MERGE`.
+
+The summary of each snapshot has the marks, as property `waltz.marks`. Iceberg takes it from the
+settings of the session, so the session belongs to the table.
+
+Rules:
+    1. A batch is committed to a branch of its own, which begins at the snapshot v that `marks` has
+       read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this if `main` is
+       not v any more, which raises `Superseded`. So no other commit comes between.
+    2. A snapshot that `main` has had contains its marks and their rows, so a rollback to it needs
+       no repair: the follower continues from its marks.
+    3. Snapshots that only replace files (compaction) are not commits of other programs.
+    4. The columns of the place are `_log_partition` and `_transaction_id`: `_partition` is one of
+       Iceberg's metadata columns.
+    5. Columns that the table lacks are added before the batch that has their first values.
+"""
+
+import contextlib
+import re
+import uuid
+from collections.abc import Sequence
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
+
+from waltz_core.errors import BadConfig
+from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_spark.tables.merge_statement import Place, check_names, merge_actions, quoted
+from waltz_spark.tables.spark_errors import ICEBERG, reported
+
+_PROPERTY = "waltz.marks"
+_SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
+_PLACE = Place(partition="_log_partition")  # rule 4
+# Iceberg creates a table with a column like its own, and then cannot read it.
+_METADATA_COLUMNS = (
+    "_change_ordinal",
+    "_change_type",
+    "_commit_snapshot_id",
+    "_file",
+    "_last_updated_sequence_number",
+    "_partition",
+    "_pos",
+    "_row_id",
+    "_spec_id",
+)
+_BRANCH = "waltz_"  # the start of the names of branches (rule 1)
+_MAINTENANCE = "replace"  # rule 3
+# A name with a catalog and a namespace; a part in backticks may have any character.
+_FULL_NAME = re.compile(r"(?:`(?:[^`]|``)+`|[^.`\s]+)(?:\.(?:`(?:[^`]|``)+`|[^.`\s]+)){2,}")
+_PART = re.compile(r"`((?:[^`]|``)+)`|([^.`]+)")
+# Types of Spark that Iceberg stores as others, so the next run would find another type.
+_CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
+_NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
+_SNAPSHOTS_LIMIT = 20  # to read at first; the newest one of the follower is among them
+
+
+class MergedIcebergTable:
+    """An Iceberg table of one follower (`FollowedTable`).
+
+    Args:
+        session: a session for this table only.
+        name: the name of the table, with its catalog and namespace.
+        schema: the declared columns.
+        key: the key columns.
+
+    Raises:
+        BadConfig: the name is not complete, a key column is not declared, or a declared column has
+            a reserved name or a type that Iceberg lacks.
+    """
+
+    def __init__(
+        self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
+    ) -> None:
+        check_names(schema, key, {*_PLACE, *_METADATA_COLUMNS})
+        if _FULL_NAME.fullmatch(name) is None:
+            raise BadConfig(
+                "expected the name of an Iceberg table with its catalog and namespace, such as "
+                f"lake.shop.accounts, found {name!r}"
+            )
+        for part in schema:
+            if stored := _CHANGED_TYPES.get(part.dataType.simpleString()):
+                raise BadConfig(
+                    f"column {part.name!r}: Iceberg has no type {part.dataType.simpleString()}. "
+                    f"Hint: declare it as {stored}."
+                )
+        self._session, self._name, self._key = session, name, key
+        self._columns = [StructField(part.name, part.dataType) for part in schema]
+        self._schema = StructType([*self._columns, *_PLACE.fields()])
+        self._branch = f"{_BRANCH}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        self._start: TableMarks | None = None  # of a table that the first `apply` creates
+        self._snapshot: int | None = None  # of `main`, which `marks` has read
+        self._new_columns: list[StructField] | None = None  # of the table; None before the check
+
+    def create(self, start: TableMarks) -> None:
+        """Create the table with the next `apply` or `finish`, if there is none then.
+
+        So a first batch that cannot be read leaves no table.
+        """
+        self._start = start
+
+    def finish(self) -> None:
+        """Create the table, with the marks of its start in the first snapshot, if it is due.
+
+        Raises:
+            Superseded: the table exists.
+            BadConfig: the session has no Iceberg.
+        """
+        if self._start is None:
+            return
+        start, self._start = self._start, None
+        with self.reported():
+            self._session.conf.set(_SETTING, encode(start))
+            empty = self._session.createDataFrame([], self._schema)
+            empty.writeTo(self._name).using("iceberg").create()
+            self._snapshot, self._new_columns = self._branches()["main"], []
+
+    def marks(self, follower: TableMarks) -> TableState | None:
+        """Return the state of the newest snapshot, or that of a table that is due.
+
+        None if there is no table.
+
+        Raises:
+            BadConfig: the session has no Iceberg, or a column of the table has another type than
+                the declared one, or is not declared.
+        """
+        with self.reported():
+            try:
+                self._session.sql(f"REFRESH TABLE {self._name}")
+                branches = self._branches()
+            except PySparkException as error:
+                if not _NO_TABLE.search(str(error)):
+                    raise
+                if self._start is None:
+                    return None
+                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+            self._start = None
+            if self._new_columns is None:
+                self._new_columns = self._missing_columns()
+                self._drop_branches(branches)
+            self._snapshot = branches.get("main")
+            limit = _SNAPSHOTS_LIMIT
+            while True:
+                snapshots = self._snapshots(limit)
+                state = _state_of(snapshots, self._snapshot, follower)
+                if state.metadata is not None or len(snapshots) < limit:
+                    return state
+                limit *= 100
+
+    def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
+        """Merge changes, and commit the marks with them; return whether there is a new snapshot.
+
+        Raises:
+            BadRequest: a key has changes in two partitions.
+            Superseded: rule 1.
+            BadConfig: the session has no Iceberg for this Spark.
+            Like `read` of the log: the changes cannot be read.
+        """
+        first = changes.persist() if changes is not None and self._start is not None else None
+        try:
+            if first is not None:
+                with self.reported():
+                    first.count()  # it fails before the table exists
+            self.finish()
+            with self.reported():
+                return self._is_committed(changes, marks)
+        finally:
+            if first is not None:
+                first.unpersist()
+
+    def _is_committed(self, changes: DataFrame | None, marks: TableMarks) -> bool:
+        self._add_columns()
+        begin = self._begin()
+        self._session.sql(
+            f"ALTER TABLE {self._name} CREATE OR REPLACE BRANCH {self._branch} "
+            f"AS OF VERSION {begin}"
+        )
+        self._session.conf.set(_SETTING, encode(marks))
+        branch = f"{self._name}.branch_{self._branch}"
+        if changes is None:
+            self._session.createDataFrame([], self._schema).writeTo(branch).append()
+        else:
+            self._merge(branch, changes)
+        if self._branches().get(self._branch) == begin:
+            return False
+        catalog, *rest = _parts(self._name)
+        table = ".".join(map(quoted, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        self._session.sql(
+            f"CALL {quoted(catalog)}.system.fast_forward(table => '{table}', "
+            f"branch => 'main', to => '{self._branch}')"
+        ).collect()
+        return True
+
+    def _merge(self, branch: str, changes: DataFrame) -> None:
+        view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        # The changes may be of another session, which shares the global views.
+        changes.createOrReplaceGlobalTempView(view)
+        try:
+            actions = merge_actions([part.name for part in self._columns], self._key, _PLACE)
+            self._session.sql(
+                f"MERGE INTO {branch} AS target USING global_temp.{view} AS source ON {actions}"
+            ).collect()
+        finally:
+            self._session.catalog.dropGlobalTempView(view)
+
+    def _begin(self) -> int:
+        """Return the snapshot that `marks` has read; a table that a user has created has none."""
+        if self._snapshot is None:
+            self._session.conf.unset(_SETTING)
+            self._session.createDataFrame([], self._schema).writeTo(self._name).append()
+            self._snapshot = self._branches()["main"]
+        return self._snapshot
+
+    def _branches(self) -> dict[str, int]:
+        """Return the newest snapshot of each branch."""
+        found = self._session.sql(
+            f"SELECT name, snapshot_id FROM {self._name}.refs WHERE type = 'BRANCH'"  # noqa: S608 - the user's SQL
+        )
+        return dict(map(tuple, found.collect()))
+
+    def _drop_branches(self, branches: dict[str, int]) -> None:
+        """Drop the branches of earlier runs, which would keep their snapshots from expiring."""
+        for name in branches:
+            if name.startswith(_BRANCH):
+                self._session.sql(f"ALTER TABLE {self._name} DROP BRANCH IF EXISTS {name}")
+
+    def _snapshots(self, limit: int) -> list[Row]:
+        """Return the newest snapshots, also those of other branches."""
+        return self._session.sql(
+            "SELECT snapshot_id, parent_id, operation, "  # noqa: S608 - the user's SQL
+            f"summary['{_PROPERTY}'] AS marks, summary['total-records'] AS rows "
+            f"FROM {self._name}.snapshots ORDER BY committed_at DESC LIMIT {limit}"
+        ).collect()
+
+    def _missing_columns(self) -> list[StructField]:
+        """Return the declared columns that the table lacks."""
+        found = self._session.table(self._name).schema
+        declared = {part.name: part.dataType.simpleString() for part in self._schema}
+        for part in found:
+            if part.name not in declared:
+                raise BadConfig(
+                    f"table {self._name}: column {part.name!r} is not declared. Hint: declare all "
+                    "columns of the table."
+                )
+            if part.dataType.simpleString() != declared[part.name]:
+                raise BadConfig(
+                    f"table {self._name}: column {part.name!r}: expected the declared type "
+                    f"{declared[part.name]}, found {part.dataType.simpleString()}"
+                )
+        return [part for part in self._schema if part.name not in found.names]
+
+    def _add_columns(self) -> None:
+        """Add the declared columns that the table lacks (rule 5)."""
+        if self._new_columns:
+            columns = ", ".join(
+                f"{quoted(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns
+            )
+            self._session.sql(f"ALTER TABLE {self._name} ADD COLUMNS ({columns})")
+            self._new_columns = []
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Raise errors of Spark, its tasks and Iceberg as errors of the project."""
+        return reported(f"table {self._name}", self._session, ICEBERG)
+
+
+def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks) -> TableState:
+    """Return the newest snapshot of a follower, and the later ones of other programs.
+
+    Args:
+        snapshots: those of all branches.
+        newest: the newest one of `main`; the state has its ancestors only.
+        follower: its name and cluster.
+    """
+    by_id = {row["snapshot_id"]: row for row in snapshots}
+    others: list[OtherCommit] = []
+    at = newest
+    while at in by_id:
+        row = by_id[at]
+        found = decode(row["marks"])
+        if found is not None and found.follower == follower.follower:
+            return TableState(row["marks"], found.version, others)
+        if row["operation"] != _MAINTENANCE:
+            name = None if found is None else found.follower
+            others.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
+        at = row["parent_id"]
+    has_rows = newest in by_id and by_id[newest]["rows"] != "0"
+    # An expired snapshot may have had marks.
+    is_used = at is not None or any(each.follower is not None for each in others)
+    return TableState(None, None, (), has_rows=has_rows or is_used)
+
+
+def _type_in_sql(kind: DataType) -> str:
+    """Return a type in SQL; its simple string does not quote the names of fields."""
+    if isinstance(kind, ArrayType):
+        return f"ARRAY<{_type_in_sql(kind.elementType)}>"
+    if isinstance(kind, MapType):
+        return f"MAP<{_type_in_sql(kind.keyType)}, {_type_in_sql(kind.valueType)}>"
+    if isinstance(kind, StructType):
+        fields = ", ".join(f"{quoted(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
+        return f"STRUCT<{fields}>"
+    return kind.simpleString()
+
+
+def _parts(name: str) -> list[str]:
+    """Return the parts of a name without quotes."""
+    return [(each[0] or each[1]).replace("``", "`") for each in _PART.findall(name)]

@@ -1,0 +1,101 @@
+"""The `MERGE` of changes into a table, which Delta and Iceberg have in common.
+
+Rules:
+    1. A table has the declared columns, and two for the place of the last change of the row:
+       `_partition` and `_transaction_id`. Iceberg reserves the first name.
+    2. A key with changes in two partitions fails the statement, with a message after
+       `TWO_PARTITIONS`.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+
+from waltz_core.errors import BadConfig
+from waltz_core.tables.row_changes import DELETED
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS
+
+
+class Place(NamedTuple):
+    """The columns of a table for the place of the last change (rule 1)."""
+
+    partition: str = "_partition"
+    transaction_id: str = "_transaction_id"
+
+    def fields(self) -> list[StructField]:
+        """Return the columns with their types."""
+        types = (IntegerType(), LongType())
+        return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
+
+
+PLACE = Place()
+
+
+def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLACE) -> str:
+    """Return the condition and the actions of `MERGE INTO ... AS target USING ... AS source ON`.
+
+    Args:
+        columns: the columns of the changes, without those of the place and `_deleted`.
+        key: the key columns.
+        place: the columns of the place.
+    """
+    names = {quoted(name): f"source.{quoted(name)}" for name in columns}
+    names |= {quoted(name): f"source.{column}" for column, name in place._asdict().items()}
+    is_key = (f"target.{each} = source.{each}" for each in map(quoted, key))
+    return (  # names are quoted
+        f"{' AND '.join(is_key)} "  # noqa: S608
+        f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key, place)} THEN DELETE "
+        f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
+        f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
+        f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
+    )
+
+
+def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
+    """Return a condition, which fails with the key if the row is of another partition."""
+    shown = ", ', ', ".join(f"CAST(source.{quoted(name)} AS STRING)" for name in key)
+    places = ", ' and ', ".join(
+        f"'partition ', {partition}, ', transaction ', {transaction}"
+        for partition, transaction in (
+            (f"target.{place.partition}", f"target.{place.transaction_id}"),
+            ("source.partition", "source.transaction_id"),
+        )
+    )
+    return (
+        f"CASE WHEN target.{place.partition} <> source.partition THEN CAST(raise_error(concat("
+        f"'{TWO_PARTITIONS}(', {shown}, ') has changes in two partitions, ', {places}, '.')) "
+        f"AS BOOLEAN) ELSE {is_deleted} END"
+    )
+
+
+def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
+    """Reject a schema that lacks a key column, or has a reserved name.
+
+    Args:
+        schema: the declared columns.
+        key: the key columns.
+        reserved: names that the table has, or that its format reserves.
+
+    Raises:
+        BadConfig: names the column.
+    """
+    if missing := [name for name in key if name not in schema.names]:
+        raise BadConfig(
+            f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+        )
+    taken = {*reserved, DELETED}
+    seen = set(taken)
+    for name in schema.names:
+        if name.lower() in seen:
+            raise BadConfig(
+                f"column {name!r}: expected names that differ in more than their case, and none of "
+                f"{', '.join(sorted(taken))}"
+            )
+        seen.add(name.lower())
+
+
+def quoted(name: str) -> str:
+    """Return a name as an identifier of SQL."""
+    escaped = name.replace("`", "``")
+    return f"`{escaped}`"

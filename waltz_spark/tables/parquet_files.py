@@ -1,0 +1,90 @@
+"""A table of Parquet files of a follower in Spark: tasks write the files, the driver the marks.
+
+The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`), so either
+follower continues a table of the other one. Tasks write with pyarrow: they, and the driver, reach
+the store of the table as `waltz-core follow` does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
+
+from waltz_core.tables.follower import TableState
+from waltz_core.tables.parquet_table import FollowedParquetTable, with_place, write_file
+from waltz_core.tables.row_changes import ChangeRules, parts_of
+from waltz_core.tables.table_marks import TableMarks
+from waltz_spark.session_errors import SPARK_ERRORS
+from waltz_spark.spark_version import arrow_schema
+from waltz_spark.worker_errors import error_of, without_stack_each
+
+_FILES = "name string"
+
+
+class SparkParquetTable:
+    """A table of Parquet files, of one follower (`FollowedTable`).
+
+    Args:
+        uri: a directory that all machines of Spark have, or a URL of an object store.
+        schema: the declared columns.
+        rules: how transactions become changes.
+
+    Raises:
+        BadConfig: the rules have a key or deletes, or a column has a reserved name.
+    """
+
+    def __init__(self, uri: str, schema: StructType, rules: ChangeRules) -> None:
+        columns = arrow_schema(schema)
+        self._table = FollowedParquetTable(uri, columns, rules)
+        self._write = WrittenFiles(uri, with_place(columns))
+
+    def create(self, start: TableMarks) -> None:
+        """Create the table with its first batch; raises like `FollowedParquetTable`."""
+        self._table.create(start)
+
+    def finish(self) -> None:
+        """Create the table if it is due; raises like `FollowedParquetTable`."""
+        self._table.finish()
+
+    def marks(self, follower: TableMarks) -> TableState | None:
+        """Return the state of the table; raises like `FollowedParquetTable`."""
+        return self._table.marks(follower)
+
+    def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
+        """Write changes as a batch with the marks after it; return whether there is a new batch.
+
+        Only files of tasks that Spark has accepted are in the batch: a task that runs twice, or
+        after the death of its driver, adds no row.
+
+        Raises:
+            BadRequest: a change is a delete.
+            Superseded: another follower has written this batch.
+            Like `read` of the log: the changes cannot be read.
+        """
+        if changes is None:
+            return self._table.apply(None, marks)
+        try:
+            names = [row["name"] for row in changes.mapInArrow(self._write, _FILES).collect()]
+        except SPARK_ERRORS as failure:
+            if found := error_of(failure):
+                raise found from failure
+            raise
+        if names:
+            self._table.publish(names, marks)
+        return bool(names)
+
+
+@dataclass
+class WrittenFiles:
+    """Writes the changes of a task to a file, and yields its name."""
+
+    uri: str
+    schema: pa.Schema
+
+    @without_stack_each
+    def __call__(self, changes: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the names of the files in Arrow batches."""
+        names = write_file(self.uri, self.schema, parts_of(changes))
+        yield pa.RecordBatch.from_pydict({"name": pa.array(names, pa.string())})
