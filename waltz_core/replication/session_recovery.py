@@ -11,7 +11,7 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
     4. A partition counts as new only if its marker in ZooKeeper states it and no answering replica
        has records. The marker of a restored partition has an archived mark. Then the log begins
        after this mark, and so does the log of a replica that was reset by a session that never
-       opened (decision 047).
+       opened (decision 055).
     5. If a replica was engaged in a session later than all sessions in ZooKeeper, ZooKeeper's data
        was rolled back. Outcomes that were reported in that session may be missing on other
        replicas. So no session opens with such a replica.
