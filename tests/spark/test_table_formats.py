@@ -32,6 +32,7 @@ with_iceberg = pytest.mark.skipif(
 )
 
 NAME = TableMarks("follow", "0" * 32, {0: -1})
+ID = StructType([StructField("id", LongType())])
 
 
 class Killed(BaseException):
@@ -187,31 +188,33 @@ def test_a_driver_that_ends_at_any_statement_continues(
     assert content(lake, table) == written.replayed(ends(written))
 
 
+def opened(lake: SparkSession, warehouse: Path, table: str) -> MergedIcebergTable:
+    session = lake.newSession()
+    for name, value in catalog_settings(warehouse).items():
+        session.conf.set(name, value)
+    return MergedIcebergTable(session, table, ID, ["id"])
+
+
+def changes(lake: SparkSession, key: int, *, is_deleted: bool = False) -> DataFrame:
+    return lake.createDataFrame([(key, 0, key, is_deleted)], changes_schema(ID))
+
+
+def up_to(mark: int) -> TableMarks:
+    return NAME._replace(marks={0: mark})
+
+
+def ids(lake: SparkSession, table: str) -> list[int]:
+    lake.sql(f"REFRESH TABLE {table}")
+    return sorted(row["id"] for row in lake.table(table).collect())
+
+
 @pytest.mark.core
 @with_iceberg
 def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     lake: SparkSession, warehouse: Path
 ) -> None:
     table = f"{CATALOG}.shop.two"
-    schema = StructType([StructField("id", LongType())])
-
-    def opened() -> MergedIcebergTable:
-        session = lake.newSession()
-        for name, value in catalog_settings(warehouse).items():
-            session.conf.set(name, value)
-        return MergedIcebergTable(session, table, schema, ["id"])
-
-    def changes(key: int) -> DataFrame:
-        return lake.createDataFrame([(key, 0, key, False)], changes_schema(schema))
-
-    def up_to(mark: int) -> TableMarks:
-        return NAME._replace(marks={0: mark})
-
-    def ids() -> list[int]:
-        lake.sql(f"REFRESH TABLE {table}")
-        return sorted(row["id"] for row in lake.table(table).collect())
-
-    first, second = opened(), opened()
+    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
     assert first.marks(NAME) is None
     for each in (first, second):
         each.create(NAME)
@@ -220,37 +223,47 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     with pytest.raises(Superseded):
         second.finish()
     assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
-    assert second.apply(changes(1), up_to(1))
-    for change in (changes(0), None):
+    assert second.apply(changes(lake, 1), up_to(1))
+    for change in (changes(lake, 0), None):
         with pytest.raises(Superseded, match="another commit came first"):
             first.apply(change, up_to(0))
-    assert ids() == [1]
+    assert ids(lake, table) == [1]
     assert decode(first.marks(NAME).metadata) == up_to(1)
     assert first.apply(None, up_to(2))
     # A commit of another program, too.
     second.marks(NAME)
     lake.sql(f"DELETE FROM {table}")
     with pytest.raises(Superseded):
-        second.apply(changes(3), up_to(3))
+        second.apply(changes(lake, 3), up_to(3))
     state = second.marks(NAME)
-    assert (decode(state.metadata), [each.operation for each in state.others]) == (
-        up_to(2),
-        ["delete"],
-    )
-    # Deletes of absent keys have no effect, and the marks are committed.
-    absent = lake.createDataFrame([(7, 0, 7, True)], changes_schema(schema))
-    assert second.apply(absent, up_to(7))
-    state = second.marks(NAME)
-    assert (decode(state.metadata), state.others, ids()) == (up_to(7), [], [])
-    other = second.marks(NAME._replace(follower="other"))
+    assert decode(state.metadata) == up_to(2)
+    assert [each.operation for each in state.others] == ["delete"]
+
+
+@pytest.mark.core
+@with_iceberg
+def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
+    lake: SparkSession, warehouse: Path
+) -> None:
+    """After deletes of absent keys, and after a rollback."""
+    table = f"{CATALOG}.shop.marked"
+    target = opened(lake, warehouse, table)
+    assert target.marks(NAME) is None
+    target.create(NAME)
+    target.finish()
+    assert target.marks(NAME) is not None
+    assert target.apply(changes(lake, 7, is_deleted=True), up_to(7))
+    state = target.marks(NAME)
+    assert (decode(state.metadata), state.others, ids(lake, table)) == (up_to(7), [], [])
+    assert target.apply(changes(lake, 8), up_to(8))
+    other = target.marks(NAME._replace(follower="other"))
     assert (other.metadata, other.version, other.has_rows) == (None, None, True)
-    # After a rollback, the rows are those of the older marks.
     snapshots = lake.sql(f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at")
     created = snapshots.collect()[0][0]
-    lake.sql(f"CALL {CATALOG}.system.rollback_to_snapshot('shop.two', {created})")
-    assert decode(second.marks(NAME).metadata) == NAME
-    assert second.apply(changes(9), up_to(9))
-    assert ids() == [9]
+    lake.sql(f"CALL {CATALOG}.system.rollback_to_snapshot('shop.marked', {created})")
+    assert decode(target.marks(NAME).metadata) == NAME
+    assert target.apply(changes(lake, 9), up_to(9))
+    assert ids(lake, table) == [9]
 
 
 @pytest.mark.versions

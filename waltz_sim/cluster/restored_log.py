@@ -1,7 +1,7 @@
 """A partition that was restored from a backup: an archived log, and nothing on the storages.
 
-`cluster/change/restoring.py` leaves such a partition in ZooKeeper (docs/decisions/055). The log is that
-of a lost cluster.
+`cluster/change/restoring.py` leaves such a partition in ZooKeeper (docs/decisions/055). The log is
+that of a lost cluster.
 
 Rules:
     1. The objects are below the key of the lost cluster, the manifest is below this one's.
