@@ -6,7 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import delta_jars
+from tests import table_jars
 from tests.changing import changes_of as pair_changes
 from tests.commands import run_command
 from tests.patience import PATIENT
@@ -24,7 +24,9 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
-with_delta = pytest.mark.skipif(not delta_jars.jars(), reason=delta_jars.reason_without())
+with_delta = pytest.mark.skipif(
+    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+)
 
 ROOT = Path(__file__).parents[2]
 
