@@ -24,7 +24,9 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
-with_delta = pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
+with_delta = pytest.mark.skipif(
+    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+)
 
 ROOT = Path(__file__).parents[2]
 
