@@ -88,7 +88,7 @@ def test_a_table_without_columns_is_continued(
     """Neither follower had a transaction when it created the table."""
     start = started(connect)
     place = {"key": "id", "delete_where": "_d", "until": "now"}
-    tables = tmp_path / "of Spark", tmp_path / "without Spark"
+    tables = tmp_path / "of_spark", tmp_path / "without Spark"
     waltz_spark.follow(spark, connect, table=str(tables[0]), start=start, **place)
     assert without_spark(connect, tables[1], start).returncode == 0
     started(connect, (0, {"id": 1, "value": 5}))
@@ -110,7 +110,6 @@ def test_a_table_without_columns_is_continued(
         [(0, {"id": 1, "header": 5})],
         [(0, {"id": 1, "A": 5, "a": 5})],
         [(0, {"id": 1, "a b": 5})],
-        [(0, {"id": 1}), (1, {"id": 1})],
     ],
 )
 def test_columns_that_are_not_found_fail_as_without_spark_and_leave_no_table(
@@ -119,7 +118,7 @@ def test_columns_that_are_not_found_fail_as_without_spark_and_leave_no_table(
     start = started(connect, *rows)
     done = without_spark(connect, tmp_path / "table", start)
     assert done.returncode == 1
-    table = tmp_path / "of Spark"
+    table = tmp_path / "of_spark"
     with pytest.raises(WaltzError) as caught:
         waltz_spark.follow(
             spark,

@@ -19,7 +19,7 @@ from tests.patience import PATIENT
 from tests.spark.tables_job import CATALOG, catalog_settings, ending_at, follow
 from tests.spark.test_tables import transactions, upsert
 from tests.spark.test_tables_killed import run_job
-from tests.written_log import DELETE_HEADER, PARTITIONS, TRANSACTIONS, Rows, Written, ends
+from tests.written_log import DELETE_HEADER, PARTITIONS, Rows, Written, ends
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest, Superseded
 from waltz_core.tables.table_marks import TableMarks, decode
@@ -55,7 +55,7 @@ def lake(spark: SparkSession, warehouse: Path) -> Iterator[SparkSession]:
 
 def append(written: Written, seed: int) -> None:
     with WaltzClient(written.connect, PATIENT) as client:
-        written.append(client, TRANSACTIONS, seed)
+        written.append(client, seed)
 
 
 def content(session: SparkSession, table: str, snapshot: int | None = None) -> Rows:

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 def append(written: Written, seed: int) -> None:
     with WaltzClient(written.connect, PATIENT) as client:
-        written.append(client, TRANSACTIONS, seed)
+        written.append(client, seed)
 
 
 def transactions(reader: object, connect: str) -> DataFrame:
@@ -144,9 +144,10 @@ def test_another_rule_for_an_existing_table_is_an_error(
 ) -> None:
     """A table of `upsert` has no headers until `follow` has written it."""
     table, other = str(tmp_path / "table"), str(tmp_path / "other")
-    follow(spark, written.connect, table)
     upsert(transactions(spark.read, written.connect), written.connect, other)
-    follow(spark, written.connect, other)
+    append(written, seed=11)
+    for place in (table, other):
+        follow(spark, written.connect, place)
     df = transactions(spark.read, written.connect)
     for place in (table, other):
         versions = marks_by_version(place)

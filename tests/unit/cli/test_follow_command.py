@@ -59,7 +59,7 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
         ("[x]\nkey = 1", """section ["x"]: key: expected text or a list of them, found 1"""),
         ("[x]\nheaders = [true]", "headers: expected a number or a list of them, found [True]"),
         ("[x]\nchanges = ['a:b']", "changes: expected text, found ['a:b']"),
-        ("[x]\nheaders = 1", "table x: argument key: expected one or more column names"),
+        ("[x]\nheaders = 1", "table x: key: expected one or more columns for a Delta table"),
         (
             "[x]\nkey='id'\nchanges='a:b'",
             "table x: changes function a:b: expected declared columns",
