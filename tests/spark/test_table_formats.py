@@ -120,7 +120,7 @@ def test_another_session_continues_a_follower_that_ended_before_the_publication(
     def end() -> None:
         raise Killed
 
-    for step in ("after create", "after _merge", "after apply"):
+    for step in ("after _merge", "after apply"):
         with monkeypatch.context() as patch:
             patch.setattr(MergedIcebergTable, *ending_at(step, end, tmp_path, MergedIcebergTable))
             with pytest.raises(Killed):
