@@ -51,7 +51,8 @@ def test_a_driver_that_is_killed_continues(
     table = tmp_path / "table"
     for step in steps:
         assert run_job(written, table, step) == -9
-        check_versions(written, table)
+        if any(table.glob("_delta_log/*.json")):  # the first changes create the table
+            check_versions(written, table)
     follow(spark, written.connect, str(table))
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
