@@ -51,6 +51,7 @@ def found_columns(table: Path) -> dict[str, str]:
     return {part.name: str(part.type) for part in DeltaTable(table).schema().fields}
 
 
+@pytest.mark.versions
 def test_columns_are_found_as_without_spark_wherever_batches_end(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ with_delta = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.versions
 @with_delta
 def test_a_changes_function_in_both_followers_and_in_upsert(
     spark: SparkSession, written: Written, tmp_path: Path

@@ -130,6 +130,7 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
     assert second.marks(third).others == []
 
 
+@pytest.mark.versions
 def test_two_followers_at_once(
     spark: SparkSession,
     written: Written,

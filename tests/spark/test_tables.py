@@ -380,8 +380,9 @@ def test_a_first_run_that_fails_leaves_no_table(
         waltz_spark.follow(spark, connect, **place, schema="id long, value string", start=later)
         frame = spark.read.format("delta").load(table) if "/" in table else spark.table(table)
         assert [row["value"] for row in frame.collect()] == ["b"]
-    df = transactions(spark.read, connect).selectExpr(
-        "id", "partition", "transaction_id", "bigint(raise_error('wrong')) AS x"
+    log = spark.read.format("waltz").option("connect", connect).load()
+    df = log.selectExpr(
+        "transaction_id AS id", "partition", "transaction_id", "bigint(raise_error('wrong')) AS x"
     )
     with pytest.raises(PySparkException):
         waltz_spark.upsert(df, connect, table=str(tmp_path / "other"), key="id")

@@ -58,6 +58,7 @@ def test_a_driver_that_is_killed_continues(
     assert content(table) == written.replayed(ends(written))
 
 
+@pytest.mark.versions
 def test_workers_and_executors_that_are_killed_change_nothing(
     written: Written, tmp_path: Path
 ) -> None:
