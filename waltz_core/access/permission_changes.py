@@ -29,7 +29,7 @@ from waltz_core.errors import BadConfig, BadRequest
 # Ascending ranges first..last of partitions; None: all.
 Ranges: TypeAlias = tuple[tuple[int, int], ...] | None
 
-LIST_HINT: Final = "Hint: `access list` prints the groups, grants and tokens."
+LIST_HINT: Final = "Hint: `access list` prints the groups, grants, limits and tokens."
 TEXT_CHARACTERS_MAX: Final = 200
 REVISION_MAX: Final = (1 << 63) - 1
 

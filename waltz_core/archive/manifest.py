@@ -305,11 +305,12 @@ def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
     """Return the page that a head lists; raises ChecksumMismatch or BadFormat for another one."""
     check_crc(stated.name, data, stated.file_crc)
     page = ManifestPage.from_bytes(data, stated.name)
-    found = (page.entries[0].first, page.entries[-1].last) if page.entries else None
-    if found != (stated.first, stated.last):
+    entries = page.entries
+    found = f"{entries[0].first}..{entries[-1].last}" if entries else "no entries"
+    expected = f"{stated.first}..{stated.last}"
+    if found != expected:
         raise BadFormat(
-            f"manifest page {stated.name}: expected the transaction IDs "
-            f"{stated.first}..{stated.last}, found {found}"
+            f"manifest page {stated.name}: expected the transaction IDs {expected}, found {found}"
         )
     return page
 

@@ -153,7 +153,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
             found = tomllib.load(handle)
         repr(found)  # raises for a number that no error could show, of over 4,300 digits
     except OSError as error:
-        raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error.strerror}") from None
+        raise BadConfig(f"cannot read settings file {os.fspath(path)}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error}") from None
     return found

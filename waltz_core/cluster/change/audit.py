@@ -68,7 +68,7 @@ class AuditEntry:
         for name, kinds in _KINDS.items():
             if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
-                    f"entry of the audit node: expected {name} as {kinds[0].__name__}, found "
+                    f"entry of the audit node: field {name!r}: expected {kinds[0].__name__}, found "
                     f"{values.get(name)!r:.200}"
                 )
         return AuditEntry(**{name: values[name] for name in _KINDS})

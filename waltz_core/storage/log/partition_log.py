@@ -489,11 +489,12 @@ class PartitionLog:
         """
         files = self._files
         files.check_working()
-        if self.chain_at(archived.transaction_id) != archived.chain:
+        found = self.chain_at(archived.transaction_id)
+        if found != archived.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain hash {archived.chain.hex()} "
                 f"at transaction {archived.transaction_id}, up to which the log is archived; "
-                "found another one"
+                f"found {'none' if found is None else found.hex()}"
             )
         end = self.removable_end(archived)
         if end is None:
