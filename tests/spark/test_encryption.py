@@ -16,7 +16,7 @@ import waltz_spark
 from tests.spark.test_earlier_rows import Write, batches_of, once, rows_of, stopped_after
 from waltz_core.client import MSGPACK, WaltzClient
 from waltz_core.config import ClientConfig
-from waltz_core.errors import BadConfig, BadRequest
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_spark.functions import lock
 
 pytestmark = pytest.mark.spark
@@ -98,6 +98,43 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     # A client has the same keys.
     plain = payloads(connect, before, encryption_keys=lacking)
     assert plain.count(None) == 100
+
+
+@pytest.mark.core
+def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
+    spark: SparkSession, connect: str, directory: Path, tmp_path: Path
+) -> None:
+    """Also if the columns are declared, with a changes function, and in several tables."""
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    marks = json.loads(marks_of(spark, connect))
+    customers(spark, 30).write.format("waltz").mode("append").options(
+        dataFormat="msgpack", encryptionKeys=str(directory), encryptionKeyColumn="customer"
+    ).save(connect)
+    table, schema = str(tmp_path / "table"), "id long, op string, value long, customer string"
+    given = {"schema": schema, "format": "parquet"}
+    call = {"start": {int(each): mark for each, mark in marks.items()}, "until": "now"}
+    lacking = str(without(directory, "customer-1"))
+    reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: follow"
+    for tables in (
+        {"table": table, **given},
+        {"table": table, **given, "changes": "changing:pairs"},
+        {"tables": {table: waltz_spark.Table(**given)}},
+    ):
+        with pytest.raises(BadFormat, match=reason):
+            waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=lacking)
+    with pytest.raises(BadConfig, match="column 'data_error': this name is reserved"):
+        named = {**given, "schema": "id long, data_error string"}
+        waltz_spark.follow(spark, connect, table=table, **named, encryptionKeys=lacking)
+    for tables in (
+        {"table": table, **given},
+        {"tables": {f"{table}-of-several": waltz_spark.Table(**given)}},
+    ):
+        waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=str(directory))
+    for place in (table, f"{table}-of-several"):
+        rows = spark.read.parquet(place).collect()
+        assert {(row.id, row.customer) for row in rows} == {
+            (number, f"customer-{number % 3}") for number in range(30)
+        }
 
 
 def test_a_read_needs_its_keys_in_tasks_only(

@@ -8,7 +8,7 @@ Rules:
        as bytes of Arrow, which Spark keeps until all columns are known.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -56,17 +56,21 @@ class FindingRead:
         """Yield the columns and changes of each task."""
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                rows = _decrypted(self.reader.read(self.tasks[number]))
+                rows = self.reader.read(self.tasks[number])
+                rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
                 found = changes_in(parts_of(rows), self.rules, self.known, self.data_format)
                 names = [name for name in found.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
                 yield from _packed(number, found.select(names))
 
 
-def _decrypted(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def decrypted_rows(
+    batches: Iterable[pa.RecordBatch], columns: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of batches; raises BadFormat for a payload that was not decrypted."""
     for batch in batches:
         check_decrypted(batch)
-        yield batch.select([*LOG_COLUMNS, "data"])
+        yield batch.select(columns)
 
 
 def _packed(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:

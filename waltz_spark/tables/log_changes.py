@@ -6,6 +6,7 @@ Rules:
     2. DataFrames of changes have the columns of the table, then `partition`, `transaction_id` and
        `_deleted`.
     3. A batch contains what its two ends determine, so a repeated batch has the same changes.
+    4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
 """
 
 import json
@@ -38,14 +39,20 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.options import ERROR_COLUMN
+from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import FindingRead, FoundChanges, spark_schema
+from waltz_spark.tables.found_changes import (
+    FindingRead,
+    FoundChanges,
+    decrypted_rows,
+    spark_schema,
+)
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 from waltz_spark.worker_errors import without_stack_each
 
 _PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
 _HEADER = StructField("header", IntegerType())
+_REASON = StructField(ERROR_COLUMN, StringType())
 
 
 class SparkLog:
@@ -81,12 +88,12 @@ class SparkLog:
                 raise BadConfig(
                     "columns are found in msgpack and JSON only. Hint: declare the columns."
                 )
-            self._read = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
-            if "encryptionKeys" in self._options:
-                self._read.add(ERROR_COLUMN, StringType())
+            rows = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
+            self._read = with_reasons(rows, self._options)
             return
-        self._read = read_schema(schema, rules)
-        check_rules(rules, arrow_schema(self._read))
+        rows = read_schema(schema, rules)
+        check_rules(rules, arrow_schema(rows))
+        self._rows, self._read = arrow_schema(rows), with_reasons(rows, self._options)
         self._schema = changes_schema(table_columns(schema, rules))
 
     def state(self) -> LogState:
@@ -125,8 +132,7 @@ class SparkLog:
             )
         else:
             numbers = self._session.range(0, len(tasks), 1, len(tasks))
-            schema = arrow_schema(self._read)
-            read = TaskRead(reader, tasks, self._rules, schema, self._schema.names)
+            read = TaskRead(reader, tasks, self._rules, self._rows, self._schema.names)
             found = numbers.mapInArrow(read, self._schema)
         return [found if len(tasks) == 1 else last_of_tasks(found, self._rules.key)]
 
@@ -150,6 +156,7 @@ class TaskRead:
         for batch in numbers:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
+                rows = decrypted_rows(rows, self.schema.names)
                 for changes in self._changes(rows):
                     yield from changes.select(self.columns).to_batches()
 
@@ -199,6 +206,23 @@ def changes_of_frame(
 def read_schema(schema: StructType, rules: ChangeRules) -> StructType:
     """Return the columns of the transactions of a table: the declared ones, and those of rules."""
     return with_log_columns(schema, header=bool(rules.delete_headers) or rules.function is not None)
+
+
+def with_reasons(rows: StructType, options: Mapping[str, str]) -> StructType:
+    """Return the columns of a read of transactions: with keys, also the reasons (rule 4).
+
+    Raises:
+        BadConfig: a column has this name.
+    """
+    if "encryptionKeys" not in options:
+        return rows
+    if ERROR_COLUMN in rows.names:
+        raise BadConfig(
+            f"column {ERROR_COLUMN!r}: this name is reserved if payloads are decrypted. Hint: use "
+            "a payload without this field."
+        )
+    has_payload = any(name == "data" or name not in LOG_COLUMNS for name in rows.names)
+    return StructType([*rows, *([_REASON] if has_payload else [])])
 
 
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:

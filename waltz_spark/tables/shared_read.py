@@ -33,12 +33,14 @@ from waltz_spark.options import ReadOptions, parse_read
 from waltz_spark.planning import TransactionRange
 from waltz_spark.shared_clients import client_at
 from waltz_spark.spark_version import arrow_schema
+from waltz_spark.tables.found_changes import decrypted_rows
 from waltz_spark.tables.log_changes import (
     changes_schema,
     last_of_tasks,
     marks_as_json,
     read_schema,
     table_columns,
+    with_reasons,
 )
 from waltz_spark.worker_errors import without_stack_each
 
@@ -79,13 +81,17 @@ class SharedTable:
             BadConfig, BadRequest: they do not fit the columns.
         """
         with errors_of_table(self.place):
-            schema = read_schema(self.declared, self.rules)
-            check_rules(self.rules, arrow_schema(schema))
-            WaltzDataSource(self.options).reader(schema)
+            rows = self.rows()
+            check_rules(self.rules, arrow_schema(rows))
+            WaltzDataSource(self.options).reader(with_reasons(rows, self.options))
+
+    def rows(self) -> StructType:
+        """Return the columns of its transactions."""
+        return read_schema(self.declared, self.rules)
 
     def shape(self) -> BatchColumns:
         """Return how its transactions are decoded."""
-        return BatchColumns(parse_read(self.options), read_schema(self.declared, self.rules))
+        return BatchColumns(parse_read(self.options), with_reasons(self.rows(), self.options))
 
 
 class SharedSparkLog:
@@ -187,10 +193,8 @@ class SharedRead:
         """Return the last changes of each table in a task."""
         shapes = [each.shape() for each in self.tables]
         columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
-        found = [
-            no_changes(shape.arrow, table.rules)
-            for shape, table in zip(shapes, self.tables, strict=True)
-        ]
+        kinds = [arrow_schema(each.rows()) for each in self.tables]
+        found = [no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)]
         source = ReadSource(client_at(task.layout), task.replicas, task.archived)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in parts_of(log_batches(source, span, self.options, list(columns))):
@@ -201,7 +205,8 @@ class SharedRead:
                         shape.project(selected_rows(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
-                    decoded = pa.Table.from_batches(rows, schema=shape.arrow)
+                    readable = decrypted_rows(rows, kinds[at].names)
+                    decoded = pa.Table.from_batches(readable, schema=kinds[at])
                     found[at] = with_changes(found[at], decoded, table.rules)
         return found
 
