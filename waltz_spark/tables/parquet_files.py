@@ -16,9 +16,9 @@ from waltz_core.tables.follower import TableState
 from waltz_core.tables.parquet_table import FollowedParquetTable, with_place, write_file
 from waltz_core.tables.row_changes import ChangeRules, parts_of
 from waltz_core.tables.table_marks import TableMarks
-from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.worker_errors import error_of, without_stack_each
+from waltz_spark.tables.spark_errors import reported
+from waltz_spark.worker_errors import without_stack_each
 
 _FILES = "name string"
 
@@ -61,16 +61,13 @@ class SparkParquetTable:
         Raises:
             BadRequest: a change is a delete.
             Superseded: another follower has written this batch.
+            Unavailable: Spark has lost an executor.
             Like `read` of the log: the changes cannot be read.
         """
         if changes is None:
             return self._table.apply(None, marks)
-        try:
+        with reported(f"table {self._write.uri}", changes.sparkSession, library=None):
             names = [row["name"] for row in changes.mapInArrow(self._write, _FILES).collect()]
-        except SPARK_ERRORS as failure:
-            if found := error_of(failure):
-                raise found from failure
-            raise
         if names:
             self._table.publish(names, marks)
         return bool(names)

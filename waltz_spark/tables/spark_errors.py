@@ -4,6 +4,8 @@ Rules:
     1. An error of the project in a task is raised as such.
     2. An error of the network, or the loss of an executor, is `Unavailable`: a follower tries it
        again. Other errors of Spark are not changed, and end a follower.
+    3. An error of a constraint of the table shows values of rows, which may have any text. So it is
+       recognized first.
 """
 
 import re
@@ -31,20 +33,25 @@ class Library(NamedTuple):
 DELTA = Library(
     "Delta",
     "Delta 4.4.0 has one for Spark 4.0, 4.1 and 4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and "
-    "none for 4.3; docs/tables.md has the settings of the session.",
+    "none for 4.3; docs/spark-tables.md has the settings of the session.",
 )
 ICEBERG = Library(
     "Iceberg",
     "there are libraries for Spark 4.0 and 4.1, and none for 4.2 and 4.3; docs/spark-tables.md has "
     "them, with the settings of the session.",
 )
-# How Spark, Delta and Iceberg report another commit, ...
+# How Spark and Delta report a row that violates a constraint (rule 3), ...
+_CONSTRAINT = re.compile(
+    r"\[(?:DELTA_VIOLATE_CONSTRAINT|DELTA_NOT_NULL|NOT_NULL_CONSTRAINT|NOT_NULL_ASSERT)\w*"
+)
+# ... how they and Iceberg report another commit, ...
 _TABLE_EXISTS = re.compile(
     r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
 )
 _CONFLICT = re.compile(
     r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]|"
-    r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)"
+    r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)|"
+    r"Ref does not exist|Found conflicting"
 )
 # ... and a Spark without a library, or with that of another version.
 _NO_LIBRARY = re.compile(
@@ -64,13 +71,13 @@ _TEMPORARY = re.compile(
 
 
 @contextmanager
-def reported(what: str, session: SparkSession, library: Library = DELTA) -> Iterator[None]:
+def reported(what: str, session: SparkSession, library: Library | None = DELTA) -> Iterator[None]:
     """Raise errors of Spark as errors of the project.
 
     Args:
         what: the subject of the messages.
         session: that of the Spark.
-        library: the one that the session needs.
+        library: the one that the session needs, if any.
     """
     try:
         yield
@@ -81,7 +88,11 @@ def reported(what: str, session: SparkSession, library: Library = DELTA) -> Iter
         raise found from failure
 
 
-def _error_of(text: str, what: str, session: SparkSession, library: Library) -> WaltzError | None:
+def _error_of(
+    text: str, what: str, session: SparkSession, library: Library | None
+) -> WaltzError | None:
+    if _CONSTRAINT.search(text):
+        return None  # rule 3
     if twice := _FOUND_TWICE.search(text):
         return BadRequest(
             f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
@@ -89,7 +100,7 @@ def _error_of(text: str, what: str, session: SparkSession, library: Library) -> 
         )
     if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
         return Superseded(f"{what}: another commit came first ({conflict[0]})")
-    if missing := _NO_LIBRARY.search(text):
+    if library is not None and (missing := _NO_LIBRARY.search(text)):
         return BadConfig(
             f"{what}: Spark {session.version} has no library of {library.name} that works with it "
             f"({missing[0]}). Hint: {library.hint}"
