@@ -7,6 +7,7 @@ Rules:
        `TWO_PARTITIONS`.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ class Place(NamedTuple):
 
 
 PLACE = Place()
+# A part of a name in backticks may have any character.
+_PART = re.compile(r"`(?:[^`]|``)+`|\w+")
+_NAME = re.compile(rf"(?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*")
 
 
 def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLACE) -> str:
@@ -93,6 +97,14 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
                 f"{', '.join(sorted(taken))}"
             )
         seen.add(name.lower())
+
+
+def parts_of_name(text: str) -> list[str]:
+    """Return the parts of the name of a table in SQL, without quotes; none if it is no name."""
+    if _NAME.fullmatch(text) is None:
+        return []
+    parts = _PART.findall(text)
+    return [part[1:-1].replace("``", "`") if part.startswith("`") else part for part in parts]
 
 
 def quoted(name: str) -> str:

@@ -31,7 +31,13 @@ from waltz_core.tables.follower import OtherCommit, TableState, operation_of
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.merge_statement import PLACE, check_names, merge_actions, quoted
+from waltz_spark.tables.merge_statement import (
+    PLACE,
+    check_names,
+    merge_actions,
+    parts_of_name,
+    quoted,
+)
 from waltz_spark.tables.spark_errors import reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
@@ -55,7 +61,8 @@ class MergedDeltaTable:
         key: the key columns.
 
     Raises:
-        BadConfig: a key column is not declared, or a declared column has a reserved name.
+        BadConfig: it is no name, a key column is not declared, or a declared column has a reserved
+            name.
     """
 
     def __init__(
@@ -72,6 +79,12 @@ class MergedDeltaTable:
         self._stored = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
         self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
+        if not self._is_path and not parts_of_name(name):
+            raise BadConfig(
+                f"expected the path, the URL or the name of a table, found {name!r}. Hint: a part "
+                "with characters other than letters, digits and _ needs backticks: "
+                "shop.`accounts-2`."
+            )
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without those of the place."""
