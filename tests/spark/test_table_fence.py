@@ -130,6 +130,21 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
     assert second.marks(third).others == []
 
 
+def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: Path) -> None:
+    """It would commit with the metadata of the follower."""
+    target, place = opened(spark, tmp_path / "table"), f"delta.`{tmp_path}/table`"
+    target._session.conf.set("spark.databricks.delta.autoCompact.minNumFiles", "2")
+    spark.sql(
+        f"CREATE TABLE {place} (id BIGINT, _partition INT, _transaction_id BIGINT) USING delta "
+        "TBLPROPERTIES ('delta.autoOptimize.autoCompact' = 'true')"
+    )
+    for mark in range(4):
+        target.marks(NAME)
+        assert target.apply(change(spark, mark), up_to(mark, -1))
+    operations = {row["operation"] for row in spark.sql(f"DESCRIBE HISTORY {place}").collect()}
+    assert operations == {"CREATE TABLE", "MERGE"}
+
+
 @pytest.mark.versions
 def test_two_followers_at_once(
     spark: SparkSession,

@@ -13,6 +13,9 @@ Rules:
        again.
     3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
+    4. Another commit of the session may have the metadata, too, such as an `OPTIMIZE` that Delta
+       runs after a `MERGE`. So only the operations that this file and the core execute are commits
+       of a follower, and auto compaction is off: it would hide a `RESTORE` before it.
 """
 
 import contextlib
@@ -43,6 +46,8 @@ from waltz_spark.tables.spark_errors import reported
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
+_AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # it precedes the table property
+_OWN_OPERATIONS = ("CREATE TABLE", "CREATE TABLE AS SELECT", "MERGE", "WRITE")  # rule 4
 # How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -74,17 +79,17 @@ class MergedDeltaTable:
         self._session, self._name, self._key = session, name, key
         self._schema = _plain(schema or StructType())
         self._is_path = "/" in name
-        self._sql = f"delta.{quoted(name)}" if self._is_path else name
-        self._is_checked = False
-        self._stored = StructType()  # the columns of the version that `marks` has read
-        self._start: TableMarks | None = None  # of a table that the first `apply` creates
-        self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
         if not self._is_path and not parts_of_name(name):
             raise BadConfig(
                 f"expected the path, the URL or the name of a table, found {name!r}. Hint: a part "
                 "with characters other than letters, digits and _ needs backticks: "
                 "shop.`accounts-2`."
             )
+        self._sql = f"delta.{quoted(name)}" if self._is_path else name
+        self._is_checked = False
+        self._stored = StructType()  # the columns of the version that `marks` has read
+        self._start: TableMarks | None = None  # of a table that the first `apply` creates
+        self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without those of the place."""
@@ -214,6 +219,7 @@ class MergedDeltaTable:
         self._session.conf.set(_METADATA, encode(marks))
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(version))
+        self._session.conf.set(_AUTO_COMPACTION, "false")
 
     def _merge(self, into: str, schema: StructType) -> str:
         is_new = _types(schema).items() - _types(self._stored).items()
@@ -247,7 +253,7 @@ class MergedDeltaTable:
         return self._session.table(self._name)
 
     def _state_without_marks(self, commits: Sequence[Row], follower: TableMarks) -> TableState:
-        found = [marks for row in commits if (marks := decode(row["userMetadata"])) is not None]
+        found = [marks for row in commits if (marks := _marks_of(row)) is not None]
         has_rows = bool(found) or bool(self._frame().limit(1).collect())
         rules = found[0].rules if found else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
@@ -305,14 +311,22 @@ def _state_of(
 
 
 def _other(row: Row) -> OtherCommit:
-    found = decode(row["userMetadata"])
-    operation = operation_of(row["operation"] or "", row["mode"])
-    return OtherCommit(row["version"], operation, found and found.follower)
+    found = _marks_of(row)
+    return OtherCommit(row["version"], _operation_of(row), found and found.follower)
 
 
 def _is_of(row: Row, follower: TableMarks) -> bool:
-    found = decode(row["userMetadata"])
+    found = _marks_of(row)
     return found is not None and found.follower == follower.follower
+
+
+def _marks_of(row: Row) -> TableMarks | None:
+    """Return the marks of a commit of any follower (rule 4); None if it is another commit."""
+    return decode(row["userMetadata"]) if _operation_of(row) in _OWN_OPERATIONS else None
+
+
+def _operation_of(row: Row) -> str:
+    return operation_of(row["operation"] or "", row["mode"])
 
 
 def _plain(fields: Iterable[StructField]) -> StructType:
