@@ -9,7 +9,8 @@ from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, DataFrameWriterV2, SparkSession
 from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_spark
@@ -21,10 +22,12 @@ from tests.spark.test_tables import transactions, upsert
 from tests.spark.test_tables_killed import run_job
 from tests.written_log import DELETE_HEADER, PARTITIONS, Rows, Written, ends
 from waltz_core.client import WaltzClient
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
+from waltz_core.tables.row_changes import ChangeRules
 from waltz_core.tables.table_marks import TableMarks, decode
 from waltz_spark.tables.iceberg_table import MergedIcebergTable
 from waltz_spark.tables.log_changes import changes_schema
+from waltz_spark.tables.parquet_files import SparkParquetTable
 
 pytestmark = pytest.mark.spark
 with_iceberg = pytest.mark.skipif(
@@ -242,6 +245,81 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
 
 @pytest.mark.core
 @with_iceberg
+def test_a_second_follower_keeps_branches_that_may_become_main(
+    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"{CATALOG}.shop.kept"
+    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
+    first.marks(NAME)
+    first.create(NAME)
+    assert first.apply(changes(lake, 0), up_to(0))
+    first.marks(NAME)
+    merge = MergedIcebergTable._merge
+
+    def merged(self: MergedIcebergTable, *args: Any) -> None:
+        opened(lake, warehouse, table).marks(NAME)  # another one starts
+        merge(self, *args)
+        opened(lake, warehouse, table).marks(NAME)
+
+    monkeypatch.setattr(MergedIcebergTable, "_merge", merged)
+    assert first.apply(changes(lake, 1), up_to(1))
+    first.marks(NAME)
+    second.marks(NAME)
+
+    def merged_late(self: MergedIcebergTable, *args: Any) -> None:
+        if self is first:  # the commit of the second one removes the branch
+            assert second.apply(changes(lake, 2), up_to(2))
+        merge(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MergedIcebergTable, "_merge", merged_late)
+        with pytest.raises(Superseded, match="another"):
+            first.apply(changes(lake, 3), up_to(3))
+    assert ids(lake, table) == [0, 1, 2]
+    # A commit of marks has no conflict with rows.
+    third = opened(lake, warehouse, table)
+    for each in (first, third):
+        assert decode(each.marks(NAME).metadata) == up_to(2)
+    append_rows = DataFrameWriterV2.append
+
+    def appended_late(self: DataFrameWriterV2) -> None:
+        assert third.apply(changes(lake, 4), up_to(4))
+        append_rows(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFrameWriterV2, "append", appended_late)
+        with pytest.raises(Superseded, match="another program has dropped waltz_"):
+            first.apply(None, up_to(3))
+    assert decode(first.marks(NAME).metadata) == up_to(4)
+    assert first.apply(changes(lake, 5), up_to(5))
+    assert ids(lake, table) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.core
+@with_iceberg
+def test_an_iceberg_table_is_created_after_a_temporary_error(
+    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = f"{CATALOG}.shop.late"
+    target = opened(lake, warehouse, table)
+    target.create(NAME)
+
+    def fail(_self: DataFrameWriterV2) -> None:
+        raise PySparkException("java.net.ConnectException: Connection refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFrameWriterV2, "create", fail)
+        with pytest.raises(Unavailable):
+            target.finish()
+    state = target.marks(NAME)
+    assert state is not None
+    assert decode(state.metadata) == NAME
+    assert target.apply(changes(lake, 1), up_to(1))
+    assert ids(lake, table) == [1]
+
+
+@pytest.mark.core
+@with_iceberg
 def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
     lake: SparkSession, warehouse: Path
 ) -> None:
@@ -400,6 +478,23 @@ def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
     read = spark.read.parquet(str(table))
     assert read.count() == len(added(written))
     assert dict(read.dtypes)["commit_time"] == "timestamp"
+
+
+@pytest.mark.core
+def test_a_lost_executor_is_a_temporary_error_of_parquet_files(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    target = SparkParquetTable(str(tmp_path / "table"), ID, ChangeRules(()))
+    target.create(NAME)
+
+    def lose(_rows: Iterator[Any]) -> Iterator[Any]:
+        raise RuntimeError("ExecutorLostFailure (executor 1 exited)")
+        yield
+
+    lost = changes(spark, 1).mapInArrow(lose, changes_schema(ID))
+    with pytest.raises(Unavailable, match=f"^table {tmp_path}/table: .*ExecutorLostFailure"):
+        target.apply(lost, up_to(1))
+    assert target.apply(changes(spark, 1), up_to(1))
 
 
 @pytest.mark.versions

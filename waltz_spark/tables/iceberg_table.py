@@ -7,6 +7,8 @@ Rules:
     1. A batch is committed to a branch of its own, which begins at the snapshot v that `marks` has
        read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this if `main` is
        not v any more, which raises `Superseded`. So no other commit comes between.
+       If another program drops the branch, Iceberg commits to a new one on top of `main`, so the
+       new snapshot must have v as its parent.
     2. A snapshot that `main` has had contains its marks and their rows, so a rollback to it needs
        no repair: the follower continues from its marks.
     3. Snapshots that only replace files (compaction) are not commits of other programs.
@@ -19,15 +21,22 @@ import contextlib
 import re
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
-from waltz_core.errors import BadConfig
+from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.table_marks import TableMarks, decode, encode
-from waltz_spark.tables.merge_statement import Place, check_names, merge_actions, quoted
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
+from waltz_spark.tables.merge_statement import (
+    Place,
+    check_names,
+    merge_actions,
+    parts_of_name,
+    quoted,
+)
 from waltz_spark.tables.spark_errors import ICEBERG, reported
 
 _PROPERTY = "waltz.marks"
@@ -47,13 +56,17 @@ _METADATA_COLUMNS = (
 )
 _BRANCH = "waltz_"  # the start of the names of branches (rule 1)
 _MAINTENANCE = "replace"  # rule 3
-# A name with a catalog and a namespace; a part in backticks may have any character.
-_FULL_NAME = re.compile(r"(?:`(?:[^`]|``)+`|[^.`\s]+)(?:\.(?:`(?:[^`]|``)+`|[^.`\s]+)){2,}")
-_PART = re.compile(r"`((?:[^`]|``)+)`|([^.`]+)")
 # Types of Spark that Iceberg stores as others, so the next run would find another type.
 _CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
 _NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
 _SNAPSHOTS_LIMIT = 20  # to read at first; the newest one of the follower is among them
+
+
+class _Head(NamedTuple):
+    """The newest snapshot of a branch."""
+
+    snapshot: int
+    parent: int | None
 
 
 class MergedIcebergTable:
@@ -74,7 +87,7 @@ class MergedIcebergTable:
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
         check_names(schema, key, {*_PLACE, *_METADATA_COLUMNS})
-        if _FULL_NAME.fullmatch(name) is None:
+        if len(parts_of_name(name)) < 3:
             raise BadConfig(
                 "expected the name of an Iceberg table with its catalog and namespace, such as "
                 f"lake.shop.accounts, found {name!r}"
@@ -92,6 +105,7 @@ class MergedIcebergTable:
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
         self._snapshot: int | None = None  # of `main`, which `marks` has read
         self._new_columns: list[StructField] | None = None  # of the table; None before the check
+        self._is_clean = False  # whether branches of earlier runs were dropped
 
     def create(self, start: TableMarks) -> None:
         """Create the table with the next `apply` or `finish`, if there is none then.
@@ -109,12 +123,12 @@ class MergedIcebergTable:
         """
         if self._start is None:
             return
-        start, self._start = self._start, None
         with self.reported():
-            self._session.conf.set(_SETTING, encode(start))
+            self._session.conf.set(_SETTING, encode(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
             self._snapshot, self._new_columns = self._branches()["main"], []
+        self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest snapshot, or that of a table that is due.
@@ -138,7 +152,6 @@ class MergedIcebergTable:
             self._start = None
             if self._new_columns is None:
                 self._new_columns = self._missing_columns()
-                self._drop_branches(branches)
             self._snapshot = branches.get("main")
             limit = _SNAPSHOTS_LIMIT
             while True:
@@ -182,14 +195,18 @@ class MergedIcebergTable:
             self._session.createDataFrame([], self._schema).writeTo(branch).append()
         else:
             self._merge(branch, changes)
-        if self._branches().get(self._branch) == begin:
+        head = self._heads().get(self._branch)
+        if head is not None and head.snapshot == begin:
             return False
-        catalog, *rest = _parts(self._name)
+        if head is None or head.parent != begin:
+            raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
+        catalog, *rest = parts_of_name(self._name)
         table = ".".join(map(quoted, rest)).replace("\\", "\\\\").replace("'", "\\'")
         self._session.sql(
             f"CALL {quoted(catalog)}.system.fast_forward(table => '{table}', "
             f"branch => 'main', to => '{self._branch}')"
         ).collect()
+        self._drop_branches()
         return True
 
     def _merge(self, branch: str, changes: DataFrame) -> None:
@@ -219,10 +236,28 @@ class MergedIcebergTable:
         )
         return dict(map(tuple, found.collect()))
 
-    def _drop_branches(self, branches: dict[str, int]) -> None:
-        """Drop the branches of earlier runs, which would keep their snapshots from expiring."""
-        for name in branches:
-            if name.startswith(_BRANCH):
+    def _heads(self) -> dict[str, _Head]:
+        """Return the newest snapshot of each branch, with its parent."""
+        found = self._session.sql(
+            "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
+            f"FROM {self._name}.refs r JOIN {self._name}.snapshots s "
+            "ON r.snapshot_id = s.snapshot_id WHERE r.type = 'BRANCH'"
+        )
+        return {row["name"]: _Head(row["snapshot_id"], row["parent_id"]) for row in found.collect()}
+
+    def _drop_branches(self) -> None:
+        """Drop the branches of earlier runs, which would keep their snapshots from expiring.
+
+        `main` has moved. Another follower may use a branch that is at `main`, or one snapshot after
+        it; the others cannot become `main` any more.
+        """
+        if self._is_clean:
+            return
+        self._is_clean = True
+        heads = self._heads()
+        main = heads["main"].snapshot
+        for name, head in heads.items():
+            if name.startswith(_BRANCH) and main not in head:
                 self._session.sql(f"ALTER TABLE {self._name} DROP BRANCH IF EXISTS {name}")
 
     def _snapshots(self, limit: int) -> list[Row]:
@@ -274,6 +309,7 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
     """
     by_id = {row["snapshot_id"]: row for row in snapshots}
     others: list[OtherCommit] = []
+    rules: StoredRules | None = None
     at = newest
     while at in by_id:
         row = by_id[at]
@@ -282,12 +318,13 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
             return TableState(row["marks"], found.version, others)
         if row["operation"] != _MAINTENANCE:
             name = None if found is None else found.follower
+            rules = rules or (found and found.rules)
             others.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
     is_used = at is not None or any(each.follower is not None for each in others)
-    return TableState(None, None, (), has_rows=has_rows or is_used)
+    return TableState(None, None, (), has_rows=has_rows or is_used, rules=rules)
 
 
 def _type_in_sql(kind: DataType) -> str:
@@ -300,8 +337,3 @@ def _type_in_sql(kind: DataType) -> str:
         fields = ", ".join(f"{quoted(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
         return f"STRUCT<{fields}>"
     return kind.simpleString()
-
-
-def _parts(name: str) -> list[str]:
-    """Return the parts of a name without quotes."""
-    return [(each[0] or each[1]).replace("``", "`") for each in _PART.findall(name)]

@@ -1,0 +1,117 @@
+"""Which commits of a table are those of a follower, and how names and errors are recognized."""
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import Row
+from pyspark.sql.types import LongType, StructField, StructType
+
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
+from waltz_core.tables.follower import OtherCommit
+from waltz_core.tables.table_marks import StoredRules, TableMarks, encode
+from waltz_spark.tables import iceberg_table, merged_table
+from waltz_spark.tables.merge_statement import parts_of_name
+from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS, reported
+
+NAME = TableMarks("follow", "0" * 32, {0: 5}, StoredRules(key=("id",)))
+OTHER = NAME._replace(follower="other", rules=StoredRules(key=("id",), headers=(3,)))
+ID = StructType([StructField("id", LongType())])
+
+
+def delta_commit(version: int, operation: str, marks: TableMarks | None = NAME) -> Row:
+    metadata = None if marks is None else encode(marks)
+    return Row(version=version, operation=operation, mode="", userMetadata=metadata)
+
+
+def test_maintenance_with_the_metadata_of_the_session_is_no_commit_of_a_follower():
+    """Delta's auto compaction inherits the metadata; it would hide the commit before it."""
+    commits = [
+        delta_commit(4, "OPTIMIZE"),
+        delta_commit(3, "MERGE"),
+        delta_commit(2, "RESTORE", None),
+        delta_commit(1, "MERGE"),
+    ]
+    state = merged_table._state_of(commits, NAME, is_complete=True)
+    assert state.metadata == encode(NAME)
+    assert state.others == [OtherCommit(4, "OPTIMIZE"), OtherCommit(2, "RESTORE")]
+
+
+@pytest.mark.parametrize("operation", ["CREATE TABLE", "CREATE TABLE AS SELECT", "MERGE", "WRITE"])
+def test_the_writes_of_both_followers_are_commits_of_a_follower(operation: str):
+    commits = [delta_commit(0, operation)]
+    assert merged_table._state_of(commits, NAME, is_complete=True).others == []
+
+
+def snapshot(number: int, marks: TableMarks | None) -> Row:
+    metadata = None if marks is None else encode(marks)
+    return Row(
+        snapshot_id=number, parent_id=number - 1, operation="append", marks=metadata, rows="1"
+    )
+
+
+def test_a_new_follower_of_an_iceberg_table_has_the_rules_of_the_newest_one():
+    older = OTHER._replace(follower="older", rules=StoredRules(key=("other",)))
+    snapshots = [snapshot(3, None), snapshot(2, OTHER), snapshot(1, older)]
+    state = iceberg_table._state_of(snapshots, 3, NAME)
+    assert (state.metadata, state.has_rows, state.rules) == (None, True, OTHER.rules)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("accounts", ["accounts"]),
+        ("lake.shop.accounts_2", ["lake", "shop", "accounts_2"]),
+        ("lake.`a b`.`c.``d```", ["lake", "a b", "c.`d`"]),
+        ("a b", []),
+        ("shop.a-b", []),
+        ("shop.", []),
+        ("", []),
+    ],
+)
+def test_parts_of_a_name(text: str, parts: list[str]):
+    assert parts_of_name(text) == parts
+
+
+def test_a_name_that_sql_does_not_accept_is_reported_as_such():
+    """Not as a Spark without a library of Delta, which cannot parse the statement either."""
+    with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
+        merged_table.MergedDeltaTable(None, "a b", ID, ["id"])
+
+
+VIOLATED = (
+    "[DELTA_VIOLATE_CONSTRAINT_WITH_VALUES] CHECK constraint short (length(text) < 9) violated by "
+    "row with values:\n - text : "
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "SlowDown",
+        "[DELTA_CONCURRENT_APPEND]",
+        "NoSuchMethodError",
+        f"{TWO_PARTITIONS}(1) has changes .",
+    ],
+)
+def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str):
+    with pytest.raises(PySparkException, match="DELTA_VIOLATE"), reported("table t", None):
+        raise PySparkException(VIOLATED + value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Ref does not exist: waltz_0", Superseded),
+        ("Found conflicting files that can contain records matching true: [a]", Superseded),
+        ("Cannot fast-forward: main is not an ancestor of waltz_0", Superseded),
+        ("ExecutorLostFailure (executor 1 exited caused by one of the running tasks)", Unavailable),
+        ("Caused by: java.net.ConnectException: Connection refused", Unavailable),
+        (f"{TWO_PARTITIONS}(7) has changes in two partitions, 0 and 1.", BadRequest),
+    ],
+)
+def test_errors_of_spark_and_formats(text: str, kind: type[Exception]):
+    with pytest.raises(kind, match=r"^table t: "), reported("table t", None):
+        raise PySparkException(text)
+
+
+def test_the_hint_names_the_page_with_the_settings():
+    assert "docs/spark-tables.md has the settings" in DELTA.hint
