@@ -122,8 +122,8 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     ):
         with pytest.raises(BadFormat, match=reason):
             waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=lacking)
+    named = {**given, "schema": "id long, data_error string"}
     with pytest.raises(BadConfig, match="column 'data_error': this name is reserved"):
-        named = {**given, "schema": "id long, data_error string"}
         waltz_spark.follow(spark, connect, table=table, **named, encryptionKeys=lacking)
     for tables in (
         {"table": table, **given},

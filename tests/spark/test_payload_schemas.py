@@ -55,6 +55,28 @@ def test_a_table_is_written_and_read_back_in_avro(
     assert "secret" not in back._jdf.queryExecution().toString()
 
 
+@pytest.mark.core
+def test_a_table_follows_payloads_in_avro(
+    spark: SparkSession, connect: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    before = marks_of(spark, connect)
+    rows = spark.range(20).selectExpr("id", "concat('owner ', id) AS owner")
+    waltz_spark.append(rows, connect, **options, schemaSubject="followed-value")
+    given = {"schema": "id long, owner string", "format": "parquet"}
+    one, several, log = (str(tmp_path / name) for name in ("one", "several", "log"))
+    call = {"start": before, "until": "now"}
+    waltz_spark.follow(spark, connect, table=one, **given, **call, **options)
+    tables = {
+        several: waltz_spark.Table(**given),
+        log: waltz_spark.Table(schema="header int", format="parquet"),
+    }
+    waltz_spark.follow(spark, connect, tables=tables, **call, **options)
+    for place in (one, several):
+        found = spark.read.parquet(place).select("id", "owner")
+        assert_df_equality(found, rows, ignore_row_order=True, ignore_nullable=True)
+    assert spark.read.parquet(log).count() == 20
+
+
 def test_a_stream_reads_what_a_client_has_written_and_writes_it_again(
     spark: SparkSession,
     connect: str,

@@ -49,8 +49,9 @@ from waltz_spark.tables.table_session import table_session
 
 BATCH_TRANSACTIONS = 1_000_000
 INTERVAL_S = 1.0
+_PAYLOADS = ("dataFormat", "schemaRegistry", "schemaRegistryAuthFile")
 _OPTIONS = (
-    "dataFormat",
+    *_PAYLOADS,
     "encryptionKeys",
     "requireEncryption",
     "readFrom",
@@ -160,9 +161,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         interval_s: seconds between requests for new transactions.
         on_progress: is called with two numbers of transactions: those that the call has applied,
             and those that it has to apply, as far as it knows.
-        options: options of the format: `dataFormat` (msgpack), `encryptionKeys`,
-            `requireEncryption`, `readFrom`, `archive`, `group`, `minPartitions`,
-            `maxTransactionsPerTask`.
+        options: options of the format: `dataFormat` (msgpack), `schemaRegistry`,
+            `schemaRegistryAuthFile`, `encryptionKeys`, `requireEncryption`, `readFrom`, `archive`,
+            `group`, `minPartitions`, `maxTransactionsPerTask`.
 
     Raises:
         BadConfig: an argument is not valid, a start was given for a table with marks, the table has
@@ -283,9 +284,7 @@ def _log_of_several(
                 "declare the columns of each."
             )
         found.append(SharedTable(each.place, each.declared, each.rules, each.headers, each.reads))
-    options = dict(tables[0].reads)
-    options.pop("dataFormat", None)
-    options.pop("headers", None)
+    options = _without(tables[0].reads, *_PAYLOADS, "headers")
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
@@ -444,8 +443,12 @@ def _read_options(
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
     if columns and all(name in parse_read(found).log_columns for name in columns.names):
-        del found["dataFormat"]  # the table has columns of the log only
+        return _without(found, *_PAYLOADS)  # the table has columns of the log only
     return found
+
+
+def _without(options: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def _start_marks(

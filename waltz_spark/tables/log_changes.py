@@ -41,12 +41,7 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import (
-    FindingRead,
-    FoundChanges,
-    decrypted_rows,
-    spark_schema,
-)
+from waltz_spark.tables.found_changes import FindingRead, FoundChanges, decrypted_rows, spark_schema
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 from waltz_spark.worker_errors import without_stack_each
 

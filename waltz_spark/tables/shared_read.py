@@ -194,7 +194,9 @@ class SharedRead:
         shapes = [each.shape() for each in self.tables]
         columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
         kinds = [arrow_schema(each.rows()) for each in self.tables]
-        found = [no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)]
+        found = [
+            no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
+        ]
         source = ReadSource(client_at(task.layout), task.replicas, task.archived)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in parts_of(log_batches(source, span, self.options, list(columns))):
