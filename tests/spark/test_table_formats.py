@@ -276,7 +276,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
         with pytest.raises(Superseded, match="another"):
             first.apply(changes(lake, 3), up_to(3))
     assert ids(lake, table) == [0, 1, 2]
-    # A commit of marks has no conflict with rows.
+    # A branch that begins at a later snapshot is moved to none.
     third = opened(lake, warehouse, table)
     for each in (first, third):
         assert decode(each.marks(NAME).metadata) == up_to(2)
@@ -284,6 +284,8 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
 
     def appended_late(self: DataFrameWriterV2) -> None:
         assert third.apply(changes(lake, 4), up_to(4))
+        lake.sql(f"REFRESH TABLE {table}")
+        lake.sql(f"ALTER TABLE {table} CREATE BRANCH {first._branch}")
         append_rows(self)
 
     with monkeypatch.context() as patch:

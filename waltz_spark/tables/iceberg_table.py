@@ -127,8 +127,8 @@ class MergedIcebergTable:
             self._session.conf.set(_SETTING, encode(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
+            self._start = None
             self._snapshot, self._new_columns = self._branches()["main"], []
-        self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest snapshot, or that of a table that is due.
