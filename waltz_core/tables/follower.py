@@ -44,7 +44,7 @@ CONFLICTS_MAX = 20
 
 REMOVED = "the table was removed while it was followed"
 # Operations of Delta and deltalake that replace the rows of a table, as `operation_of` has them.
-_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "WRITE (OVERWRITE)")
+_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "CLONE", "WRITE (OVERWRITE)")
 # Operations of Delta and deltalake that change no row; some names have a suffix ("VACUUM START").
 _MAINTENANCE = (
     "ADD COLUMN",

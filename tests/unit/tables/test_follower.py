@@ -288,7 +288,7 @@ def test_a_restore_after_the_last_commit_is_an_error(is_running):
 
 
 @pytest.mark.parametrize(
-    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore"]
+    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore", "CLONE"]
 )
 def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
