@@ -36,7 +36,7 @@ from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, 
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
-from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 
 MARKS_FILE: Final = "_waltz.json"
 _WRITING: Final = "_writing"
@@ -200,6 +200,7 @@ class FollowedParquetTable:
     def _state(self, follower: TableMarks) -> TableState:
         """Return the newest batch of the follower, and the later ones (rule 2)."""
         others: list[OtherCommit] = []
+        rules: StoredRules | None = None
         numbers = [self._newest]
         while numbers:
             number = numbers.pop(0)
@@ -207,10 +208,11 @@ class FollowedParquetTable:
             found = decode(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, found.version, others)
+            rules = rules or (found and found.rules)
             others.append(OtherCommit(number, "APPEND", found.follower if found else None))
             if number == self._newest:
                 numbers = sorted(self._complete(), reverse=True)[1:]
-        return TableState(None, None)
+        return TableState(None, None, rules=rules)
 
     def _stored_schema(self) -> ArrowSchema:
         """Return the schema of the newest file; an empty one if there is no file."""

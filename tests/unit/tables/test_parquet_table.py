@@ -22,7 +22,7 @@ from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduced
-from waltz_core.tables.table_marks import LogState, TableMarks, decode, encode
+from waltz_core.tables.table_marks import LogState, StoredRules, TableMarks, decode, encode
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1})
@@ -248,6 +248,15 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     state = opened(uri).marks(START)
     assert decode(state.metadata).marks == {0: 2}
     assert {each.follower for each in state.others} == {"g"}
+
+
+def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
+    uri, other = str(tmp_path), START._replace(follower="g", marks={0: 2})
+    follow(uri, LOG[:3], NEW._replace(rules=StoredRules(headers=(1,))))
+    with pytest.raises(BadConfig, match=r"headers: expected 1, as in .* found 2"):
+        follow(uri, LOG[:5], other._replace(rules=StoredRules(headers=(2,))))
+    follow(uri, LOG[:5], other._replace(rules=StoredRules(headers=(1,))))
+    assert content(uri) == replayed(LOG[:5])
 
 
 def test_the_newest_batches_may_be_deleted(tmp_path: Path):
