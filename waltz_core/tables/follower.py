@@ -95,7 +95,8 @@ class TableState(NamedTuple):
         version: the number of transactions that the table has of the application, if any: the
             version in Delta's `txn`, not the version of the table.
         others: the commits after that commit, in any order; none if there is no such commit.
-        has_rows: whether the table has rows, or commits of another follower.
+        has_rows: whether the table has rows, or commits of another follower. With metadata, it is
+            False only for a table that is due.
         rules: those in the newest commit of any follower, if this one has no commit.
     """
 
@@ -104,6 +105,11 @@ class TableState(NamedTuple):
     others: Sequence[OtherCommit] = ()
     has_rows: bool = True
     rules: StoredRules | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is no table yet, and `finish` or `apply` creates it."""
+        return self.metadata is not None and not self.has_rows
 
 
 def operation_of(operation: str, mode: str) -> str:
@@ -192,6 +198,7 @@ class TableProgress(Generic[ChangesT]):
         self._clock_s = clock_s
         self._committed_s = clock_s()
         self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
+        self._is_created = False  # as far as it has read or committed
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
         self._warned: set[int] = set()  # versions of other programs
@@ -271,6 +278,7 @@ class TableProgress(Generic[ChangesT]):
                 _log.info("follow.started table=%s marks=%s", self._place, _shown(stored.marks))
             self._seen, self._conflicts = seen, 0
             self._stored = self._marks = stored
+        self._is_created = not state.is_due
 
     def _continued(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
@@ -288,7 +296,7 @@ class TableProgress(Generic[ChangesT]):
             if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start(log)
         stored = continued(state.metadata, state.version, self._name)
-        if self._seen is None and is_given and dict(self._given) != dict(stored.marks):
+        if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
                 f"a start was given, but follower {self._name.follower!r} has written the table "
                 f"up to {_shown(stored.marks)}. Hint: omit the start; the follower continues from "
@@ -330,6 +338,7 @@ class TableProgress(Generic[ChangesT]):
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
+        self._is_created = True
         if self.is_due or (is_end and self.has_moved):
             self._commit(None, self.marks)
 
@@ -343,6 +352,7 @@ class TableProgress(Generic[ChangesT]):
         if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
             self._stored = after
+            self._is_created = True
             self._committed_s = self._clock_s()
             self._conflicts = 0
 
