@@ -109,11 +109,11 @@ class MergedIcebergTable:
         """
         if self._start is None:
             return
-        start, self._start = self._start, None
         with self.reported():
-            self._session.conf.set(_SETTING, encode(start))
+            self._session.conf.set(_SETTING, encode(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
+            self._start = None
             self._snapshot, self._new_columns = self._branches()["main"], []
 
     def marks(self, follower: TableMarks) -> TableState | None:
