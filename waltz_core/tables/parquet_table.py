@@ -102,8 +102,8 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         if self._start is not None:
-            start, self._start = self._start, None
-            self._publish([], start)
+            self._publish([], self._start)
+            self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state after the newest complete batch, or that of a table that is due.

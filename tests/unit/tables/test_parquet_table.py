@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
@@ -334,6 +334,20 @@ def test_a_column_has_no_reserved_name(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
         with pytest.raises(BadConfig, match=f"column '{name}': expected names that differ"):
             opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
+
+
+def test_a_table_is_due_until_it_is_created(tmp_path: Path):
+    table = opened(str(tmp_path))
+    table.create(START)
+    assert table.marks(START).is_due
+    (tmp_path / "_writing").touch()  # so the store reports an error
+    with pytest.raises(Unavailable, match="Not a directory"):
+        table.finish()
+    (tmp_path / "_writing").unlink()
+    assert table.marks(START).is_due
+    table.finish()
+    assert not table.marks(START).is_due
+    assert complete(str(tmp_path)) == {0: []}
 
 
 def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
