@@ -4,6 +4,7 @@
     TABLE/batch=1/NAME.parquet         the rows of a batch, in one file or several
     TABLE/batch=1/_waltz.json          the marks after the batch
     TABLE/_writing/                    files that are in no batch yet; no reader lists them
+    TABLE/_removed/                    such files of earlier runs, which are being deleted
 
 Rules:
     1. A batch is complete when its directory has `_waltz.json`, which is written last. In a local
@@ -12,7 +13,9 @@ Rules:
     2. Batches are numbered without a gap. The newest complete one has the marks; the next run
        removes files of a later one that is not complete.
     3. A table has one follower at a time. In a local directory, the second one to complete a batch
-       raises `Superseded`; object stores do not detect it.
+       raises `Superseded`; object stores do not detect it. A follower that starts removes the files
+       of other ones that are in no batch, in one step. So before a batch gets its name, the other
+       one checks that it has its files, or its rename fails.
     4. A table has the declared columns, `_partition` and `_transaction_id`: the place of the
        transaction. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
@@ -21,7 +24,7 @@ Rules:
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -40,6 +43,7 @@ from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encod
 
 MARKS_FILE: Final = "_waltz.json"
 _WRITING: Final = "_writing"
+_REMOVED: Final = "_removed"
 _COMPLETE: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 # The columns of the place (rule 4), and those of the changes that they have.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
@@ -86,7 +90,8 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._reported():
-            others = [each for each in self._names() if not each.startswith(f"{_WRITING}/")]
+            own = (f"{_WRITING}/", f"{_REMOVED}/")
+            others = [each for each in self._names() if not each.startswith(own)]
         if others and not any(map(_COMPLETE.fullmatch, others)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
@@ -117,7 +122,7 @@ class FollowedParquetTable:
         """
         with self._reported():
             if self._newest < 0:
-                self._store.delete_folder(_WRITING)
+                self._remove_writing()
             if self._newest < 0 or not self._is_newest():
                 self._newest = max(self._complete(), default=-1)
             if self._newest < 0:
@@ -160,7 +165,7 @@ class FollowedParquetTable:
         self._publish(names, marks)
 
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
-        target = f"batch={self._newest + 1}"
+        target, names = f"batch={self._newest + 1}", list(names)
         with self._reported():
             found = self._store.names(target)
             if f"{target}/{MARKS_FILE}" in found:
@@ -172,6 +177,9 @@ class FollowedParquetTable:
                 self._store.move(f"{_WRITING}/{name}", f"{folder}/{name}")
             self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
             if folder != target:
+                expected = sorted(f"{folder}/{name}" for name in (*names, MARKS_FILE))
+                if self._store.names(folder) != expected:
+                    raise Superseded(f"table {self._uri}: another program has removed {folder}")
                 try:
                     self._store.move(folder, target)
                 except Unavailable as error:
@@ -181,6 +189,16 @@ class FollowedParquetTable:
                         ) from error
                     raise
         self._newest += 1
+
+    def _remove_writing(self) -> None:
+        """Remove the files that are in no batch (rules 2 and 3)."""
+        if not self._store.is_directory:
+            self._store.delete_folder(_WRITING)
+            return
+        if self._store.names(_WRITING):
+            with suppress(ObjectMissing):  # another follower has removed them
+                self._store.move(_WRITING, f"{_REMOVED}/{_unique()}")
+        self._store.delete_folder(_REMOVED)
 
     def _names(self) -> list[str]:
         return self._store.names("")
@@ -248,6 +266,9 @@ class FollowedParquetTable:
         except ObjectMissing as error:
             raise Superseded(f"table {self._uri}: {_reason(error)}") from error
         except (Unavailable, OSError, pa.ArrowException) as error:
+            if self._store.is_directory and isinstance(error.__cause__, FileNotFoundError):
+                # Another follower has started, and removed a file while this one wrote it.
+                raise Superseded(f"table {self._uri}: {_reason(error)}") from error
             raise Unavailable(f"table {self._uri}: {_reason(error)}") from error
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
-from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.store import ArchiveStore, StoreSink
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
@@ -213,6 +213,50 @@ def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
     assert second.apply(None, START._replace(marks={0: 6}))
     assert first.marks(START).version == 7
     assert content(uri) == replayed(LOG[:6])
+
+
+@pytest.mark.parametrize("is_start_only", [True, False])
+def test_a_second_follower_may_start_before_any_call_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_start_only: bool
+):
+    turns = count()
+    for turn in turns:
+        uri = str(tmp_path / f"table{turn}")
+        left = turn
+
+        def start(patch: pytest.MonkeyPatch, uri: str = uri) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                patch.undo()
+                if is_start_only:
+                    opened(uri).marks(START)
+                else:
+                    follow(uri, LOG)
+
+        with monkeypatch.context() as patch:
+            before_each_call(patch, partial(start, patch))
+            follow(uri, LOG)
+        assert content(uri) == replayed(LOG)
+        assert not (tmp_path / uri / "_removed").exists()
+        if left >= 0:
+            break
+    assert next(turns) > 30, "the run had more calls"
+
+
+def before_each_call(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
+    """Call a function before each call of the store and of its sinks."""
+    calls = [(ArchiveStore, name) for name in ("delete", "delete_folder", "move", "names")]
+    calls += [(ArchiveStore, name) for name in ("open", "read", "write", "writing")]
+    for kind, name in [*calls, (StoreSink, "write")]:
+        method = getattr(kind, name)
+
+        @wraps(method)
+        def called(*args: Any, method: Callable[..., Any] = method) -> Any:
+            hook()
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, called)
 
 
 def test_the_rename_of_a_directory_decides_between_two_followers(
