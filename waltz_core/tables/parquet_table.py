@@ -19,12 +19,15 @@ Rules:
     4. A table has the declared columns, `_partition` and `_transaction_id`: the place of the
        transaction. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
+    6. Errors that another attempt may avoid are `Unavailable`. Denied access, and values and types
+       that Parquet lacks, are not.
 """
 
+import errno
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -36,6 +39,7 @@ import pyarrow.parquet as pq
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, Unavailable
+from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
@@ -49,6 +53,12 @@ _COMPLETE: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 _RESERVED: Final = {*_PLACE, DELETED, "batch"}  # readers add a column `batch`
+# Numbers of errors of a directory, and what the libraries of object stores report.
+_DENIED_NUMBERS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
+_DENIED: Final = re.compile(
+    r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
+    r"status\W+40[13]\b"
+)
 _HINT = "Hint: use a Delta table for the current row of each key."
 
 
@@ -61,7 +71,8 @@ class FollowedParquetTable:
         rules: how transactions become changes.
 
     Raises:
-        BadConfig: the rules have a key or deletes, or a column has a reserved name.
+        BadConfig: the rules have a key or deletes, or a column has a reserved name or a type that
+            Parquet lacks.
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, rules: ChangeRules) -> None:
@@ -71,6 +82,7 @@ class FollowedParquetTable:
                 f"{'a key' if rules.key else 'rules for deletes'}. {_HINT}"
             )
         self._schema = None if schema is None else with_place(schema)
+        _check_types(schema or ())
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest = -1  # the number of the newest complete batch
@@ -149,8 +161,7 @@ class FollowedParquetTable:
         names: list[str] = []
         if changes is not None:
             schema = self._schema or _found_schema(changes)
-            with self._reported():
-                names = _write(self._store, schema, [changes])
+            names = _write(self._uri, self._store, schema, [changes])
         self.publish(names, marks)
         return True
 
@@ -258,18 +269,29 @@ class FollowedParquetTable:
                     "type, or use a new table."
                 )
 
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Raise errors of the store as errors of the table."""
-        try:
-            yield
-        except ObjectMissing as error:
-            raise Superseded(f"table {self._uri}: {_reason(error)}") from error
-        except (Unavailable, OSError, pa.ArrowException) as error:
-            if self._store.is_directory and isinstance(error.__cause__, FileNotFoundError):
-                # Another follower has started, and removed a file while this one wrote it.
-                raise Superseded(f"table {self._uri}: {_reason(error)}") from error
-            raise Unavailable(f"table {self._uri}: {_reason(error)}") from error
+    def _reported(self) -> AbstractContextManager[None]:
+        return _reported(self._uri, self._store)
+
+
+@contextmanager
+def _reported(uri: str, store: ArchiveStore) -> Iterator[None]:
+    """Raise errors of the store as errors of the table."""
+    try:
+        yield
+    except ObjectMissing as error:
+        raise Superseded(f"table {uri}: {_reason(error)}") from error
+    except (Unavailable, OSError, pa.ArrowException) as error:
+        text = f"table {uri}: {_reason(error)}"
+        cause = error.__cause__ if isinstance(error, Unavailable) else error
+        if store.is_directory and isinstance(cause, FileNotFoundError):
+            raise Superseded(text) from error  # another follower has started (rule 3)
+        if isinstance(cause, pa.ArrowException) and not isinstance(cause, OSError):
+            raise BadRequest(text) from error
+        if getattr(cause, "errno", None) in _DENIED_NUMBERS:
+            raise BadConfig(f"{text}. {PERMISSION_HINT}") from error
+        if _DENIED.search(str(cause)):
+            raise BadConfig(f"{text.rstrip('.')}. {CREDENTIALS_HINT}") from error
+        raise Unavailable(text) from error
 
 
 def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> list[str]:
@@ -283,19 +305,25 @@ def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> 
         changes: parts of a batch.
 
     Raises:
-        BadRequest: a change is a delete.
-        Unavailable: the store reports an error.
+        BadRequest: a change is a delete, or a value does not fit its column.
+        Unavailable, BadConfig: the store reports an error (rule 6).
     """
-    return _write(ArchiveStore(_url_of(uri)), schema, changes)
+    return _write(uri, ArchiveStore(_url_of(uri)), schema, changes)
 
 
-def _write(store: ArchiveStore, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> list[str]:
+def _write(
+    uri: str, store: ArchiveStore, schema: ArrowSchema, changes: Iterable[ArrowTable]
+) -> list[str]:
     parts = (part for part in changes if part.num_rows)
     first = next(parts, None)
     if first is None:
         return []
     name = f"{_unique()}.parquet"
-    with store.writing(f"{_WRITING}/{name}") as sink, pq.ParquetWriter(sink, schema) as writer:
+    with (
+        _reported(uri, store),
+        store.writing(f"{_WRITING}/{name}") as sink,
+        pq.ParquetWriter(sink, schema) as writer,
+    ):
         for part in chain([first], parts):
             writer.write_table(_rows(part, schema))
     return [name]
@@ -325,6 +353,16 @@ def with_place(schema: ArrowSchema) -> ArrowSchema:
             )
         seen.add(name.lower())
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+
+
+def _check_types(schema: Iterable[pa.Field]) -> None:
+    for part in schema:
+        try:
+            pq.write_table(pa.schema([part]).empty_table(), pa.BufferOutputStream())
+        except pa.ArrowException:
+            raise BadConfig(
+                f"column {part.name!r}: Parquet has no type {part.type}. Hint: declare another one."
+            ) from None
 
 
 def _found_schema(changes: ArrowTable) -> ArrowSchema:

@@ -3,14 +3,13 @@
 import json
 import re
 import shutil
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from tests.unit.tables.answering_store import answering
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
 from waltz_core.tables.delta_errors import error_of
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
@@ -420,22 +419,6 @@ def test_errors_of_the_library_name_the_table(tmp_path: Path):
         table.finish()
 
 
-class Store(BaseHTTPRequestHandler):
-    """Answers each request to an object store alike."""
-
-    status, code = 200, ""
-
-    def do_GET(self) -> None:
-        body = f"<Error><Code>{self.code}</Code><Message>Some text.</Message></Error>".encode()
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("status", "code", "error", "message"),
     [
@@ -455,18 +438,13 @@ def test_errors_of_an_object_store(
     error: type[Exception],
     message: str,
 ):
-    handler = type("Answer", (Store,), {"status": status, "code": code})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        port = server.server_address[1] if status else 1
+    with answering(status, code) as url:
         names = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
-        names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
         with pytest.raises(error, match=re.escape(message)) as found:
             FollowedDeltaTable("s3://bucket/table", SCHEMA, ["Id"]).marks(START)
-        server.shutdown()
     assert str(found.value).startswith("table s3://bucket/table: ")
     assert "\n" not in str(found.value)
     assert "\x1b" not in str(found.value)

@@ -16,6 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
+from tests.unit.tables.answering_store import answering
 from waltz_core.archive.store import ArchiveStore, StoreSink
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
@@ -378,6 +379,50 @@ def test_a_column_has_no_reserved_name(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
         with pytest.raises(BadConfig, match=f"column '{name}': expected names that differ"):
             opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
+
+
+@pytest.mark.parametrize("kind", [pa.struct([]), pa.list_(pa.month_day_nano_interval())])
+def test_a_type_that_parquet_lacks_is_rejected(tmp_path: Path, kind: pa.DataType):
+    with pytest.raises(BadConfig, match=r"column 'c': Parquet has no type .* Hint: declare "):
+        opened(str(tmp_path), pa.schema([*SCHEMA, ("c", kind)]))
+
+
+def test_an_error_that_another_attempt_does_not_avoid_is_not_unavailable(tmp_path: Path):
+    """Otherwise a follower without an end repeats the batch forever."""
+    table = opened("/sys/waltz_table")  # no user may write there
+    table.create(START)
+    with pytest.raises(BadConfig, match=r"^table /sys/waltz_table: cannot write .* Hint: the user"):
+        table.finish()
+    changes = ArrowLog(LOG).of({0: -1}, {0: 2})
+    narrow = opened(str(tmp_path), pa.schema([("id", pa.int8()), ("text", pa.string())]))
+    narrow.create(START)
+    wide = changes.set_column(changes.schema.get_field_index("id"), "id", pa.array([999] * 3))
+    with pytest.raises(BadRequest, match=f"^table {tmp_path}: Integer value 999 not in range"):
+        narrow.apply(wide, START)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (403, "AccessDenied", BadConfig),
+        (403, "InvalidAccessKeyId", BadConfig),
+        (401, "Unauthorized", BadConfig),
+        (404, "NoSuchBucket", Unavailable),
+        (500, "InternalError", Unavailable),
+    ],
+)
+def test_denied_access_to_an_object_store_is_permanent(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, error: type[Exception]
+):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with answering(status, code) as url:
+        host = url.removeprefix("http://")
+        uri = f"s3://lake/table?scheme=http&region=us-east-1&endpoint_override={host}"
+        with pytest.raises(error) as found:
+            opened(uri).marks(START)
+    assert str(found.value).startswith(f"table {uri}: cannot ")
+    assert ("Hint: " in str(found.value)) is (error is BadConfig)
 
 
 def test_a_table_is_due_until_it_is_created(tmp_path: Path):
