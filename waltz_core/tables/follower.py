@@ -86,6 +86,11 @@ class OtherCommit(NamedTuple):
         """Whether the commit replaces the rows of the table."""
         return self.operation.upper().startswith(_REPLACEMENTS)
 
+    @property
+    def is_maintenance(self) -> bool:
+        """Whether the commit changes no row."""
+        return self.operation.upper().startswith(_MAINTENANCE)
+
 
 class TableState(NamedTuple):
     """What the newest version of a table has of a follower.
@@ -94,7 +99,8 @@ class TableState(NamedTuple):
         metadata: that of the newest commit of the follower, with its marks; None if there is none.
         version: the number of transactions that the table has of the application, if any: the
             version in Delta's `txn`, not the version of the table.
-        others: the commits after that commit, in any order; none if there is no such commit.
+        others: the commits after that commit, in any order, and others to check (rule 4); none if
+            there is no such commit.
         has_rows: whether the table has rows, or commits of another follower. With metadata, it is
             False only for a table that is due.
         rules: those in the newest commit of any follower, if this one has no commit.
@@ -110,12 +116,6 @@ class TableState(NamedTuple):
     def is_due(self) -> bool:
         """Whether there is no table yet, and `finish` or `apply` creates it."""
         return self.metadata is not None and not self.has_rows
-
-
-def operation_of(operation: str, mode: str) -> str:
-    """Return the operation of a commit of Delta, with the mode if it is an overwrite."""
-    is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
-    return f"{operation} (OVERWRITE)" if is_overwrite else operation
 
 
 class FollowedTable(Protocol[ChangesT_contra]):
@@ -326,13 +326,13 @@ class TableProgress(Generic[ChangesT]):
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
         check_others(others, self._name)
-        for version, operation, _ in sorted(others):
-            if version not in self._warned and not operation.upper().startswith(_MAINTENANCE):
+        for each in sorted(others):
+            if each.version not in self._warned and not each.is_maintenance:
                 _log.warning(
                     "follow.other_commit table=%s version=%d operation=%s",
                     self._place,
-                    version,
-                    operation,
+                    each.version,
+                    each.operation,
                 )
         self._warned = {each.version for each in others}
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import Superseded
-from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.delta_commits import DeltaCommit, newest_of
+from waltz_core.tables.follower import TableState
 from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, decode, encode
 
 Changes = dict[str, int | None]
@@ -64,15 +65,14 @@ class OpenTable:
         self._seen = len(self.stored) - 1
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
-        others, rules = [], None
-        for at in range(self._seen, -1, -1):
-            found = decode(self.stored[at].metadata)
-            if found is not None and found.follower == follower.follower:
-                metadata = self.stored[at].metadata
-                return TableState(metadata, version, others)
-            name = None if found is None else found.follower
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(at, self.stored[at].operation, name))
+        commits = [
+            DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
+        ][::-1]
+        if found := newest_of(follower, commits, is_complete=True):
+            metadata, others = found
+            return TableState(metadata, version, others)
+        marks = (decode(each.metadata) for each in commits)
+        rules = next((each.rules for each in marks if each is not None), None)
         return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
