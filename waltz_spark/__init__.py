@@ -22,7 +22,7 @@ _MODULE_OF = {
     "Table": "tables.following",
     "WriteResult": "api",
     "append": "api",
-    "error_of": "failures",
+    "error_of": "worker_errors",
     "follow": "tables.following",
     "lag_of": "lag",
     "register": "api",

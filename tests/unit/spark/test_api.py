@@ -11,11 +11,17 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+import waltz_spark
 from waltz_core.errors import BadConfig, BadRequest, Unreachable
 from waltz_spark.api import Snapshot, _check_distinct_columns, _for_spark, _marks_text, append
 from waltz_spark.writer.results import open_place
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
+
+
+@pytest.mark.parametrize("name", waltz_spark.__all__)
+def test_each_public_name_can_be_imported(name: str) -> None:
+    assert getattr(waltz_spark, name).__name__ == name
 
 
 def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
