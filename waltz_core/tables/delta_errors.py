@@ -25,10 +25,11 @@ _STACK = re.compile(r"\s+0: <unknown>")
 _ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
 _ANSWER_TEXT = re.compile(r"<Message>([^<]*)</Message>")
 _TEMPORARY = r"after \d+ retries|error sending request|timed out|status code\W+(?:408|429|5\d\d)"
-_CREDENTIALS_HINT = (
+CREDENTIALS_HINT = (
     "Hint: check the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY) and their permissions."
 )
+PERMISSION_HINT = "Hint: the user of this process needs write permission in the directory."
 
 
 class _Meaning(NamedTuple):
@@ -97,12 +98,12 @@ _MEANINGS = tuple(
             None,
             "",
         ),
-        (r"status code\W+40[013]", BadConfig, None, _CREDENTIALS_HINT),
+        (r"status code\W+40[013]", BadConfig, None, CREDENTIALS_HINT),
         (
             r"\(os error (?:1|13|30)\)",
             BadConfig,
             None,
-            "Hint: the user of this process needs write permission in the directory.",
+            PERMISSION_HINT,
         ),
         (
             r"Object at location \S+ not found|fetch metadata for file",

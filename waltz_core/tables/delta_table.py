@@ -29,11 +29,12 @@ import pyarrow.compute as pc
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
 from waltz_core.tables.delta_columns import check_schema
+from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
 from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
-from waltz_core.tables.follower import REMOVED, OtherCommit, TableState, operation_of
+from waltz_core.tables.follower import REMOVED, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
+from waltz_core.tables.table_marks import TableMarks, decode, encode
 
 try:
     from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
@@ -329,30 +330,27 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
-    """Return the newest commit of a follower, and the later ones; reads as few as possible."""
+    """Return the newest commit of a follower, and others to check; reads as few as possible."""
     version = table.transaction_version(follower.application)
     limit: int | None = 2
     while True:
-        commits = table.history(limit)
-        others: list[OtherCommit] = []
-        rules: StoredRules | None = None
-        for each in commits:
-            metadata = each.get("userMetadata")
-            found = decode(metadata)
-            if found is not None and found.follower == follower.follower:
-                return TableState(metadata, version, others)
-            name = None if found is None else found.follower
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(each["version"], _operation_of(each), name))
-        if limit is None or len(commits) < limit:
+        commits = list(map(_commit, table.history(limit)))
+        is_complete = limit is None or len(commits) < limit
+        if found := newest_of(follower, commits, is_complete=is_complete):
+            metadata, others = found
+            return TableState(metadata, version, others)
+        if is_complete:
+            marks = (decode(each.metadata) for each in commits)
+            rules = next((each.rules for each in marks if each is not None), None)
             has_rows = rules is not None or _has_rows(table)
             return TableState(None, version, (), has_rows, rules)
-        limit = None if limit > 1000 else limit * 8
+        limit = None if limit is None or limit > 1000 else limit * 8
 
 
-def _operation_of(commit: Mapping[str, Any]) -> str:
-    mode = commit.get("operationParameters", {}).get("mode", "")
-    return operation_of(commit.get("operation", ""), mode)
+def _commit(entry: Mapping[str, Any]) -> DeltaCommit:
+    mode = entry.get("operationParameters", {}).get("mode", "")
+    operation = operation_of(entry.get("operation", ""), mode)
+    return DeltaCommit(entry["version"], operation, entry.get("userMetadata"))
 
 
 def _has_rows(table: DeltaTable) -> bool:

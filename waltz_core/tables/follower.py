@@ -44,7 +44,7 @@ CONFLICTS_MAX = 20
 
 REMOVED = "the table was removed while it was followed"
 # Operations of Delta and deltalake that replace the rows of a table, as `operation_of` has them.
-_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "WRITE (OVERWRITE)")
+_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "CLONE", "WRITE (OVERWRITE)")
 # Operations of Delta and deltalake that change no row; some names have a suffix ("VACUUM START").
 _MAINTENANCE = (
     "ADD COLUMN",
@@ -86,6 +86,11 @@ class OtherCommit(NamedTuple):
         """Whether the commit replaces the rows of the table."""
         return self.operation.upper().startswith(_REPLACEMENTS)
 
+    @property
+    def is_maintenance(self) -> bool:
+        """Whether the commit changes no row."""
+        return self.operation.upper().startswith(_MAINTENANCE)
+
 
 class TableState(NamedTuple):
     """What the newest version of a table has of a follower.
@@ -94,8 +99,10 @@ class TableState(NamedTuple):
         metadata: that of the newest commit of the follower, with its marks; None if there is none.
         version: the number of transactions that the table has of the application, if any: the
             version in Delta's `txn`, not the version of the table.
-        others: the commits after that commit, in any order; none if there is no such commit.
-        has_rows: whether the table has rows, or commits of another follower.
+        others: the commits after that commit, in any order, and others to check (rule 4); none if
+            there is no such commit.
+        has_rows: whether the table has rows, or commits of another follower. With metadata, it is
+            False only for a table that is due.
         rules: those in the newest commit of any follower, if this one has no commit.
     """
 
@@ -105,11 +112,10 @@ class TableState(NamedTuple):
     has_rows: bool = True
     rules: StoredRules | None = None
 
-
-def operation_of(operation: str, mode: str) -> str:
-    """Return the operation of a commit of Delta, with the mode if it is an overwrite."""
-    is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
-    return f"{operation} (OVERWRITE)" if is_overwrite else operation
+    @property
+    def is_due(self) -> bool:
+        """Whether there is no table yet, and `finish` or `apply` creates it."""
+        return self.metadata is not None and not self.has_rows
 
 
 class FollowedTable(Protocol[ChangesT_contra]):
@@ -192,6 +198,7 @@ class TableProgress(Generic[ChangesT]):
         self._clock_s = clock_s
         self._committed_s = clock_s()
         self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
+        self._is_created = False  # as far as it has read or committed
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
         self._warned: set[int] = set()  # versions of other programs
@@ -271,6 +278,7 @@ class TableProgress(Generic[ChangesT]):
                 _log.info("follow.started table=%s marks=%s", self._place, _shown(stored.marks))
             self._seen, self._conflicts = seen, 0
             self._stored = self._marks = stored
+        self._is_created = not state.is_due
 
     def _continued(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
@@ -288,7 +296,7 @@ class TableProgress(Generic[ChangesT]):
             if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start(log)
         stored = continued(state.metadata, state.version, self._name)
-        if self._seen is None and is_given and dict(self._given) != dict(stored.marks):
+        if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
                 f"a start was given, but follower {self._name.follower!r} has written the table "
                 f"up to {_shown(stored.marks)}. Hint: omit the start; the follower continues from "
@@ -318,18 +326,19 @@ class TableProgress(Generic[ChangesT]):
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
         check_others(others, self._name)
-        for version, operation, _ in sorted(others):
-            if version not in self._warned and not operation.upper().startswith(_MAINTENANCE):
+        for each in sorted(others):
+            if each.version not in self._warned and not each.is_maintenance:
                 _log.warning(
                     "follow.other_commit table=%s version=%d operation=%s",
                     self._place,
-                    version,
-                    operation,
+                    each.version,
+                    each.operation,
                 )
         self._warned = {each.version for each in others}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
+        self._is_created = True
         if self.is_due or (is_end and self.has_moved):
             self._commit(None, self.marks)
 
@@ -343,6 +352,7 @@ class TableProgress(Generic[ChangesT]):
         if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
             self._stored = after
+            self._is_created = True
             self._committed_s = self._clock_s()
             self._conflicts = 0
 

@@ -27,7 +27,8 @@ ArrowType: TypeAlias = pa.DataType
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
-# Columns of the log in the rows of a follower, and those of the place in the table.
+# Columns of the log in the rows of a follower, and those of the place in the table. Spark compares
+# names without case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 
@@ -92,7 +93,7 @@ def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
         known = types.get(name)
         if known is not None and _TYPES.get(type(value)) == known:
             continue  # nearly all values
-        if not isinstance(name, str) or name in _RESERVED:
+        if not isinstance(name, str) or name.lower() in _RESERVED:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED))}", repr(name)
             )

@@ -4,6 +4,7 @@
     TABLE/batch=1/NAME.parquet         the rows of a batch, in one file or several
     TABLE/batch=1/_waltz.json          the marks after the batch
     TABLE/_writing/                    files that are in no batch yet; no reader lists them
+    TABLE/_removed/                    such files of earlier runs, which are being deleted
 
 Rules:
     1. A batch is complete when its directory has `_waltz.json`, which is written last. In a local
@@ -12,16 +13,21 @@ Rules:
     2. Batches are numbered without a gap. The newest complete one has the marks; the next run
        removes files of a later one that is not complete.
     3. A table has one follower at a time. In a local directory, the second one to complete a batch
-       raises `Superseded`; object stores do not detect it.
+       raises `Superseded`; object stores do not detect it. A follower that starts removes the files
+       of other ones that are in no batch, in one step. So before a batch gets its name, the other
+       one checks that it has its files, or its rename fails.
     4. A table has the declared columns, `_partition` and `_transaction_id`: the place of the
        transaction. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
+    6. Errors that another attempt may avoid are `Unavailable`. Denied access, and values and types
+       that Parquet lacks, are not.
 """
 
+import errno
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -33,18 +39,26 @@ import pyarrow.parquet as pq
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, Unavailable
+from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
-from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 
 MARKS_FILE: Final = "_waltz.json"
 _WRITING: Final = "_writing"
+_REMOVED: Final = "_removed"
 _COMPLETE: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 # The columns of the place (rule 4), and those of the changes that they have.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 _RESERVED: Final = {*_PLACE, DELETED, "batch"}  # readers add a column `batch`
+# Numbers of errors of a directory, and what the libraries of object stores report.
+_DENIED_NUMBERS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
+_DENIED: Final = re.compile(
+    r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
+    r"status\W+40[13]\b"
+)
 _HINT = "Hint: use a Delta table for the current row of each key."
 
 
@@ -57,7 +71,8 @@ class FollowedParquetTable:
         rules: how transactions become changes.
 
     Raises:
-        BadConfig: the rules have a key or deletes, or a column has a reserved name.
+        BadConfig: the rules have a key or deletes, or a column has a reserved name or a type that
+            Parquet lacks.
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, rules: ChangeRules) -> None:
@@ -67,6 +82,7 @@ class FollowedParquetTable:
                 f"{'a key' if rules.key else 'rules for deletes'}. {_HINT}"
             )
         self._schema = None if schema is None else with_place(schema)
+        _check_types(schema or ())
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest = -1  # the number of the newest complete batch
@@ -86,7 +102,8 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._reported():
-            others = [each for each in self._names() if not each.startswith(f"{_WRITING}/")]
+            own = (f"{_WRITING}/", f"{_REMOVED}/")
+            others = [each for each in self._names() if not each.startswith(own)]
         if others and not any(map(_COMPLETE.fullmatch, others)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
@@ -102,8 +119,8 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         if self._start is not None:
-            start, self._start = self._start, None
-            self._publish([], start)
+            self._publish([], self._start)
+            self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state after the newest complete batch, or that of a table that is due.
@@ -117,7 +134,7 @@ class FollowedParquetTable:
         """
         with self._reported():
             if self._newest < 0:
-                self._store.delete_folder(_WRITING)
+                self._remove_writing()
             if self._newest < 0 or not self._is_newest():
                 self._newest = max(self._complete(), default=-1)
             if self._newest < 0:
@@ -144,8 +161,7 @@ class FollowedParquetTable:
         names: list[str] = []
         if changes is not None:
             schema = self._schema or _found_schema(changes)
-            with self._reported():
-                names = _write(self._store, schema, [changes])
+            names = _write(self._uri, self._store, schema, [changes])
         self.publish(names, marks)
         return True
 
@@ -160,7 +176,7 @@ class FollowedParquetTable:
         self._publish(names, marks)
 
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
-        target = f"batch={self._newest + 1}"
+        target, names = f"batch={self._newest + 1}", list(names)
         with self._reported():
             found = self._store.names(target)
             if f"{target}/{MARKS_FILE}" in found:
@@ -172,6 +188,9 @@ class FollowedParquetTable:
                 self._store.move(f"{_WRITING}/{name}", f"{folder}/{name}")
             self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
             if folder != target:
+                expected = sorted(f"{folder}/{name}" for name in (*names, MARKS_FILE))
+                if self._store.names(folder) != expected:
+                    raise Superseded(f"table {self._uri}: another program has removed {folder}")
                 try:
                     self._store.move(folder, target)
                 except Unavailable as error:
@@ -181,6 +200,16 @@ class FollowedParquetTable:
                         ) from error
                     raise
         self._newest += 1
+
+    def _remove_writing(self) -> None:
+        """Remove the files that are in no batch (rules 2 and 3)."""
+        if not self._store.is_directory:
+            self._store.delete_folder(_WRITING)
+            return
+        if self._store.names(_WRITING):
+            with suppress(ObjectMissing):  # another follower has removed them
+                self._store.move(_WRITING, f"{_REMOVED}/{_unique()}")
+        self._store.delete_folder(_REMOVED)
 
     def _names(self) -> list[str]:
         return self._store.names("")
@@ -200,6 +229,7 @@ class FollowedParquetTable:
     def _state(self, follower: TableMarks) -> TableState:
         """Return the newest batch of the follower, and the later ones (rule 2)."""
         others: list[OtherCommit] = []
+        rules: StoredRules | None = None
         numbers = [self._newest]
         while numbers:
             number = numbers.pop(0)
@@ -207,10 +237,11 @@ class FollowedParquetTable:
             found = decode(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, found.version, others)
+            rules = rules or (found and found.rules)
             others.append(OtherCommit(number, "APPEND", found.follower if found else None))
             if number == self._newest:
                 numbers = sorted(self._complete(), reverse=True)[1:]
-        return TableState(None, None)
+        return TableState(None, None, rules=rules)
 
     def _stored_schema(self) -> ArrowSchema:
         """Return the schema of the newest file; an empty one if there is no file."""
@@ -238,15 +269,29 @@ class FollowedParquetTable:
                     "type, or use a new table."
                 )
 
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Raise errors of the store as errors of the table."""
-        try:
-            yield
-        except ObjectMissing as error:
-            raise Superseded(f"table {self._uri}: {_reason(error)}") from error
-        except (Unavailable, OSError, pa.ArrowException) as error:
-            raise Unavailable(f"table {self._uri}: {_reason(error)}") from error
+    def _reported(self) -> AbstractContextManager[None]:
+        return _reported(self._uri, self._store)
+
+
+@contextmanager
+def _reported(uri: str, store: ArchiveStore) -> Iterator[None]:
+    """Raise errors of the store as errors of the table."""
+    try:
+        yield
+    except ObjectMissing as error:
+        raise Superseded(f"table {uri}: {_reason(error)}") from error
+    except (Unavailable, OSError, pa.ArrowException) as error:
+        text = f"table {uri}: {_reason(error)}"
+        cause = error.__cause__ if isinstance(error, Unavailable) else error
+        if store.is_directory and isinstance(cause, FileNotFoundError):
+            raise Superseded(text) from error  # another follower has started (rule 3)
+        if isinstance(cause, pa.ArrowException) and not isinstance(cause, OSError):
+            raise BadRequest(text) from error
+        if getattr(cause, "errno", None) in _DENIED_NUMBERS:
+            raise BadConfig(f"{text}. {PERMISSION_HINT}") from error
+        if _DENIED.search(str(cause)):
+            raise BadConfig(f"{text.rstrip('.')}. {CREDENTIALS_HINT}") from error
+        raise Unavailable(text) from error
 
 
 def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> list[str]:
@@ -260,19 +305,25 @@ def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> 
         changes: parts of a batch.
 
     Raises:
-        BadRequest: a change is a delete.
-        Unavailable: the store reports an error.
+        BadRequest: a change is a delete, or a value does not fit its column.
+        Unavailable, BadConfig: the store reports an error (rule 6).
     """
-    return _write(ArchiveStore(_url_of(uri)), schema, changes)
+    return _write(uri, ArchiveStore(_url_of(uri)), schema, changes)
 
 
-def _write(store: ArchiveStore, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> list[str]:
+def _write(
+    uri: str, store: ArchiveStore, schema: ArrowSchema, changes: Iterable[ArrowTable]
+) -> list[str]:
     parts = (part for part in changes if part.num_rows)
     first = next(parts, None)
     if first is None:
         return []
     name = f"{_unique()}.parquet"
-    with store.writing(f"{_WRITING}/{name}") as sink, pq.ParquetWriter(sink, schema) as writer:
+    with (
+        _reported(uri, store),
+        store.writing(f"{_WRITING}/{name}") as sink,
+        pq.ParquetWriter(sink, schema) as writer,
+    ):
         for part in chain([first], parts):
             writer.write_table(_rows(part, schema))
     return [name]
@@ -302,6 +353,16 @@ def with_place(schema: ArrowSchema) -> ArrowSchema:
             )
         seen.add(name.lower())
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+
+
+def _check_types(schema: Iterable[pa.Field]) -> None:
+    for part in schema:
+        try:
+            pq.write_table(pa.schema([part]).empty_table(), pa.BufferOutputStream())
+        except pa.ArrowException:
+            raise BadConfig(
+                f"column {part.name!r}: Parquet has no type {part.type}. Hint: declare another one."
+            ) from None
 
 
 def _found_schema(changes: ArrowTable) -> ArrowSchema:

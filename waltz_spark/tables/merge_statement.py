@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig
+from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
@@ -74,7 +75,7 @@ def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
 
 
 def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
-    """Reject a schema that lacks a key column, or has a reserved name.
+    """Reject a schema that lacks a key column, or has a reserved name, also in another case.
 
     Args:
         schema: the declared columns.
@@ -88,7 +89,9 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
         raise BadConfig(
             f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
         )
-    taken = {*reserved, DELETED}
+    # A column of the log may be declared; the `MERGE` has it as another column than the place.
+    log = [name for name in LOG_COLUMNS if name not in schema.names]
+    taken = {*reserved, *log, DELETED}
     seen = set(taken)
     for name in schema.names:
         if name.lower() in seen:

@@ -10,12 +10,11 @@ Rules:
        identifier came between its start and its end. Both raise `Superseded`.
     2. Delta does not compare commits of other programs. A `RESTORE`, or a commit of a follower with
        another name, between the newest two commits of the follower is found when the table is read
-       again.
+       again (`delta_commits.py`).
     3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
-    4. Another commit of the session may have the metadata, too, such as an `OPTIMIZE` that Delta
-       runs after a `MERGE`. So only the operations that this file and the core execute are commits
-       of a follower, and auto compaction is off: it would hide a `RESTORE` before it.
+    4. Auto compaction is off: Delta would run an `OPTIMIZE` in the session after the `MERGE`, and
+       commit it with the metadata of the follower.
 """
 
 import contextlib
@@ -30,7 +29,8 @@ from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
-from waltz_core.tables.follower import OtherCommit, TableState, operation_of
+from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
+from waltz_core.tables.follower import TableState
 from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
@@ -46,8 +46,7 @@ from waltz_spark.tables.spark_errors import reported
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-_AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # it precedes the table property
-_OWN_OPERATIONS = ("CREATE TABLE", "CREATE TABLE AS SELECT", "MERGE", "WRITE")  # rule 4
+_AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
 # How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -226,15 +225,20 @@ class MergedDeltaTable:
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
         return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
 
-    def _newest_commits(self, follower: TableMarks) -> tuple[list[Row], TableState | None]:
+    def _newest_commits(self, follower: TableMarks) -> tuple[list[DeltaCommit], TableState | None]:
         """Return commits, newest first, and the state that they have; none if there is no table."""
         limit = _HISTORY_LIMIT
         while True:
-            commits = self._history(limit)
+            commits = list(map(_commit, self._history(limit)))
             is_complete = len(commits) < limit
-            found = _state_of(commits, follower, is_complete=is_complete)
-            if found is not None or is_complete:
-                return commits, found
+            if found := newest_of(follower, commits, is_complete=is_complete):
+                metadata, others = found
+                marks = decode(metadata)
+                assert marks is not None, "it is of the follower"
+                # `txn` has this version or a lower one.
+                return commits, TableState(metadata, marks.version, others)
+            if is_complete:
+                return commits, None
             limit *= 100
 
     def _history(self, limit: int) -> list[Row]:
@@ -252,8 +256,10 @@ class MergedDeltaTable:
             return self._session.read.format("delta").load(self._name)
         return self._session.table(self._name)
 
-    def _state_without_marks(self, commits: Sequence[Row], follower: TableMarks) -> TableState:
-        found = [marks for row in commits if (marks := _marks_of(row)) is not None]
+    def _state_without_marks(
+        self, commits: Sequence[DeltaCommit], follower: TableMarks
+    ) -> TableState:
+        found = [marks for each in commits if (marks := decode(each.metadata)) is not None]
         has_rows = bool(found) or bool(self._frame().limit(1).collect())
         rules = found[0].rules if found else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
@@ -293,40 +299,9 @@ class MergedDeltaTable:
         return reported(f"table {self._name}", self._session)
 
 
-def _state_of(
-    commits: Sequence[Row], follower: TableMarks, *, is_complete: bool
-) -> TableState | None:
-    """Return the state in commits, newest first; None if there is none, or older ones decide."""
-    own = [place for place, row in enumerate(commits) if _is_of(row, follower)]
-    if not own or (len(own) == 1 and not is_complete):
-        return None
-    others = [_other(row) for row in commits[: own[0]]]
-    if len(own) > 1:
-        between = map(_other, commits[own[0] + 1 : own[1]])
-        others += [each for each in between if each.follower or each.is_replacement]  # rule 2
-    metadata = commits[own[0]]["userMetadata"]
-    found = decode(metadata)
-    assert found is not None, "it is of the follower"
-    return TableState(metadata, found.version, others)  # `txn` has this version or a lower one
-
-
-def _other(row: Row) -> OtherCommit:
-    found = _marks_of(row)
-    return OtherCommit(row["version"], _operation_of(row), found and found.follower)
-
-
-def _is_of(row: Row, follower: TableMarks) -> bool:
-    found = _marks_of(row)
-    return found is not None and found.follower == follower.follower
-
-
-def _marks_of(row: Row) -> TableMarks | None:
-    """Return the marks of a commit of any follower (rule 4); None if it is another commit."""
-    return decode(row["userMetadata"]) if _operation_of(row) in _OWN_OPERATIONS else None
-
-
-def _operation_of(row: Row) -> str:
-    return operation_of(row["operation"] or "", row["mode"])
+def _commit(row: Row) -> DeltaCommit:
+    operation = operation_of(row["operation"] or "", row["mode"])
+    return DeltaCommit(row["version"], operation, row["userMetadata"])
 
 
 def _plain(fields: Iterable[StructField]) -> StructType:

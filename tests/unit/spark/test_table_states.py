@@ -1,4 +1,4 @@
-"""Which commits of a table are those of a follower, and how names and errors are recognized."""
+"""The rules of another follower of an Iceberg table; how names and errors are recognized."""
 
 import pytest
 from pyspark.errors import PySparkException
@@ -6,7 +6,6 @@ from pyspark.sql import Row
 from pyspark.sql.types import LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
-from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.table_marks import StoredRules, TableMarks, encode
 from waltz_spark.tables import iceberg_table, merged_table
 from waltz_spark.tables.merge_statement import parts_of_name
@@ -15,30 +14,6 @@ from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS, reported
 NAME = TableMarks("follow", "0" * 32, {0: 5}, StoredRules(key=("id",)))
 OTHER = NAME._replace(follower="other", rules=StoredRules(key=("id",), headers=(3,)))
 ID = StructType([StructField("id", LongType())])
-
-
-def delta_commit(version: int, operation: str, marks: TableMarks | None = NAME) -> Row:
-    metadata = None if marks is None else encode(marks)
-    return Row(version=version, operation=operation, mode="", userMetadata=metadata)
-
-
-def test_maintenance_with_the_metadata_of_the_session_is_no_commit_of_a_follower():
-    """Delta's auto compaction inherits the metadata; it would hide the commit before it."""
-    commits = [
-        delta_commit(4, "OPTIMIZE"),
-        delta_commit(3, "MERGE"),
-        delta_commit(2, "RESTORE", None),
-        delta_commit(1, "MERGE"),
-    ]
-    state = merged_table._state_of(commits, NAME, is_complete=True)
-    assert state.metadata == encode(NAME)
-    assert state.others == [OtherCommit(4, "OPTIMIZE"), OtherCommit(2, "RESTORE")]
-
-
-@pytest.mark.parametrize("operation", ["CREATE TABLE", "CREATE TABLE AS SELECT", "MERGE", "WRITE"])
-def test_the_writes_of_both_followers_are_commits_of_a_follower(operation: str):
-    commits = [delta_commit(0, operation)]
-    assert merged_table._state_of(commits, NAME, is_complete=True).others == []
 
 
 def snapshot(number: int, marks: TableMarks | None) -> Row:

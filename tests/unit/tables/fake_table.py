@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import Superseded
-from waltz_core.tables.follower import OtherCommit, TableState
+from waltz_core.tables.delta_commits import DeltaCommit, newest_of
+from waltz_core.tables.follower import TableState
 from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, decode, encode
 
 Changes = dict[str, int | None]
@@ -33,7 +34,10 @@ class StoredVersions(list[Version]):
 
 
 class OpenTable:
-    """A `FollowedTable` of a follower; `on_step` is called before each step of it."""
+    """A `FollowedTable` of a follower; `on_step` is called before each step of it.
+
+    Like the tables of files, it is created with its first changes, or by `finish`.
+    """
 
     def __init__(
         self, stored: StoredVersions, on_step: Callable[[str], None] | None = None
@@ -41,50 +45,63 @@ class OpenTable:
         self.stored = stored
         self._on_step = on_step or (lambda _step: None)
         self._seen = -1
+        self._start: TableMarks | None = None  # of a table that is due
 
     def create(self, start: TableMarks) -> None:
         self._on_step("create")
-        if self.stored:
-            raise Superseded("the table exists")
-        self._append(Version({}, {start.application: start.version}, "CREATE", encode(start)))
+        self._start = start
 
     def finish(self) -> None:
         self._on_step("finish")
+        self._create_due()
 
     def marks(self, follower: TableMarks) -> TableState | None:
         self._on_step("marks")
         if not self.stored:
-            return None
+            if self._start is None:
+                return None
+            return TableState(encode(self._start), self._start.version, (), has_rows=False)
+        self._start = None
         self._seen = len(self.stored) - 1
         newest = self.stored[-1]
         version = newest.versions.get(follower.application)
-        others, rules = [], None
-        for at in range(self._seen, -1, -1):
-            found = decode(self.stored[at].metadata)
-            if found is not None and found.follower == follower.follower:
-                metadata = self.stored[at].metadata
-                return TableState(metadata, version, others, bool(newest.rows))
-            name = None if found is None else found.follower
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(at, self.stored[at].operation, name))
+        commits = [
+            DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
+        ][::-1]
+        if found := newest_of(follower, commits, is_complete=True):
+            metadata, others = found
+            return TableState(metadata, version, others)
+        marks = (decode(each.metadata) for each in commits)
+        rules = next((each.rules for each in marks if each is not None), None)
         return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
     def apply(self, changes: Changes | None, marks: TableMarks) -> bool:
         self._on_step("apply")
-        newest = self.stored[-1]
-        rows = dict(newest.rows)
+        old = self.stored[-1].rows if self.stored else {}
+        rows = dict(old)
         for key, value in (changes or {}).items():
             if value is None:
                 rows.pop(key, None)
             else:
                 rows[key] = value
-        if changes is not None and rows == newest.rows:
+        if changes is not None and rows == old:
             return False
+        self._create_due()
+        newest = self.stored[-1]
         if self._seen != len(self.stored) - 1:
             raise Superseded("another commit came first")
         versions = {**newest.versions, marks.application: marks.version}
         self._append(Version(rows, versions, "MERGE", encode(marks)))
         return True
+
+    def _create_due(self) -> None:
+        if self._start is None:
+            return
+        if self.stored:
+            raise Superseded("the table exists")
+        start = self._start
+        self._append(Version({}, {start.application: start.version}, "CREATE", encode(start)))
+        self._start, self._seen = None, 0
 
     def _append(self, version: Version) -> None:
         self.stored.append(version)

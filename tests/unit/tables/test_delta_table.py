@@ -3,20 +3,19 @@
 import json
 import re
 import shutil
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import CommitProperties, DeltaTable, write_deltalake
 
+from tests.unit.tables.answering_store import answering
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
 from waltz_core.tables.delta_errors import error_of
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.row_changes import DELETED
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1, 1: -1})
@@ -193,6 +192,46 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
         file.unlink()
     with pytest.raises(BadFormat, match=r"Hint: a program has deleted a file of the table"):
         table.apply(right, up_to(1, -1))
+
+
+@pytest.mark.parametrize("is_restore", [True, False])
+def test_a_commit_between_the_newest_two_of_the_follower_is_found(
+    path: Path, table: FollowedDeltaTable, is_restore: bool
+):
+    """Spark's `MERGE` may succeed after it; then the driver may be killed before it reads again."""
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    if is_restore:
+        DeltaTable(path).restore(0)
+    else:
+        other = opened(path)
+        other.marks(START._replace(follower="g"))
+        other.apply(None, START._replace(follower="g"))
+    for _ in range(3):
+        write_deltalake(path, DeltaTable(path).to_pyarrow_table().slice(0, 0), mode="append")
+    spark = opened(path)
+    spark.marks(START._replace(follower="g"))
+    assert spark.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
+    state = opened(path).marks(START)
+    assert decode(state.metadata) == up_to(1, -1)
+    expected = OtherCommit(2, "RESTORE") if is_restore else OtherCommit(2, "WRITE", "g")
+    assert state.others == [expected]
+
+
+def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
+    path: Path, table: FollowedDeltaTable
+):
+    """Spark's auto compaction has the metadata of the session."""
+    table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
+    table.marks(START)
+    table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
+    DeltaTable(path).restore(1)
+    metadata = {"userMetadata": encode(up_to(0, -1))}
+    DeltaTable(path).alter.set_table_properties(
+        {"delta.appendOnly": "false"}, commit_properties=CommitProperties(custom_metadata=metadata)
+    )
+    state = opened(path).marks(START)
+    assert decode(state.metadata) == up_to(1, -1)
+    assert state.others == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
 
 def test_the_newest_commit_of_the_follower_is_found_below_many_others(
@@ -420,22 +459,6 @@ def test_errors_of_the_library_name_the_table(tmp_path: Path):
         table.finish()
 
 
-class Store(BaseHTTPRequestHandler):
-    """Answers each request to an object store alike."""
-
-    status, code = 200, ""
-
-    def do_GET(self) -> None:
-        body = f"<Error><Code>{self.code}</Code><Message>Some text.</Message></Error>".encode()
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("status", "code", "error", "message"),
     [
@@ -455,18 +478,13 @@ def test_errors_of_an_object_store(
     error: type[Exception],
     message: str,
 ):
-    handler = type("Answer", (Store,), {"status": status, "code": code})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        port = server.server_address[1] if status else 1
+    with answering(status, code) as url:
         names = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
-        names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
         with pytest.raises(error, match=re.escape(message)) as found:
             FollowedDeltaTable("s3://bucket/table", SCHEMA, ["Id"]).marks(START)
-        server.shutdown()
     assert str(found.value).startswith("table s3://bucket/table: ")
     assert "\n" not in str(found.value)
     assert "\x1b" not in str(found.value)

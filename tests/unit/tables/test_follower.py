@@ -109,7 +109,7 @@ def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
     log.on_wait = wait
     with pytest.raises(Killed):
         follower(log, table, clock_s=lambda: now_s).run()
-    assert waits == [1, 1, 2, 2]
+    assert waits == [0, 0, 2, 2]
     assert marks_of(table) == [{0: -1}, {0: 2}]
 
 
@@ -148,7 +148,7 @@ def test_the_ten_minutes_begin_with_the_last_commit():
     log.on_wait = wait
     with pytest.raises(Killed):
         follower(log, table, clock_s=lambda: now_s).run()
-    assert [versions for _, versions in at] == [1, 1, 2, 2, 2, 3]
+    assert [versions for _, versions in at] == [0, 0, 2, 2, 2, 3]
 
 
 def test_without_an_end_the_follower_waits_for_transactions():
@@ -246,6 +246,7 @@ def test_two_followers_at_once_leave_a_replay_of_the_log(partition, turns):
 
 def test_a_conflict_with_maintenance_repeats_the_batch():
     log, table = LogInMemory([("a", 1)]), StoredVersions()
+    follower(log, table).run({0: -1})
     steps = iter(["OPTIMIZE", "VACUUM END"])
 
     def optimize(step: str) -> None:
@@ -259,6 +260,7 @@ def test_a_conflict_with_maintenance_repeats_the_batch():
 
 def test_a_conflict_with_each_commit_is_an_error():
     log, table = LogInMemory([("a", 1)]), StoredVersions()
+    follower(log, table).run({0: -1})
 
     def optimize(step: str) -> None:
         if step == "apply":
@@ -288,7 +290,7 @@ def test_a_restore_after_the_last_commit_is_an_error(is_running):
 
 
 @pytest.mark.parametrize(
-    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore"]
+    "operation", ["CREATE OR REPLACE TABLE AS SELECT", "REPLACE TABLE", "Restore", "CLONE"]
 )
 def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
@@ -300,9 +302,9 @@ def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
 
 
 def test_a_table_is_finished_at_the_end_also_without_transactions():
-    steps: list[str] = []
-    follower(LogInMemory([]), OpenTable(StoredVersions(), steps.append)).run({0: -1})
-    assert steps[-1] == "finish"
+    table = StoredVersions()
+    follower(LogInMemory([]), table).run({0: -1})
+    assert marks_of(table) == [{0: -1}]
 
 
 def test_other_commits_are_reported_once(caplog):
@@ -324,6 +326,24 @@ def test_a_start_is_for_a_table_without_marks():
     assert table[-1].rows == {"b": 2, "c": 3}
     with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:2. Hint: omit the st"):
         follower(log, table, start).run({0: 2})
+
+
+@pytest.mark.parametrize(
+    ("step", "end"), [("create", 2), ("marks", 2), ("apply", 2), ("finish", -1)]
+)
+def test_a_start_is_not_ignored_if_another_follower_creates_the_table_first(step: str, end: int):
+    log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
+    steps: list[str] = []
+
+    def create(name: str) -> None:
+        steps.append(name)
+        if name == step and "create" in steps and not table:
+            follower(log, table).run({0: 1})
+
+    start = TableMarks("f", KEY, {0: 0})
+    with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:1. Hint: omit the st"):
+        follower(log, OpenTable(table, create), start).run({0: end})
+    assert marks_of(table)[-1] == {0: 1}
 
 
 def test_a_start_names_each_partition():
@@ -500,6 +520,7 @@ def test_a_follower_of_several_tables_that_is_killed_at_any_step_continues(kille
 def test_a_conflict_of_one_table_does_not_stop_the_other_one():
     log = LogInMemory([("a", 1)])
     tables = [StoredVersions(), StoredVersions()]
+    follower(log, tables[0]).run({0: -1})
 
     def optimize(step: str) -> None:
         if step == "apply":

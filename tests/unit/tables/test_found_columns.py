@@ -100,7 +100,7 @@ def test_another_type_is_an_error_that_names_the_transaction(
         columns_of({"v": first}, {"v": second})
 
 
-@pytest.mark.parametrize("name", ["partition", "header", "_partition", "_deleted"])
+@pytest.mark.parametrize("name", ["partition", "Header", "_PARTITION", "_deleted"])
 def test_a_name_of_the_log_or_the_table_is_an_error(name: str):
     with pytest.raises(BadFormat, match=rf"transaction 0: column '{name}': .* Hint: declare the"):
         columns_of({name: 1})

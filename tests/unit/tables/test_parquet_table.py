@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
-from waltz_core.archive.store import ArchiveStore
-from waltz_core.errors import BadConfig, BadRequest, Superseded
+from tests.unit.tables.answering_store import answering
+from waltz_core.archive.store import ArchiveStore, StoreSink
+from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduced
-from waltz_core.tables.table_marks import LogState, TableMarks, decode, encode
+from waltz_core.tables.table_marks import LogState, StoredRules, TableMarks, decode, encode
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1})
@@ -215,6 +216,50 @@ def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
     assert content(uri) == replayed(LOG[:6])
 
 
+@pytest.mark.parametrize("is_start_only", [True, False])
+def test_a_second_follower_may_start_before_any_call_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_start_only: bool
+):
+    turns = count()
+    for turn in turns:
+        uri = str(tmp_path / f"table{turn}")
+        left = turn
+
+        def start(patch: pytest.MonkeyPatch, uri: str = uri) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                patch.undo()
+                if is_start_only:
+                    opened(uri).marks(START)
+                else:
+                    follow(uri, LOG)
+
+        with monkeypatch.context() as patch:
+            before_each_call(patch, partial(start, patch))
+            follow(uri, LOG)
+        assert content(uri) == replayed(LOG)
+        assert not (tmp_path / uri / "_removed").exists()
+        if left >= 0:
+            break
+    assert next(turns) > 30, "the run had more calls"
+
+
+def before_each_call(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
+    """Call a function before each call of the store and of its sinks."""
+    calls = [(ArchiveStore, name) for name in ("delete", "delete_folder", "move", "names")]
+    calls += [(ArchiveStore, name) for name in ("open", "read", "write", "writing")]
+    for kind, name in [*calls, (StoreSink, "write")]:
+        method = getattr(kind, name)
+
+        @wraps(method)
+        def called(*args: Any, method: Callable[..., Any] = method) -> Any:
+            hook()
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, called)
+
+
 def test_the_rename_of_a_directory_decides_between_two_followers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -248,6 +293,15 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     state = opened(uri).marks(START)
     assert decode(state.metadata).marks == {0: 2}
     assert {each.follower for each in state.others} == {"g"}
+
+
+def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
+    uri, other = str(tmp_path), START._replace(follower="g", marks={0: 2})
+    follow(uri, LOG[:3], NEW._replace(rules=StoredRules(headers=(1,))))
+    with pytest.raises(BadConfig, match=r"headers: expected 1, as in .* found 2"):
+        follow(uri, LOG[:5], other._replace(rules=StoredRules(headers=(2,))))
+    follow(uri, LOG[:5], other._replace(rules=StoredRules(headers=(1,))))
+    assert content(uri) == replayed(LOG[:5])
 
 
 def test_the_newest_batches_may_be_deleted(tmp_path: Path):
@@ -325,6 +379,64 @@ def test_a_column_has_no_reserved_name(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
         with pytest.raises(BadConfig, match=f"column '{name}': expected names that differ"):
             opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
+
+
+@pytest.mark.parametrize("kind", [pa.struct([]), pa.list_(pa.month_day_nano_interval())])
+def test_a_type_that_parquet_lacks_is_rejected(tmp_path: Path, kind: pa.DataType):
+    with pytest.raises(BadConfig, match=r"column 'c': Parquet has no type .* Hint: declare "):
+        opened(str(tmp_path), pa.schema([*SCHEMA, ("c", kind)]))
+
+
+def test_an_error_that_another_attempt_does_not_avoid_is_not_unavailable(tmp_path: Path):
+    """Otherwise a follower without an end repeats the batch forever."""
+    table = opened("/sys/waltz_table")  # no user may write there
+    table.create(START)
+    with pytest.raises(BadConfig, match=r"^table /sys/waltz_table: cannot write .* Hint: the user"):
+        table.finish()
+    changes = ArrowLog(LOG).of({0: -1}, {0: 2})
+    narrow = opened(str(tmp_path), pa.schema([("id", pa.int8()), ("text", pa.string())]))
+    narrow.create(START)
+    wide = changes.set_column(changes.schema.get_field_index("id"), "id", pa.array([999] * 3))
+    with pytest.raises(BadRequest, match=f"^table {tmp_path}: Integer value 999 not in range"):
+        narrow.apply(wide, START)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (403, "AccessDenied", BadConfig),
+        (403, "InvalidAccessKeyId", BadConfig),
+        (401, "Unauthorized", BadConfig),
+        (404, "NoSuchBucket", Unavailable),
+        (500, "InternalError", Unavailable),
+    ],
+)
+def test_denied_access_to_an_object_store_is_permanent(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, error: type[Exception]
+):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with answering(status, code) as url:
+        host = url.removeprefix("http://")
+        uri = f"s3://lake/table?scheme=http&region=us-east-1&endpoint_override={host}"
+        with pytest.raises(error) as found:
+            opened(uri).marks(START)
+    assert str(found.value).startswith(f"table {uri}: cannot ")
+    assert ("Hint: " in str(found.value)) is (error is BadConfig)
+
+
+def test_a_table_is_due_until_it_is_created(tmp_path: Path):
+    table = opened(str(tmp_path))
+    table.create(START)
+    assert table.marks(START).is_due
+    (tmp_path / "_writing").touch()  # so the store reports an error
+    with pytest.raises(Unavailable, match="Not a directory"):
+        table.finish()
+    (tmp_path / "_writing").unlink()
+    assert table.marks(START).is_due
+    table.finish()
+    assert not table.marks(START).is_due
+    assert complete(str(tmp_path)) == {0: []}
 
 
 def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
