@@ -132,7 +132,7 @@ def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
     folder = site / "examples" / "notebooks"
     for path in folder.glob("*.html"):
         assert 'class="cell_output' in path.read_text(encoding="utf-8"), path.name
-    assert len(list(folder.glob("*.html"))) == 5
+    assert len(list(folder.glob("*.html"))) == 7
 
 
 def test_no_page_loads_anything_from_elsewhere(html: list[Path]) -> None:
