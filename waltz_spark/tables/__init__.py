@@ -6,6 +6,7 @@ columns, and `shared_read.py` once for several tables. `merged_table.py` commits
 table and `iceberg_table.py` to an Iceberg table, both by the `MERGE` of `merge_statement.py`, and
 `table_session.py` opens a session for it. `parquet_files.py` adds rows to Parquet files.
 `spark_errors.py` recognizes errors of Spark, Delta and Iceberg. The loop is that of the core
-(`waltz_core/tables/follower.py`), so either follower continues a table of the other one.
+(`waltz_core/tables/follower.py`), so either follower continues a Delta table or Parquet files of
+the other one.
 docs/decisions/049-tables-that-follow-the-log.md has the design.
 """
