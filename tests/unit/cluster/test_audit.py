@@ -44,8 +44,11 @@ def test_an_audit_entry_survives_a_round_trip(made):
         (b"{", "not valid JSON"),
         (b'{"format":2}', "expected format 1"),
         (b"[]", "expected format 1"),
-        (b'{"format":1,"user":1,"begun_ms":1,"command":"","outcome":""}', "field 'user': expected str"),
-        (b'{"format":1,"user":"","begun_ms":true,"command":"","outcome":""}', "field 'begun_ms': expected int"),
+        (b'{"format":1,"user":1,"begun_ms":1,"command":"","outcome":""}', "'user': expected str"),
+        (
+            b'{"format":1,"user":"","begun_ms":true,"command":"","outcome":""}',
+            "'begun_ms': expected int",
+        ),
         (
             b'{"format":1,"user":"","begun_ms":1,"command":"","outcome":"","ended_ms":"x"}',
             "ended_ms",
