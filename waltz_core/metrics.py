@@ -1,4 +1,4 @@
-"""The table of all metrics, and the three pages of a daemon: /metrics, /health, /ping.
+"""The table of all metrics, and the metrics of a process in Prometheus's text format.
 
 Dashboards depend on the names, so they are in one table.
 
@@ -12,30 +12,17 @@ Rules:
        too slow for five counts in every append.
     5. Labels come from closed sets (partitions, replicas, reasons, principals with a grant), never
        from clients' input.
-    6. The pages accept GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: a client
-       that is slower or sends more is disconnected.
 """
 
-import asyncio
 import contextlib
-import json
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from waltz_core.errors import BadConfig
-
-_log = logging.getLogger(__name__)
-
-HEAD_BYTES_MAX: Final = 8 * 1024
-HEAD_S_MAX: Final = 5.0
-PAGES_MAX: Final = 32
-CLOSE_S_MAX: Final = 1.0
-
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4  # of `Metrics.page`
 # From a sync in the page cache to a stalling disk.
 SECONDS_BUCKETS: Final = (
     *(0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
@@ -607,107 +594,3 @@ def _collector_of(metric: Metric, registry: CollectorRegistry) -> Counter | Gaug
                 registry=registry,
                 buckets=SECONDS_BUCKETS,
             )
-
-
-# --- The pages
-
-
-class Health(NamedTuple):
-    """Whether a daemon works, and details for people."""
-
-    is_healthy: bool
-    details: Mapping[str, object]
-
-
-class HttpResponse(NamedTuple):
-    """The HTTP response of one page."""
-
-    status: str
-    content_type: str
-    body: bytes
-
-
-HealthCallback: TypeAlias = Callable[[], Awaitable[Health]]
-
-
-@contextlib.asynccontextmanager
-async def serve_pages(
-    metrics: Metrics, health: HealthCallback, *, host: str, port: int
-) -> AsyncIterator[int]:
-    """Serve /metrics, /health and /ping while the block runs; yields the port (0: any free one).
-
-    Raises:
-        BadConfig: it is not possible to listen at the address.
-    """
-    open_count = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal open_count
-        open_count += 1
-        try:
-            if open_count <= PAGES_MAX:
-                await _serve_one(reader, writer, metrics, health)
-        finally:
-            open_count -= 1
-            writer.close()
-
-    try:
-        server = await asyncio.start_server(serve, host, port, limit=HEAD_BYTES_MAX)
-    except OSError as error:
-        raise BadConfig(
-            f"setting http_port: the daemon cannot listen at {host}:{port}: {error.strerror}"
-        ) from None
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S_MAX):
-                await server.wait_closed()
-
-
-async def _serve_one(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    metrics: Metrics,
-    health: HealthCallback,
-) -> None:
-    try:
-        async with asyncio.timeout(HEAD_S_MAX):
-            head = await reader.readuntil(b"\r\n\r\n")
-            writer.write(_answer(await _page(head, metrics, health)))
-            await writer.drain()
-    except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-        writer.transport.abort()  # rule 6; unsent bytes must not stay in memory
-    except Exception:  # noqa: BLE001 - the top of a task; a page must not end a daemon
-        _log.exception("metrics.page_failed")
-
-
-async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> HttpResponse:
-    """Return the page for a request's head."""
-    method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
-    path = rest.partition(b" ")[0].partition(b"?")[0]
-    if method != b"GET":
-        return HttpResponse("405 Method Not Allowed", "text/plain", b"expected GET\n")
-    match path:
-        case b"/ping":
-            return HttpResponse("200 OK", "text/plain", b"pong\n")
-        case b"/metrics":
-            return HttpResponse("200 OK", CONTENT_TYPE_PLAIN_0_0_4, metrics.page())
-        case b"/health":
-            found = await health()
-            status = "200 OK" if found.is_healthy else "503 Service Unavailable"
-            body = json.dumps({"is_healthy": found.is_healthy, **found.details}, default=str)
-            return HttpResponse(status, "application/json", body.encode() + b"\n")
-        case _:
-            return HttpResponse(
-                "404 Not Found", "text/plain", b"expected /metrics, /health or /ping\n"
-            )
-
-
-def _answer(response: HttpResponse) -> bytes:
-    head = (
-        f"HTTP/1.1 {response.status}\r\nContent-Type: {response.content_type}\r\n"
-        f"Content-Length: {len(response.body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + response.body

@@ -194,12 +194,14 @@ def hang(cluster: LocalCluster) -> None:
     member = cluster.member(holding(cluster))
     process = member.process()
     assert process is not None
-    stop_threads(process.pid, lambda: is_answering(f"http://127.0.0.1:{member.http_port}/ping"))
+    pages = f"http://127.0.0.1:{member.http_port}"
+    stop_threads(process.pid, lambda: is_answering(f"{pages}/livez"))
+    assert not is_answering(f"{pages}/readyz", timeout_s=HANG_S)
 
 
-def is_answering(url: str) -> bool:
+def is_answering(url: str, *, timeout_s: float = 1) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1) as page:
+        with urllib.request.urlopen(url, timeout=timeout_s) as page:
             return page.status == 200
     except OSError:
         return False

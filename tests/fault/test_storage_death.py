@@ -175,14 +175,15 @@ def put_copy_back(directory: Path) -> None:
     copy.rename(directory)
 
 
-def health(cluster: LocalCluster, name: str) -> dict[str, object]:
-    """Return the details of a health page that reports an error."""
-    page = f"http://127.0.0.1:{cluster.member(name).http_port}/health"
+def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object]:
+    """Return the content of a page that reports an error."""
+    page = f"http://127.0.0.1:{cluster.member(name).http_port}{path}"
     with pytest.raises(urllib.error.HTTPError) as found:
         urllib.request.urlopen(page, timeout=HANG_S)
     with found.value as answer:
-        details: dict[str, object] = json.loads(answer.read())
-    return details
+        assert answer.code == 503
+        content: dict[str, object] = json.loads(answer.read())
+    return content
 
 
 @pytest.mark.parametrize("change", [delete, put_copy_back])
@@ -204,9 +205,11 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
         (found,) = await_findings({"replica-unreadable"}, *elsewhere)
         assert found["about"] == f"1 {storage}"
         assert "deleted or replaced" in found["sentence"]
-        why_not = health(cluster, "storage-2")["not_served_reasons"]
+        why_not = failed_page(cluster, "storage-2", "/health")["not_served_reasons"]
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
+        unready = failed_page(cluster, "storage-2", "/readyz")
+        assert unready["reasons"] == [f"partition 1 is not open: {why_not['1']}"]
         load.await_commits()
         output = run_as_printed(found["command"])
         wait_until(f"nothing is wrong any more; {output}", lambda: not doctor(*elsewhere))

@@ -177,11 +177,12 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         assert daemons_without_zookeeper(cluster) == [], "a short absence is no illness"
         daemons = {member.name for member in cluster.members if member.http_port}
         wait_until("health shows it", lambda: set(daemons_without_zookeeper(cluster)) == daemons)
-        for member in cluster.members:
-            if member.http_port:
-                assert page(member, "/ping") == (200, "pong\n")
         while time.monotonic() < began + OUTAGE_S:
             load.await_commits()
+            for member in cluster.members:
+                if member.http_port:
+                    assert page(member, "/livez") == (200, "ok\n")
+                    assert page(member, "/readyz")[0] == 200
             # A mark that is proven by a quorum's answers, and not by anything in ZooKeeper.
             marks = reader.high_water_marks()
             assert min(marks.values()) >= 0

@@ -402,8 +402,10 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
                 session.suspend()
             assert (await server.health()).is_healthy is True
             world.zookeeper.advance(2 * SESSION_TIMEOUT_MS)
-            assert (await server.health()).is_healthy is True
-            assert (await server.health()).details["zookeeper"] is False
+            health = await server.health()
+            assert health.is_healthy is True
+            assert health.unready_reasons == []
+            assert health.details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
             # Not without a query of a quorum: `high_water_mark_staleness_ms_max` has passed.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
@@ -415,6 +417,28 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
             for session in world.zookeeper._sessions:
                 session.resume()
             assert await ids(client.append(2)) == [2, 3]
+
+    run(main())
+
+
+def test_a_server_is_ready_once_it_has_registered_and_its_partitions_are_open() -> None:
+    async def main() -> None:
+        async with cluster() as (world, first):
+            coordinator = world.zookeeper.coordinator(ROOT)
+            view, server_id = await coordinator.read_cluster(), await coordinator.next_server_id()
+            new = Server(ServerConfig(connect="memory:1/x"), coordinator, view, server_id)
+            assert (await new.health()).unready_reasons == ["the server has not registered yet"]
+            async with asyncio.TaskGroup() as tasks:
+                second = await world.serve(tasks)
+                assert not second.hosts
+                assert (await second.health()).unready_reasons == []
+                world.stops[1].set()
+            assert (await first.health()).unready_reasons == []
+            for each in world.storages:
+                await each.stop()
+            await until(lambda: not first.hosts[PartitionId(0)].partition.is_open)
+            health = await first.health()
+            assert health.unready_reasons == ["partition 0 has no open store session"]
 
     run(main())
 

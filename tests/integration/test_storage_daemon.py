@@ -36,9 +36,9 @@ from waltz_core.records.record import (
     SessionId,
 )
 from waltz_core.storage.process import served_replicas as serving_module
-from waltz_core.storage.process import storage_daemon
+from waltz_core.storage.process import storage_daemon, storage_health
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
-from waltz_core.storage.service import admin_execution
+from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import LaneRequest, Work
@@ -292,7 +292,7 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
                 assert await reader.ask(opened) == SuccessResponse(-1, -1, -1)
                 found = await reader.read(5, 99, reader=True)
                 assert (found.first, found.count) == (5, 25)
-            for path in ("/metrics", "/health", "/ping"):
+            for path in ("/metrics", "/health", "/readyz", "/livez"):
                 pages[path] = await asyncio.to_thread(fetch, http_port, path)
 
     on_loop(main())
@@ -308,6 +308,8 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
         "waltz_storage_queued_bytes 0.0",
     ):
         assert line in metrics, line
+    assert pages["/livez"] == "ok\n"
+    assert json.loads(pages["/readyz"]) == {"is_ready": True, "reasons": []}
     health = json.loads(pages["/health"])
     assert health["is_healthy"] is True
     assert health["partitions"] == [0, 2]
@@ -626,7 +628,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
         return disk_status_of(engine, clock_ms)
 
     monkeypatch.setattr(admin_execution, "disk_status_of", hang)
-    monkeypatch.setattr(storage_daemon, "DISK_STATUS_S_MAX", 0.05)
+    monkeypatch.setattr(storage_health, "DISK_STATUS_S_MAX", 0.05)
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
@@ -638,11 +640,31 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
                 health = await storage.health()
                 assert not health.is_healthy
                 assert "the disk has not answered" in health.details["disk_error"]
+                (reason,) = health.unready_reasons
+                assert reason.startswith("the disk has an error: the disk has not answered for")
             may_answer.set()
             while not (await storage.health()).is_healthy:
                 pass
+            assert (await storage.health()).unready_reasons == []
             stop.set()
         assert asked.is_set()
+
+    on_loop(main())
+
+
+def test_a_storage_with_a_full_disk_is_ready_and_not_healthy(tmp_path, monkeypatch):
+    status = admin_tasks.DiskStatus(0, 0, is_full=True, clock_ms=0)
+    monkeypatch.setattr(admin_execution, "disk_status_of", lambda *_: status)
+
+    async def main():
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            await ready
+            health = await storage.health()
+            assert (health.is_healthy, health.unready_reasons) == (False, [])
+            stop.set()
 
     on_loop(main())
 
@@ -723,6 +745,9 @@ def test_a_partition_that_cannot_be_opened_harms_no_other_and_is_served_once_it_
             health = await storage.health()
             assert not health.is_healthy
             assert (health.details["partitions"], health.details["not_served"]) == ([2], [0])
+            (reason,) = health.unready_reasons
+            assert reason.startswith("partition 0 is not open: ")
+            assert "not opened it yet" not in reason
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
             slots.write_bytes(content)  # an operator has brought it back

@@ -1,26 +1,11 @@
-"""The table of metrics, and the three pages over real sockets."""
+"""The table of metrics, and the page with all of them."""
 
-import asyncio
-import json
 import re
 
 import pytest
 
-from tests.patience import HANG_S
-from waltz_core.errors import BadConfig
 from waltz_core.machine import Report
-from waltz_core.metrics import (
-    HEAD_BYTES_MAX,
-    PAGES_MAX,
-    TABLE,
-    Health,
-    MetricKind,
-    Metrics,
-    serve_pages,
-)
-
-HEALTHY = Health(is_healthy=True, details={"partitions": [0, 1]})
-UNHEALTHY = Health(is_healthy=False, details={"reason": "no quorum"})
+from waltz_core.metrics import TABLE, MetricKind, Metrics
 
 
 def test_metric_names_have_their_prefix_and_unit():
@@ -129,130 +114,3 @@ def test_two_daemons_in_one_process_do_not_mix():
 def test_the_metrics_of_the_process_are_optional():
     assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
     assert b"process_cpu_seconds_total" not in Metrics("server").page()
-
-
-# --- The pages
-
-
-async def well():
-    return HEALTHY
-
-
-async def ill():
-    return UNHEALTHY
-
-
-def served(scenario, health=well):
-    """Run a scenario against the pages of a fresh server."""
-
-    async def main():
-        metrics = Metrics("server")
-        metrics.set("waltz_server_partitions", 2)
-        async with (
-            asyncio.timeout(HANG_S),
-            serve_pages(metrics, health, host="127.0.0.1", port=0) as port,
-        ):
-            return await scenario(port)
-
-    return asyncio.run(main())
-
-
-async def ask(port, request):
-    """Send raw bytes; return (status line, body) of the answer, which ends with the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    try:
-        answer = await reader.read()
-    except ConnectionResetError:
-        answer = b""
-    writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    return head.partition(b"\r\n")[0].decode(), body
-
-
-def get(path, health=well):
-    return served(
-        lambda port: ask(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), health
-    )
-
-
-def test_the_pages_ping_and_metrics_are_served():
-    assert get("/ping") == ("HTTP/1.1 200 OK", b"pong\n")
-    status, body = get("/metrics?name=x")
-    assert status == "HTTP/1.1 200 OK"
-    assert b"waltz_server_partitions 2.0\n" in body
-
-
-def test_a_port_in_use_is_named():
-    async def taken(port):
-        with pytest.raises(
-            BadConfig, match=f"http_port: the daemon cannot listen at 127.0.0.1:{port}:"
-        ):
-            async with serve_pages(Metrics("server"), well, host="127.0.0.1", port=port):
-                pass
-        return True
-
-    assert served(taken)
-
-
-def test_health_has_a_status_and_a_reason():
-    status, body = get("/health")
-    assert (status, json.loads(body)) == (
-        "HTTP/1.1 200 OK",
-        {"is_healthy": True, "partitions": [0, 1]},
-    )
-    status, body = get("/health", ill)
-    assert status == "HTTP/1.1 503 Service Unavailable"
-    assert json.loads(body) == {"is_healthy": False, "reason": "no quorum"}
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"GET /secret HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
-        (b"POST /ping HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
-        (b"\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
-        (b"GET /ping HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n", ""),
-    ],
-)
-def test_other_requests_are_rejected(request_bytes, status):
-    assert served(lambda port: ask(port, request_bytes))[0] == status
-
-
-def test_a_slow_connection_is_closed(monkeypatch):
-    monkeypatch.setattr("waltz_core.metrics.HEAD_S_MAX", 0.05)
-    assert served(lambda port: ask(port, b"GET /ping")) == ("", b"")
-
-
-def test_many_connections_get_no_more_than_the_limit():
-    async def scenario(port):
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PAGES_MAX)]
-        refused = await ask(port, b"GET /ping HTTP/1.1\r\n\r\n")
-        for _, writer in crowd:
-            writer.close()
-        while (served_again := await ask(port, b"GET /ping HTTP/1.1\r\n\r\n"))[1] != b"pong\n":
-            pass
-        return refused, served_again
-
-    refused, served_again = served(scenario)
-    assert refused == ("", b"")
-    assert served_again[0] == "HTTP/1.1 200 OK"
-
-
-def test_a_page_that_fails_ends_neither_the_server_nor_the_next_page(caplog):
-    answers = iter([RuntimeError("broken"), HEALTHY])
-
-    async def health():
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def scenario(port):
-        request = b"GET /health HTTP/1.1\r\n\r\n"
-        return [await ask(port, request), await ask(port, request)]
-
-    first, second = served(scenario, health)
-    assert first == ("", b"")
-    assert second[0] == "HTTP/1.1 200 OK"
-    assert "metrics.page_failed" in caplog.text

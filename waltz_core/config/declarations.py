@@ -273,7 +273,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     admin_port: int = _port(15_281, "Port for administration requests; 0 uses any free port.")
     http_host: str = _http_host()
     http_port: int = _port(
-        0, "Port of the HTTP pages /metrics, /health and /ping; 0 disables them."
+        0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
     segment_bytes_max: int = _bytes(
         1_000_000_000,
@@ -447,7 +447,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     http_host: str = _http_host()
     http_port: int = _port(
-        0, "Port of the HTTP pages /metrics, /health and /ping; 0 disables them."
+        0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
     lock_slot_count: int = setting(
         1_048_573,

@@ -47,13 +47,13 @@ import asyncio, sys, threading
 from uuid import UUID
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.storage.files.space import DiskSpace
-from waltz_core.storage.process import storage_daemon
+from waltz_core.storage.process import storage_daemon, storage_health
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon
 from waltz_core.storage.service.engine import Engine
 
 directory, what = sys.argv[1:]
 hangs = lambda *_: threading.Event().wait()
-storage_daemon.CLOSE_S_MAX = storage_daemon.DISK_STATUS_S_MAX = 0.2
+storage_daemon.CLOSE_S_MAX = storage_health.DISK_STATUS_S_MAX = 0.2
 storage_daemon.CLOSE_LOGS_S_MAX = 2 if what == "room" else 0.2
 
 async def main():

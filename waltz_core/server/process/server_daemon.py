@@ -33,8 +33,9 @@ from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
 from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
+from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.driver import loop_clock_ms
-from waltz_core.metrics import Health, Metrics, serve_pages
+from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
     FRAME_BYTES_MAX,
     ClientId,
@@ -181,6 +182,7 @@ class Server:
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
+        self._is_registered = False
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -236,6 +238,7 @@ class Server:
                     lambda: coordinator.register_server(self._descriptor),
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
                 )
+                self._is_registered = True
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
@@ -473,7 +476,10 @@ class Server:
         return sorted(found.items())
 
     async def health(self) -> Health:
-        """Healthy if every partition has a session; appends continue without ZooKeeper."""
+        """Healthy if every partition has a session; appends continue without ZooKeeper.
+
+        Ready if it has also registered once, with or without partitions.
+        """
         zookeeper = self._coordinator.is_in_contact
         partitions = {
             str(partition_id): host.partition.is_open
@@ -492,7 +498,13 @@ class Server:
                 if host.silent_replicas
             },
         }
-        return Health(all(partitions.values()), details)
+        unready_reasons = [] if self._is_registered else ["the server has not registered yet"]
+        unready_reasons += [
+            f"partition {partition_id} has no open store session"
+            for partition_id, is_open in partitions.items()
+            if not is_open
+        ]
+        return Health(all(partitions.values()), unready_reasons, details)
 
     async def _publish(self) -> None:
         """Update the metrics periodically."""

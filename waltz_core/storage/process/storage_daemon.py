@@ -47,9 +47,10 @@ from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
 from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
 from waltz_core.config.declarations import StorageConfig
+from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
-from waltz_core.metrics import Health, Metrics, serve_pages
+from waltz_core.metrics import Metrics
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
@@ -59,9 +60,10 @@ from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.archive_rechecks import recheck_forever
 from waltz_core.storage.process.segment_sharing import SegmentSharing
 from waltz_core.storage.process.served_replicas import ServedReplicas, concurrently
+from waltz_core.storage.process.storage_health import StorageHealth
 from waltz_core.storage.process.storage_metrics import StorageMetrics
-from waltz_core.storage.service import admin_execution, archive_jobs, service, service_effects
-from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
+from waltz_core.storage.service import archive_jobs, service, service_effects
+from waltz_core.storage.service.admin_tasks import ArchiveState
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
 from waltz_core.storage.service.engine import Engine
@@ -86,7 +88,6 @@ CLOSE_S_MAX: Final = 10.0
 # A thousand logs take three syncs each.
 CLOSE_LOGS_S_MAX: Final = 300.0
 PLACES_S: Final = 60.0
-DISK_STATUS_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ARCHIVE_READ_THREADS: Final = 4
@@ -204,7 +205,6 @@ class StorageDaemon:
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
-        self._status_query: asyncio.Future[DiskStatus] | None = None
         self._works_count = 0
         self._is_left = False  # work was running at the end, and may still be
         self._is_idle = asyncio.Event()
@@ -214,6 +214,7 @@ class StorageDaemon:
         self._engine: Engine | None = None
         self._machine: StorageService | None = None
         self._serving: ServedReplicas | None = None
+        self._health: StorageHealth | None = None
         self._admin: AdminPort | None = None
         self._driver: Driver[Event, Effect] | None = None
 
@@ -278,6 +279,7 @@ class StorageDaemon:
         machine = await self._make_machine(engine, identity)
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
+        self._health = StorageHealth(engine, serving, self._coordinator, self._pool, self._failure)
         self._storage_metrics.register(
             machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
@@ -466,6 +468,8 @@ class StorageDaemon:
     async def _serve_until(
         self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: TaskGroup
     ) -> None:
+        assert self._health is not None
+        self._health.has_started = True
         if not stop.is_set():
             on_ready(self.address)
         await self._until_one_of((stop,), tasks)
@@ -695,46 +699,9 @@ class StorageDaemon:
     # health and status
 
     async def health(self) -> Health:
-        """Return whether the disk takes writes, what is served, and whether ZooKeeper is connected.
-
-        Known damage that waits for its repair is shown, but does not make the storage unhealthy.
-        """
-        serving = self._serving
-        assert serving is not None
-        suspect = [each for each, log in serving.logs.items() if log.suspect]
-        disk_status = await self._disk_status()
-        coordinator = self._coordinator
-        zookeeper = coordinator is None or coordinator.is_in_contact
-        details = {
-            "address": self.address,
-            "partitions": sorted(serving.logs),
-            "not_served": serving.not_served,
-            "not_served_reasons": serving.not_served_reasons,
-            "offline": sorted(serving.offline),
-            "suspect": sorted(suspect),
-            "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
-            "is_full": disk_status.is_full,
-            "disk_error": disk_status.disk_error,
-            "zookeeper": zookeeper,
-            "zookeeper_session": coordinator and coordinator.session_state.name,
-        }
-        is_healthy = not (
-            self._failure.done() or details["not_served"] or suspect or disk_status.is_full
-        )
-        return Health(is_healthy and disk_status.disk_error is None, details)
-
-    async def _disk_status(self) -> DiskStatus:
-        """Query the disk for its room; one that hangs must not stop the event loop."""
-        assert self._engine is not None
-        if self._status_query is None or self._status_query.done():
-            look = partial(admin_execution.disk_status_of, self._engine, _wall_clock_ms())
-            self._status_query = self._loop.run_in_executor(self._pool, look)
-        done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
-        if done:
-            return self._status_query.result()
-        space = self._engine.space
-        error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
-        return DiskStatus(None, space.reserved_bytes, space.is_short, loop_clock_ms(), error)
+        """Return the health of the storage, once its directory is open."""
+        assert self._health is not None
+        return await self._health.find()
 
     def _archive_state(self) -> ArchiveState | None:
         config, failure = self._config, self._archive.failure

@@ -1,0 +1,20 @@
+"""A client of HTTP that sends any bytes."""
+
+import asyncio
+
+
+async def ask(port: int, request: bytes) -> tuple[str, bytes]:
+    """Send a request; return (status line, body) of the answer, which ends with the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        answer = await reader.read()
+    except ConnectionResetError:
+        answer = b""
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0].decode(), body
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()

@@ -1,0 +1,183 @@
+"""The limits of an HTTP port against slow, greedy and hostile clients."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+
+import pytest
+
+from tests.http_client import ask, get
+from tests.loops import until
+from tests.patience import HANG_S
+from waltz_core.errors import BadConfig
+from waltz_core.transport import http_port, net
+from waltz_core.transport.http_port import CONNECTIONS_MAX, HEAD_BYTES_MAX, serve_http
+
+BAD_REQUEST = "HTTP/1.1 400 Bad Request"
+OK = "HTTP/1.1 200 OK"
+LARGE = bytes(64 * 1024 * 1024)
+
+
+class App:
+    """An application: "/" answers at once, "/large" with many bytes, and "/hang" not at all."""
+
+    def __init__(self):
+        self.hanging_count = 0
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"] == "/hang":
+            self.hanging_count += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.hanging_count -= 1
+        body = LARGE if scope["path"] == "/large" else b"ok"
+        length = str(len(body)).encode()
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+        )
+        await send({"type": "http.response.body", "body": body})
+
+
+def served(scenario):
+    """Run a scenario with a port and its application."""
+
+    async def main():
+        app = App()
+        async with (
+            asyncio.timeout(HANG_S),
+            serve_http(app, host="127.0.0.1", port=0) as port,
+        ):
+            return await scenario(port, app)
+
+    return net.run(main())
+
+
+def asked(request):
+    return served(lambda port, _: ask(port, request))
+
+
+def test_an_address_in_use_is_named():
+    async def scenario(port, app):
+        expected = f"http_port: the daemon cannot listen at 127.0.0.1:{port}:"
+        with pytest.raises(BadConfig, match=expected):
+            async with serve_http(app, host="127.0.0.1", port=port):
+                pass
+        return True
+
+    assert served(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # no host
+        bytes(range(256)) * 64,
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * HEAD_BYTES_MAX,
+    ],
+)
+def test_bad_requests_are_rejected_and_not_logged(caplog, request_bytes):
+    caplog.set_level(logging.DEBUG)
+    assert asked(request_bytes)[0] == BAD_REQUEST
+    assert [each for each in caplog.records if each.name != "asyncio"] == []
+
+
+def test_a_connection_has_one_request():
+    assert asked(get("/") + get("/")) == (OK, b"ok")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x",
+        get("/hang"),
+        b"POST /hang HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(400_000),
+    ],
+)
+def test_a_slow_connection_is_closed(monkeypatch, request_bytes):
+    monkeypatch.setattr(http_port, "REQUEST_S_MAX", 0.05)
+    assert asked(request_bytes) == ("", b"")
+
+
+def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
+    monkeypatch.setattr(http_port, "REQUEST_S_MAX", 0.05)
+
+    async def scenario(port, _app):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        reader._transport.pause_reading()
+        writer.write(get("/large"))
+        await asyncio.sleep(0.2)  # No event at this end shows that the other one is closed.
+        reader._transport.resume_reading()
+        found = 0
+        with contextlib.suppress(ConnectionResetError):
+            while received := await reader.read(1 << 20):
+                found += len(received)
+        writer.close()
+        return found
+
+    assert served(scenario) < len(LARGE)
+
+
+def test_there_are_no_more_connections_than_the_limit():
+    async def scenario(port, _app):
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
+        refused = await ask(port, get("/"))
+        for _, writer in crowd:
+            writer.close()
+        while (served_again := await ask(port, get("/"))) != (OK, b"ok"):
+            pass
+        return refused, served_again
+
+    refused, served_again = served(scenario)
+    assert refused == ("", b"")
+    assert served_again[0] == OK
+
+
+def test_requests_of_clients_that_have_disconnected_count():
+    async def scenario(port, app):
+        for number in range(CONNECTIONS_MAX + 1):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(get("/hang"))
+            await until(lambda count=number + 1: app.hanging_count == count)
+            writer.close()
+            await writer.wait_closed()
+        return await ask(port, get("/"))
+
+    assert served(scenario) == ("", b"")
+
+
+def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
+    async def main():
+        app = App()
+        async with serve_http(app, host="127.0.0.1", port=0) as port:
+            idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
+            hanging, hanging_writer = await asyncio.open_connection("127.0.0.1", port)
+            hanging_writer.write(get("/hang"))
+            await until(lambda: app.hanging_count == 1)
+        assert app.hanging_count == 0
+        for reader, writer in ((idle, idle_writer), (hanging, hanging_writer)):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+
+    net.run(main())
+    assert caplog.messages == []
+
+
+def test_signals_and_loggers_of_the_process_are_left_alone():
+    def state():
+        loggers = [logging.getLogger(each) for each in ("", "uvicorn", "uvicorn.access")]
+        return (
+            [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)],
+            [(each.level, each.propagate, list(each.handlers)) for each in loggers],
+        )
+
+    before = state()
+
+    async def scenario(_port, _app):
+        return state()
+
+    assert served(scenario) == before
