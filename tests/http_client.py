@@ -6,12 +6,13 @@ import asyncio
 async def ask(port: int, request: bytes) -> tuple[str, bytes]:
     """Send a request; return (status line, body) of the answer, which ends with the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
     try:
+        writer.write(request)
         answer = await reader.read()
     except ConnectionResetError:
         answer = b""
-    writer.close()
+    finally:
+        writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     return head.partition(b"\r\n")[0].decode(), body
 

@@ -175,9 +175,10 @@ def test_signals_and_loggers_of_the_process_are_left_alone():
             [(each.level, each.propagate, list(each.handlers)) for each in loggers],
         )
 
-    before = state()
+    async def main():
+        before = state()
+        async with serve_http(App(), host="127.0.0.1", port=0) as port:
+            await ask(port, get("/"))
+            assert state() == before
 
-    async def scenario(_port, _app):
-        return state()
-
-    assert served(scenario) == before
+    net.run(main())
