@@ -23,7 +23,7 @@ class App:
     """An application: "/" answers at once, "/large" with many bytes, and "/hang" not at all."""
 
     def __init__(self):
-        self.hanging_count = 0
+        self.hanging_count = self.sent_count = 0
 
     async def __call__(self, scope, receive, send):
         if scope["path"] == "/hang":
@@ -37,7 +37,9 @@ class App:
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
         )
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body"})  # waits while the client does not read
+        self.sent_count += 1
 
 
 def served(scenario):
@@ -105,12 +107,12 @@ def test_a_slow_connection_is_closed(monkeypatch, request_bytes):
 def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
     monkeypatch.setattr(http_port, "REQUEST_S_MAX", 0.05)
 
-    async def scenario(port, _app):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        reader._transport.pause_reading()
+    async def scenario(port, app):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.pause_reading()
         writer.write(get("/large"))
-        await asyncio.sleep(0.2)  # No event at this end shows that the other one is closed.
-        reader._transport.resume_reading()
+        await until(lambda: app.sent_count)
+        writer.transport.resume_reading()
         found = 0
         with contextlib.suppress(ConnectionResetError):
             while received := await reader.read(1 << 20):
