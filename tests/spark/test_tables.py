@@ -184,6 +184,40 @@ def test_a_start_and_a_table_with_a_name(
 
 
 @with_delta
+def test_an_empty_text_in_a_partition_column_fails(
+    spark: SparkSession, tmp_path: Path, connect: str
+) -> None:
+    """Delta writes it as null, so the next change of this key would insert a second row."""
+    table = tmp_path / "table"
+    columns = "day STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
+    spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (day)")
+    with WaltzClient(connect, PATIENT) as client:
+        call = {"table": str(table), "key": "day", "schema": "day string, value long"}
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        for day, more in (("mon", {"start": start}), ("tue", {})):
+            client.append(msgpack.packb({"day": day, "value": 1}), partition=0).result()
+            waltz_spark.follow(spark, connect, **call, **more, until="now")
+        client.append(msgpack.packb({"day": "", "value": 1}), partition=0).result()
+        place = f"partition 0, transaction {start[0] + 3}: expected null or a text"
+        with pytest.raises(BadRequest, match=f"{place} .* partition column 'day' of the table"):
+            waltz_spark.follow(spark, connect, **call, until="now")
+    rows = spark.read.format("delta").load(str(table)).collect()
+    assert {row["day"] for row in rows} == {"mon", "tue"}
+
+
+@with_delta
+def test_the_end_of_a_call_is_checked(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    """Marks of JSON have partitions as text."""
+    table = str(tmp_path / "table")
+    with pytest.raises(BadConfig, match="until: expected 'now' or the mark of each partition"):
+        follow(spark, written.connect, table, until="later")
+    end = {str(partition): mark for partition, mark in ends(written).items()}
+    assert follow(spark, written.connect, table, until=end) == ends(written)
+
+
+@with_delta
 def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, connect: str) -> None:
     with WaltzClient(connect, PATIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}

@@ -15,6 +15,8 @@ Rules:
        change of the row.
     4. Auto compaction is off: Delta would run an `OPTIMIZE` in the session after the `MERGE`, and
        commit it with the metadata of the follower.
+    5. Delta writes an empty text in a partition column as null. It is rejected: a row with such a
+       key would be inserted again by each change.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
@@ -41,7 +43,7 @@ from waltz_spark.tables.merge_statement import (
     parts_of_name,
     quoted,
 )
-from waltz_spark.tables.spark_errors import reported
+from waltz_spark.tables.spark_errors import EMPTY_TEXT, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
@@ -89,6 +91,7 @@ class MergedDeltaTable:
         self._stored = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
         self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
+        self._partition_columns: list[str] | None = None  # of a table that exists
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without those of the place."""
@@ -188,6 +191,7 @@ class MergedDeltaTable:
         else:
             self._add_key(schema)
             merge = self._merge(into, schema)
+            changes = self._with_checked_texts(changes)
         self._set_identifier(marks, self._next_version)
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
@@ -195,6 +199,20 @@ class MergedDeltaTable:
             return bool(self._session.sql(merge).collect())
         finally:
             self._session.catalog.dropGlobalTempView(view)
+
+    def _with_checked_texts(self, changes: DataFrame) -> DataFrame:
+        """Return changes, which fail if a partition column has an empty text (rule 5)."""
+        if self._partition_columns is None:
+            detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
+            self._partition_columns = list(detail["partitionColumns"])
+        checked = {}
+        for part in changes.schema:
+            if part.name in self._partition_columns and isinstance(part.dataType, StringType):
+                text, place = F.col(quoted(part.name)), map(F.col, ("partition", "transaction_id"))
+                shown = F.format_string(f"{EMPTY_TEXT}%d, transaction %d", *place)
+                error = F.raise_error(F.concat(shown, F.lit(f", column {part.name!r}.")))
+                checked[part.name] = F.when(text == "", error.cast("string")).otherwise(text)
+        return changes.withColumns(checked) if checked else changes
 
     def _add_key(self, schema: StructType) -> None:
         """Add key columns to a table without columns: the condition of a `MERGE` needs them."""
