@@ -15,8 +15,10 @@ Rules:
        change of the row.
     4. Auto compaction is off: Delta would run an `OPTIMIZE` in the session after the `MERGE`, and
        commit it with the metadata of the follower.
-    5. Delta writes an empty text in a partition column as null. It is rejected: a row with such a
-       key would be inserted again by each change.
+    5. Delta stores values of partition columns as texts, which it takes from names of directories.
+       An empty text is read as null, and so is the name that stands for null. Both are rejected: a
+       row with such a key would be inserted again by each change. The time zone is UTC: in another
+       one, two timestamps have the same text when daylight saving time ends.
 """
 
 import contextlib
@@ -43,12 +45,14 @@ from waltz_spark.tables.merge_statement import (
     parts_of_name,
     quoted,
 )
-from waltz_spark.tables.spark_errors import EMPTY_TEXT, reported
+from waltz_spark.tables.spark_errors import NULL_TEXT, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
 _AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
+_TIME_ZONE = "spark.sql.session.timeZone"
+_NULL_TEXTS = ("", "__HIVE_DEFAULT_PARTITION__")  # rule 5
 # How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -201,7 +205,7 @@ class MergedDeltaTable:
             self._session.catalog.dropGlobalTempView(view)
 
     def _with_checked_texts(self, changes: DataFrame) -> DataFrame:
-        """Return changes, which fail if a partition column has an empty text (rule 5)."""
+        """Return changes, which fail if a partition column has a text for null (rule 5)."""
         if self._partition_columns is None:
             detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
             self._partition_columns = list(detail["partitionColumns"])
@@ -209,9 +213,10 @@ class MergedDeltaTable:
         for part in changes.schema:
             if part.name in self._partition_columns and isinstance(part.dataType, StringType):
                 text, place = F.col(quoted(part.name)), map(F.col, ("partition", "transaction_id"))
-                shown = F.format_string(f"{EMPTY_TEXT}%d, transaction %d", *place)
-                error = F.raise_error(F.concat(shown, F.lit(f", column {part.name!r}.")))
-                checked[part.name] = F.when(text == "", error.cast("string")).otherwise(text)
+                start = F.format_string(f"{NULL_TEXT}%d, transaction %d", *place)
+                rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
+                error = F.raise_error(F.concat(start, *rest)).cast("string")
+                checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
         return changes.withColumns(checked) if checked else changes
 
     def _add_key(self, schema: StructType) -> None:
@@ -237,6 +242,7 @@ class MergedDeltaTable:
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(version))
         self._session.conf.set(_AUTO_COMPACTION, "false")
+        self._session.conf.set(_TIME_ZONE, "UTC")
 
     def _merge(self, into: str, schema: StructType) -> str:
         is_new = _types(schema).items() - _types(self._stored).items()

@@ -21,7 +21,7 @@ from waltz_spark.worker_errors import error_of
 
 # The starts of messages of errors that Spark raises, and of what follows them.
 TWO_PARTITIONS = "a key in two partitions: "
-EMPTY_TEXT = "an empty text in a partition column: partition "
+NULL_TEXT = "a text that Delta reads as null: partition "
 
 
 class Library(NamedTuple):
@@ -65,7 +65,9 @@ _NO_LIBRARY = re.compile(
 _FOUND_TWICE = re.compile(
     rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
-_FOUND_EMPTY = re.compile(rf"{EMPTY_TEXT}(-?\d+, transaction -?\d+), column ('.*?'|\".*?\")\.")
+_FOUND_NULL = re.compile(
+    rf"{NULL_TEXT}(\d+, transaction \d+), column ('.*?'|\".*?\"), found ('\w*')\."
+)
 _TEMPORARY = re.compile(
     r"java\.net\.(?:Connect|NoRouteToHost|Socket|SocketTimeout)Exception|ConnectTimeoutException|"
     r"ExecutorLostFailure|FetchFailed|ServiceUnavailable|SlowDown"
@@ -117,10 +119,10 @@ def _raised(text: str, what: str) -> BadRequest | None:
             f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
             "that includes the column that chooses the partition."
         )
-    if empty := _FOUND_EMPTY.search(text):
+    if null := _FOUND_NULL.search(text):
         return BadRequest(
-            f"{what}: partition {empty[1]}: expected null or a text that is not empty in partition "
-            f"column {empty[2]} of the table, found ''. Hint: use a table with another partition "
-            "column."
+            f"{what}: partition {null[1]}: expected null or another text in partition column "
+            f"{null[2]} of the table, found {null[3]}, which Delta reads as null. Hint: use a "
+            "table with another partition column."
         )
     return None
