@@ -39,7 +39,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 STAMP_MS = 1_700_000_000_000
 SESSION, GENERATION = 0, 1
@@ -95,7 +95,7 @@ async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
 def _into_storage(directory: Path, key: UUID, partition_count: int, last: int) -> None:
     disk = UnsyncedDisk()
     settings = LogSettings(key.bytes, 1 << 30, lambda: STAMP_MS)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         disk,
         directory,
         settings,

@@ -41,7 +41,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,9 +165,9 @@ def _directory(load: BenchLoad) -> Iterator[Path]:
         shutil.rmtree(made)
 
 
-def _opened(directory: Path, segment_bytes_max: int) -> tuple[Engine, PartitionLog]:
+def _opened(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
     settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(), directory, settings, partition_count=1, new_storage_id=bytes(16)
     )
     return engine, engine.assign(PARTITION)

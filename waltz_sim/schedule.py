@@ -78,7 +78,7 @@ class Setup:
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = (
-        False  # losses may affect any number of replicas, and ZooKeeper (budget.py)
+        False  # losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py)
     )
     is_calm: bool = False  # every draw is the middle one, for scenarios
 

@@ -23,14 +23,14 @@ from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.file_names import TEMPORARY
 from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
+from waltz_core.archive.manifest_jobs import BatchRun, ExpiryJob, UploadJob
 from waltz_core.archive.upload import expire, upload
-from waltz_core.archive.upload_job import BatchRun, ExpiryJob, UploadJob
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.crash import (
+    DiskState,
     Everything,
     Keep,
-    Platter,
-    Remark,
+    PositionMarker,
     Sync,
     SyncDirectory,
     delayed,
@@ -79,7 +79,7 @@ class Owner:
 
     def _record(self, **changes):
         self.recorded = self.recorded._replace(**changes)
-        self.recorder.remark(self.recorded)
+        self.recorder.mark_position(self.recorded)
 
     def archive(self, *, is_recorded=True):
         first, chain = self.recorded.last + 1, self.recorded.chain
@@ -159,17 +159,17 @@ class CrashChecks:
 
     def lose_power(self, changes, begin=0, *, keeps=None):
         """Lose power after each change from a position on."""
-        platter, recorded = Platter(), Recorded()
+        disk_state, recorded = DiskState(), Recorded()
         for position, change in enumerate(changes):
-            platter.add(change)
-            if isinstance(change, Remark):
+            disk_state.add(change)
+            if isinstance(change, PositionMarker):
                 recorded = change.what
             if position < begin:
                 continue
             rng = Random(position)
-            for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+            for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
                 where = f"power lost after change {position} ({change!r:.80})"
-                self.check(platter.image(keep), recorded, where)
+                self.check(disk_state.image(keep), recorded, where)
 
 
 def names_in(contents):
@@ -190,7 +190,7 @@ def test_power_is_lost_at_every_change(recorder, record_property):
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
     assert crashes.counts["states"] > STATES_MIN
-    last = [each.what for each in recorder.changes if isinstance(each, Remark)][-1]
+    last = [each.what for each in recorder.changes if isinstance(each, PositionMarker)][-1]
     verify(recorder.store(), last)
 
 
@@ -211,7 +211,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
     recorded, session = Recorded(), 10
     kills = 0
     for position, change in enumerate(recorder.changes):
-        if isinstance(change, Remark):
+        if isinstance(change, PositionMarker):
             recorded = change.what
         if position % KILL_SHARES != share:
             continue

@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     LineageEntry,
 )
-from waltz_core.server.locking.refill import _writers
+from waltz_core.server.locking.lock_table_loader import _writers
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,

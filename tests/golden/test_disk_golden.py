@@ -31,7 +31,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.removal import WipeIntent
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 GOLDEN = Path(__file__).parent / "disk"
 
@@ -138,7 +138,7 @@ def test_appends_write_the_bytes_of_0_13(tmp_path):
     data = bytes.fromhex(case["hex"])
     header = SegmentHeader.decode(data[:128])
     assert header.encode() == data[:128]
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(), tmp_path, SETTINGS, partition_count=4, new_storage_id=bytes(range(16))
     )
     log = engine.assign(0)

@@ -16,7 +16,7 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
 from waltz_core.replication.archiving import SessionArchiver
 from waltz_core.replication.partition_store import PartitionStore, _Waiting
-from waltz_core.replication.repairs import Repairs
+from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.files.format import Marker
@@ -120,7 +120,7 @@ def attempts_are_not_counted() -> Patches:
 @switch
 def trusted_replica_is_reset() -> Patches:
     """A log is reset although a session needs this replica for its decision."""
-    original = Repairs._goal_of
+    original = RepairRunner._goal_of
 
     def _goal_of(self, each, goal, now_ms):
         is_open, self.is_open = self.is_open, True
@@ -129,7 +129,7 @@ def trusted_replica_is_reset() -> Patches:
         finally:
             self.is_open = is_open
 
-    yield instead(Repairs, "_goal_of", _goal_of)
+    yield instead(RepairRunner, "_goal_of", _goal_of)
 
 
 @switch

@@ -14,12 +14,12 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import BarrierReached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import validation
-from waltz_core.server.locking.dependent_appends import Followers, RecentAppends
+from waltz_core.server.locking.dependent_appends import DependentAppends, RecentAppends
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket
 from waltz_core.server.locking.validation import ValidatedPiece
-from waltz_core.server.partition.proofs import Proofs
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.read.reads import Reads
 from waltz_core.wire.messages import Reason
@@ -177,13 +177,13 @@ def loss_answered_before_settled() -> Patches:
         original(self, event)
         pipeline = self.pipeline
         outcomes = []
-        pipeline._flights.gathered = None
-        for flight in pipeline._flights.pop_lost()[0]:
-            for ticket in flight.tickets:
+        pipeline._in_flight.gathered = None
+        for sent in pipeline._in_flight.pop_lost()[0]:
+            for ticket in sent.tickets:
                 if ticket.settle(pipeline.high_water_mark):
                     pipeline._mounts.invalidate(ticket.req_id.client_id)
-                pipeline._landed(ticket, outcomes)
-            outcomes.extend(BarrierReached(token) for token in flight.waiting)
+                pipeline._finish_part(ticket, outcomes)
+            outcomes.extend(BarrierReached(token) for token in sent.waiting)
         self._route(outcomes)
 
     yield instead(Partition, "_session_closed", _session_closed)
@@ -273,8 +273,8 @@ def cache_filled_at_submission() -> Patches:
     def _route(self, outcomes):
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = [*self.pipeline._flights][-1]
-                self.reads.remember(flight.entry, flight.batch)
+                sent = [*self.pipeline._in_flight][-1]
+                self.reads.remember(sent.entry, sent.batch)
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome])
 
@@ -291,11 +291,11 @@ def feed_reaches_what_is_in_flight() -> Patches:
         original(self, outcomes)
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = next(reversed([*self.pipeline._flights]), None)
-                if flight is not None and flight.batch is outcome.batch:
-                    self.reads.remember(flight.entry, flight.batch)
-                    self.reads.advanced(flight.entry.last)
-                    self.feed.advanced(self._session_id, flight.entry.last)
+                sent = next(reversed([*self.pipeline._in_flight]), None)
+                if sent is not None and sent.batch is outcome.batch:
+                    self.reads.remember(sent.entry, sent.batch)
+                    self.reads.advanced(sent.entry.last)
+                    self.feed.advanced(self._session_id, sent.entry.last)
 
     yield instead(Partition, "_route", _route)
 
@@ -328,7 +328,7 @@ def mark_answered_without_proof() -> Patches:
     def _answer_mark(self, event, *, always=False):
         self._out.append(self._with_mark(event))
 
-    yield instead(Proofs, "is_fresh", is_fresh)
+    yield instead(LinearizableRequests, "is_fresh", is_fresh)
     yield instead(Partition, "_answer_mark", _answer_mark)
 
 
@@ -355,13 +355,13 @@ def released_counts_as_lost() -> Patches:
 
 
 @switch
-def doubtful_flights_land() -> Patches:
+def doubtful_batches_are_committed() -> Patches:
     """Appends in flight are reported as committed when their session is lost."""
     original = AppendPipeline.settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):
-        for flight in self._flights:
-            last = max(last, min(flight.entry.last, opened.high_water_mark))
+        for sent in self._in_flight:
+            last = max(last, min(sent.entry.last, opened.high_water_mark))
         return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
 
     yield instead(AppendPipeline, "settled", settled)
@@ -465,7 +465,7 @@ def followed_session_not_compared() -> Patches:
     def holds(self, message, last):
         return message.client_high_water_mark <= last
 
-    yield instead(Followers, "holds", holds)
+    yield instead(DependentAppends, "holds", holds)
 
 
 @switch

@@ -10,7 +10,7 @@ from waltz_core.storage.service.service import NO_STORAGE_ID
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults
-from waltz_sim.guarantees.budget import is_sound, read_whole
+from waltz_sim.guarantees.data_loss_budget import is_sound, read_whole
 from waltz_sim.guarantees.history import Violation
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.world.simulated_disk import Survival

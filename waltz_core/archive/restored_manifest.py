@@ -39,12 +39,12 @@ from waltz_core.archive.file_names import (
     version_of,
 )
 from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.manifest_jobs import NewManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import write_read_back
-from waltz_core.archive.upload_job import NewManifest
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId

@@ -56,7 +56,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "show": "show the servers, storages and partitions of a cluster",
                 "protect": "restrict access to the cluster's znodes to the users in the auth file",
             },
-            "cluster.cluster_roots": {
+            "cluster.cluster_list": {
                 "list": "list the clusters in a ZooKeeper, or below one of its znodes",
                 "show-key": "print the cluster key, the ID of the cluster that every storage has",
                 "delete": (

@@ -70,7 +70,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 
-# The ticket of its requests; `Repairs` has those from 0 on.
+# The ticket of its requests; `RepairRunner` has those from 0 on.
 ARCHIVE_TICKET: Final = -3
 ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)

@@ -38,7 +38,7 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.replication.repair import ReplicaRepair
+    from waltz_core.replication.replica_repair import ReplicaRepair
 
 NO_TICKET: Final = -1
 # Maximum number of append latencies kept for the metrics, which take them every second.
@@ -248,17 +248,17 @@ class ReplicaSession:
         self.next_chain = chain
         self._redial_ms = self._limits.redial_ms_min
 
-    def append_flight(self, flight: WindowBatch, now_ms: int) -> None:
+    def append_from_window(self, window_batch: WindowBatch, now_ms: int) -> None:
         """Send a batch from memory."""
-        assert flight.chain_before == self.next_chain
-        batch = flight.batch
+        assert window_batch.chain_before == self.next_chain
+        batch = window_batch.batch
         self._append(
             (batch.first, batch.lengths, batch.records, batch.records_crc),
-            (flight.chain_before, (flight.entry,), flight.locks),
+            (window_batch.chain_before, (window_batch.entry,), window_batch.locks),
             now_ms,
         )
         self.next_id = TransactionId(batch.last + 1)
-        self.next_chain = flight.entry.chain
+        self.next_chain = window_batch.entry.chain
 
     def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
         """Send copied batches; `chain` is that of the log after them."""

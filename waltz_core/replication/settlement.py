@@ -32,7 +32,7 @@ from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
-# The ticket of its requests; `Repairs` has those from 0 on.
+# The ticket of its requests; `RepairRunner` has those from 0 on.
 SETTLEMENT_TICKET: Final = -2
 
 

@@ -19,11 +19,11 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.change.rebuilding import Log, RebuildDecision
+from waltz_core.cluster.change.rebuilding import RebuildDecision, ReportedLog
 from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.repair import decode_damaged_ranges
+from waltz_core.replication.replica_repair import decode_damaged_ranges
 from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.wire.messages import (
     Nack,
@@ -275,7 +275,7 @@ class Rescue:
 
 
 class _DeclareOperations:
-    """See `rebuilding.Hands`."""
+    """See `rebuilding.DeclareOperations`."""
 
     def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:
         self._rescue, self._verdict, self._source = rescue, verdict, source
@@ -293,13 +293,13 @@ class _DeclareOperations:
         self._rescue.assign(self._verdict)
 
 
-def _rank(log: Log) -> tuple[bool, int, int, bool]:
+def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
     """Return the sort key of a log; the best log has the greatest, as in the command."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
-def _log_of(prepared: Prepared) -> Log:
+def _log_of(prepared: Prepared) -> ReportedLog:
     lasts = [last for _, last in decode_damaged_ranges(prepared.damaged)]
     is_damaged = any(last > prepared.low_water_mark for last in lasts)
     last_id = TransactionId(prepared.synced_max)
-    return Log(SessionId(prepared.last_session), last_id, prepared.suspect, is_damaged)
+    return ReportedLog(SessionId(prepared.last_session), last_id, prepared.suspect, is_damaged)

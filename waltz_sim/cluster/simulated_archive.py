@@ -38,7 +38,7 @@ from waltz_core.archive.file_names import (
     objects_folder,
 )
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ObjectEntry
-from waltz_core.archive.upload_job import (
+from waltz_core.archive.manifest_jobs import (
     ExpiredManifest,
     ExpiryJob,
     ExpiryOutcome,

@@ -6,8 +6,8 @@ Rules:
     1. One partition. Resources shared by partitions of a process (a storage's disk, a server's
        memory) are tested elsewhere; the log's guarantees hold per partition.
     2. A run has two phases. In the first, faults occur; in the second they heal, and the cluster
-       must recover within a bounded time. Without a budget (`budget.py`) it does not have to
-       recover: it only must not break a guarantee.
+       must recover within a bounded time. Without a budget (`data_loss_budget.py`) it does not have
+       to recover: it only must not break a guarantee.
     3. An operator repairs what cannot heal by itself: returns swapped disks, gives a storage with a
        foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
        operator never accepts a log of unknown content.
@@ -36,7 +36,7 @@ from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
 from waltz_sim.cluster.simulated_storages import RESTART_MS, SimStorage
 from waltz_sim.cluster.workload import Workload
-from waltz_sim.guarantees.budget import Budget, read_whole
+from waltz_sim.guarantees.data_loss_budget import DataLossBudget, read_whole
 from waltz_sim.schedule import Schedule
 from waltz_sim.world.network import Network
 from waltz_sim.world.process import Process
@@ -86,7 +86,7 @@ class SimCluster:
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
         self.coordinator = SimCoordinator(self, replicas)
         self.archive = SimArchive(self)
-        self.budget = Budget(self)
+        self.budget = DataLossBudget(self)
         self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
         self.held_down: dict[str, None] = {}  # machines that must stay down for a while
         self.is_recovering = False

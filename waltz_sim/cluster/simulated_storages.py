@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import (
     CoordinatorUnavailable,
     NoSpace,
@@ -37,9 +37,9 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import archive_jobs, service, service_effects
 from waltz_core.storage.service.archive_reads import ArchiveQuery
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
 from waltz_core.wire.authentication import rejected
 from waltz_core.wire.messages import Message, StorageMessage
@@ -85,7 +85,7 @@ class SimStorage(Process):
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
-        self.engine: Engine | None = None
+        self.engine: StorageEngine | None = None
         self.service: StorageService | None = None
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
@@ -154,9 +154,9 @@ class SimStorage(Process):
             )
         self.engine = engine
 
-    def open_engine(self, disk: SimDisk) -> Engine:
-        """Open the directory on a disk; raises the errors of `Engine.open`, or PowerLoss."""
-        return Engine.open(
+    def open_engine(self, disk: SimDisk) -> StorageEngine:
+        """Open the directory on a disk; raises the errors of `StorageEngine.open`, or PowerLoss."""
+        return StorageEngine.open(
             disk,
             HOME,
             replace(self._settings, trust_fsync=self.trusts_fsync),
@@ -259,7 +259,7 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 
-    def _open_log(self, engine: Engine) -> PartitionLog:
+    def _open_log(self, engine: StorageEngine) -> PartitionLog:
         """Open as the daemon does: a full disk still has space for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.space.with_reserve(partial(engine.assign, partition_id))

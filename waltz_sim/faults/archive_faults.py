@@ -1,7 +1,7 @@
 """Faults of the object store, and of storages that upload to it.
 
 The rules of `kinds.py` apply here. They strike only in worlds with an archive. Where ZooKeeper's
-data is changed, rule 4 of `budget.py` applies.
+data is changed, rule 4 of `data_loss_budget.py` applies.
 """
 
 from typing import TYPE_CHECKING, Final

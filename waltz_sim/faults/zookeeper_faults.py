@@ -199,7 +199,7 @@ def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: in
     cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
 
 
-# ---- ZooKeeper's data (budget.py, rule 4)
+# ---- ZooKeeper's data (data_loss_budget.py, rule 4)
 
 
 def may_rewrite(cluster: SimCluster) -> bool:

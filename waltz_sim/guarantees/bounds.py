@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import session_events
-from waltz_core.server.locking.refill import IN_FLIGHT_MAX
+from waltz_core.server.locking.lock_table_loader import IN_FLIGHT_MAX
 from waltz_core.server.read.read_ahead import AHEAD_BYTES
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage

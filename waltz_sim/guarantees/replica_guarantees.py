@@ -89,7 +89,7 @@ class ReplicaGuarantees:
         self.kept: dict[str, int] = {}
         # The batches on its disk, and the last ID of each.
         self._holds: dict[str, dict[Chain, int]] = {}
-        self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
+        self.corrupted: dict[str, None] = {}  # replicas whose disk_state bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
         self._cutting: dict[str, _Cut] = {}  # truncations in progress
         self._work_count = 0
@@ -136,7 +136,7 @@ class ReplicaGuarantees:
         # Its earlier answers still count: they may be in flight.
 
     def became_corrupt(self, storage: "SimStorage") -> None:
-        """Note that a fault has changed bytes on this replica's platter."""
+        """Note that a fault has changed bytes on this replica's disk."""
         self.corrupted[storage.name] = None
 
     # ---- working

@@ -1,7 +1,7 @@
 """A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
 A storage's promises must survive a power loss, and a real disk cannot simulate one. This disk keeps
-two contents of each file, the visible one and the durable one on the platter, and the set of
+two contents of each file, the visible one and the durable one on the disk, and the set of
 sectors that differ.
 
 Rules:
@@ -16,7 +16,7 @@ Rules:
     6. A lying disk reports syncs that it has not done.
     7. An unreadable sector stays unreadable until it is discarded, cut, or written completely: a
        partial write would have to read the rest.
-    8. Clean sectors may be dropped from the cache at any time, and are then read from the platter.
+    8. Clean sectors may be dropped from the cache at any time, and are then read from the disk.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -401,14 +401,14 @@ class SimDisk:
         self.open_count = 0
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the platter and in the visible content."""
+        """Flip bits on the disk and in the visible content."""
         inode = self._names[path]
         for content in (inode.seen, inode.kept):
             if offset < len(content):
                 content[offset] ^= mask
 
     def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the platter; the cache still has the right content (rule 8)."""
+        """Flip bits on the disk; the cache still has the right content (rule 8)."""
         kept = self._names[path].kept
         if offset < len(kept):
             kept[offset] ^= mask
@@ -447,7 +447,7 @@ class SimDisk:
         self._kept_names.pop(path, None)
 
     def contents(self) -> Contents:
-        """Return what is on the platter now."""
+        """Return what is on the disk now."""
         files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
         return Contents(files, frozenset(self._directories))
 

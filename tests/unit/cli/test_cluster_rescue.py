@@ -11,7 +11,7 @@ from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_rescue
 from waltz_core.cli.cluster.cluster_rescue import _chosen
-from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
+from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import access_node
 from waltz_core.cluster.znodes.interface import Set
@@ -33,7 +33,7 @@ A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"
 
 
 def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
-    return Log(session, last, is_suspect, is_damaged)
+    return ReportedLog(session, last, is_suspect, is_damaged)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
 
     metadata = SimpleNamespace(generation=1)
     answered = SimpleNamespace(
-        session=cluster_rescue.Session(8, bytes(16)),
+        session=cluster_rescue.ClaimedSession(8, bytes(16)),
         view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
         prepared={A: None},
         links={A: Link()},
@@ -212,7 +212,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
 
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
     last_issued = FIRST_ISSUED + 80_000
-    storage = Storage(Ids(70_000, 400), Ids(90_000, 500, last_issued))
+    storage = Storage(MaximumIds(70_000, 400), MaximumIds(90_000, 500, last_issued))
     ids, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
     client_id, issued = ids
     assert client_id > 90_000
@@ -225,7 +225,7 @@ def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypa
 def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode(Permissions(17, "ann", 5, bytes(32))))
-    storage = Storage(Ids(70, 5))
+    storage = Storage(MaximumIds(70, 5))
     *_, notes = rebuilt(
         monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign",), access_file=file
     )
@@ -247,10 +247,12 @@ DIED = ("_newest_ids", "_write_verdict", "_assign", "_assign")
 @pytest.mark.parametrize(
     ("storage", "dies_at"),
     [
-        pytest.param(Storage(Ids(70, 5)), (), id="older ids"),
+        pytest.param(Storage(MaximumIds(70, 5)), (), id="older ids"),
         pytest.param(Storage(), (), id="no log"),
-        pytest.param(Storage(Ids(70, 5), is_readable=False), (), id="the end cannot be read:"),
-        pytest.param(Storage(Ids(70, 5)), DIED, id="died before it assigned replicas"),
+        pytest.param(
+            Storage(MaximumIds(70, 5), is_readable=False), (), id="the end cannot be read:"
+        ),
+        pytest.param(Storage(MaximumIds(70, 5)), DIED, id="died before it assigned replicas"),
     ],
 )
 def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):

@@ -18,7 +18,7 @@ from tests.unit.replication.archiving_bench import (
     progress,
 )
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
-from tests.unit.replication.test_repairs import reports_damage
+from tests.unit.replication.test_repair_runner import reports_damage
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,

@@ -39,7 +39,7 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.refill import HELD_MS_MAX
+from waltz_core.server.locking.lock_table_loader import HELD_MS_MAX
 from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
@@ -585,7 +585,7 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
     world.piece()
-    at_ms = PAUSE_MS_MAX  # the pause after what `share` has landed is over
+    at_ms = PAUSE_MS_MAX  # the pause after `share` has been committed is over
     assert world.pace.large_at_ms(at_ms) > at_ms
     world.pipeline.closed()
     assert world.pace.large_at_ms(at_ms) == at_ms
@@ -956,15 +956,15 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
 def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
-    refill = world.pipeline.refill
-    (fetch,) = refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
+    lock_loader = world.pipeline.lock_loader
+    (fetch,) = lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
     assert isinstance(fetch, Fetch)
     world.single(write=[1], mark=3)
     world.single(write=[2], mark=4)
     assert not world.wants_turn
     end, before = LogEnd(TransactionId(5), GENESIS_CHAIN), bytes([7] * 16)
     block = encode(TransactionId(3), end, before, struct.pack(">i", 2))
-    refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
+    lock_loader.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
     assert world.wants_turn
     (batch,) = world.turns()
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
@@ -973,7 +973,7 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
 def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
-    world.pipeline.refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
+    world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
     assert world.pipeline.turn_at_ms(0) == HELD_MS_MAX

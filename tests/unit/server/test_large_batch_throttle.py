@@ -22,13 +22,13 @@ def shared(now_ms: int = 0) -> LargeBatchThrottle:
     """A pace that has seen a small request during another client's large one."""
     pace = LargeBatchThrottle()
     pace.started(FLOOD, now_ms)
-    pace.landed(now_ms, now_ms)
+    pace.finished(now_ms, now_ms)
     pace.small(MODEST, now_ms)
     return pace
 
 
 @pytest.mark.parametrize(
-    ("flood_ms", "landed_ms", "small"),
+    ("flood_ms", "finished_ms", "small"),
     [
         ([0, 1, 2], None, None),
         ([], None, (MODEST, 2)),
@@ -38,13 +38,13 @@ def shared(now_ms: int = 0) -> LargeBatchThrottle:
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
 def test_large_requests_are_not_delayed_without_small_ones_of_others(
-    flood_ms: list[int], landed_ms: int | None, small: tuple[ConnectionId, int] | None
+    flood_ms: list[int], finished_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
     pace = LargeBatchThrottle()
     for now_ms in flood_ms:
         pace.started(FLOOD, now_ms)
-    if landed_ms is not None:
-        pace.landed(flood_ms[0], landed_ms)
+    if finished_ms is not None:
+        pace.finished(flood_ms[0], finished_ms)
     if small is not None:
         pace.small(*small)
     now_ms = small[1] if small else 3
@@ -76,12 +76,12 @@ def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -
     pace = shared()
     pace.small(MODEST, 100)
     pace.started(FLOOD, 100)
-    landed_ms = 100 + took_ms
-    pace.landed(100, landed_ms)
-    pace.small(MODEST, landed_ms)
-    pause_ms = pace.large_at_ms(landed_ms) - landed_ms
+    finished_ms = 100 + took_ms
+    pace.finished(100, finished_ms)
+    pace.small(MODEST, finished_ms)
+    pause_ms = pace.large_at_ms(finished_ms) - finished_ms
     assert pause_ms == min(FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
-    assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
+    assert pace.large_at_ms(finished_ms + pause_ms) == finished_ms + pause_ms
 
 
 def test_a_forgotten_piece_delays_no_request() -> None:
@@ -113,10 +113,10 @@ def steered(took_ms: list[int]) -> LargeBatchThrottle:
     """A pace whose small requests took 5 ms while calm, and then a given time during a piece."""
     pace = shared()
     for start_ms in range(100, 60_100, 10):
-        pace.small_landed(start_ms, start_ms + 5)
+        pace.small_finished(start_ms, start_ms + 5)
     pace.started(FLOOD, 60_100)
     for each_ms in took_ms:
-        pace.small_landed(60_100, 60_100 + each_ms)
+        pace.small_finished(60_100, 60_100 + each_ms)
     return pace
 
 
@@ -138,36 +138,36 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
     pace = shared()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
-        pace.small_landed(start_ms, start_ms + slow)
+        pace.small_finished(start_ms, start_ms + slow)
     pace.started(FLOOD, 200_100)
-    pace.small_landed(200_100, 200_123)
+    pace.small_finished(200_100, 200_123)
     assert pace.factor < FACTOR_FIRST  # not a fifth more than 20 ms
-    pace.small_landed(200_100, 200_140)
+    pace.small_finished(200_100, 200_140)
     assert pace.factor > FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
-    pace.small_landed(100, 200)
-    pace.landed(100, 200)
-    pace.small_landed(190, 250)  # a piece was in flight when it came
+    pace.small_finished(100, 200)
+    pace.finished(100, 200)
+    pace.small_finished(190, 250)  # a piece was in flight when it came
     assert pace.factor < FACTOR_FIRST  # nothing is known yet of what is calm
-    pace.small_landed(201, 206)
-    pace.small_landed(190, 250)
+    pace.small_finished(201, 206)
+    pace.small_finished(190, 250)
     assert pace.factor > FACTOR_FIRST
 
 
 def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
     """A pace whose small requests took 5 ms while calm, and 9 ms during a flood of a given time."""
     pace = steered([])
-    pace.landed(60_100, 60_105)
+    pace.finished(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):
         if start_ms % 500 == 0:
             pace.started(FLOOD, start_ms)
-            pace.landed(start_ms, start_ms)
+            pace.finished(start_ms, start_ms)
         pace.small(MODEST, start_ms)
-        pace.small_landed(start_ms + 1, start_ms + 10)  # it met no piece
+        pace.small_finished(start_ms + 1, start_ms + 10)  # it met no piece
     pace.started(FLOOD, 60_110 + for_ms)
     return pace
 
@@ -175,12 +175,12 @@ def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
 def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
     pace = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = pace.factor
-    pace.small_landed(200_000, 200_009)
+    pace.small_finished(200_000, 200_009)
     assert pace.factor > factor
 
 
 def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
     pace = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
     factor = pace.factor
-    pace.small_landed(200_000, 200_009)
+    pace.small_finished(200_000, 200_009)
     assert pace.factor < factor

@@ -13,11 +13,11 @@ from waltz_sim.world.crash import (
     AllBut,
     AnyOf,
     DirectoryEntry,
+    DiskState,
     Everything,
     Keep,
     MakeDirectory,
     Only,
-    Platter,
     RecordingDisk,
     Sector,
     Size,
@@ -41,15 +41,15 @@ def made(content=b"a" * 4 * SECTOR_BYTES):
     return disk
 
 
-def platter_of(disk):
-    platter = Platter()
+def disk_state_of(disk):
+    disk_state = DiskState()
     for change in disk.changes:
-        platter.add(change)
-    return platter
+        disk_state.add(change)
+    return disk_state
 
 
 def left(disk, keep):
-    return platter_of(disk).image(keep).files
+    return disk_state_of(disk).image(keep).files
 
 
 def test_synced_data_stays_in_every_crash():
@@ -59,7 +59,7 @@ def test_synced_data_stays_in_every_crash():
     assert left(disk, Everything())[PATH][:2] == b"ba"
     disk.open(PATH).sync()
     assert left(disk, Keep())[PATH][:2] == b"ba"
-    assert platter_of(disk).units() == []
+    assert disk_state_of(disk).units() == []
 
 
 def test_each_whole_sector_is_kept_or_lost_independently():
@@ -163,5 +163,5 @@ def test_after_a_crash_any_one_of_several_values_is_left(seed):
     assert len(content) <= 2 * SECTOR_BYTES
     for at in (0, SECTOR_BYTES):
         assert len(set(content[at : at + 7])) <= 1
-    kept = list(survivals(platter_of(disk), Random(seed), random_count=3))
+    kept = list(survivals(disk_state_of(disk), Random(seed), random_count=3))
     assert len(kept) >= 2 + 2 * 3 + 3

@@ -9,10 +9,10 @@ from tests.storage_owner import NONCE, STAMP_MS, Owner
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
 from waltz_core.archive.collection import Collected, CollectionJob
 from waltz_core.archive.manifest import RecordedManifest
+from waltz_core.archive.manifest_jobs import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.archive.upload_job import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED

@@ -20,8 +20,8 @@ from waltz_core.storage.files.format import Slot
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import StorageIdentity, StorageService
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import (
     Appended,
@@ -101,7 +101,7 @@ class Bench:
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
         self.disk = FailingDisk()
         settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
-        self.engine = Engine.open(
+        self.engine = StorageEngine.open(
             self.disk,
             directory,
             settings,

@@ -4,7 +4,7 @@ from math import isnan
 from types import SimpleNamespace
 
 from waltz_core.archive.collection import Collected
-from waltz_core.archive.upload_job import NewManifest
+from waltz_core.archive.manifest_jobs import NewManifest
 from waltz_core.errors import ArchiveUnavailable, DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics

@@ -24,7 +24,7 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
-from waltz_core.tables.followed_log import ClientLog, LoggedTable, LogPosition
+from waltz_core.tables.followed_log import ClientFollowedLog, LoggedTable, LogPosition
 from waltz_core.tables.follower import Follower, TableProgress, errors_of_table
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules
@@ -201,7 +201,7 @@ def follow(chosen: FollowCommand) -> int:
             given = _marks_since(client, position, since_ms)
         name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
         follower = Follower(
-            ClientLog(client, position, [logged for _, logged in opened]),
+            ClientFollowedLog(client, position, [logged for _, logged in opened]),
             [
                 TableProgress(table, logged.place, name._replace(rules=logged.stored_rules))
                 for table, logged in opened

@@ -24,16 +24,16 @@ from waltz_core.cli.change_commands import Command, Result, changes, now_ms, use
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
+    ClaimedSession,
     ConnectionAsOwner,
     ExpectedCluster,
-    Session,
     log_of,
     open_links,
 )
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
+from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, RebuildDecision, ReportedLog
 from waltz_core.cluster.change.replica_steps import Plan, filled
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
@@ -78,7 +78,7 @@ NONCE_BYTES = 16
 class _Answers:
     """The answers of one partition's replicas in a session that was claimed for it."""
 
-    session: Session
+    session: ClaimedSession
     view: PartitionView
     prepared: dict[ReplicaId, Prepared]
     links: dict[ReplicaId, ConnectionAsOwner]
@@ -86,7 +86,7 @@ class _Answers:
     is_rolled_back: bool  # a replica knows a later session than ZooKeeper
 
     @property
-    def logs(self) -> dict[ReplicaId, Log]:
+    def logs(self) -> dict[ReplicaId, ReportedLog]:
         return {each: log_of(prepared) for each, prepared in self.prepared.items()}
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ async def _query(
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
     links, unanswered = await open_links(members, facts)
     session_id = SessionId(max(metadata.session_id, newest) + 1)
-    session = Session(session_id, secrets.token_bytes(NONCE_BYTES))
+    session = ClaimedSession(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
     marker = replace(marker, session_id=session_id, nonce=session.nonce)
     prepared: dict[ReplicaId, Prepared] = {}
@@ -248,7 +248,7 @@ def _check_needed(partition_id: PartitionId, answers: _Answers) -> None:
 
 
 def _chosen(
-    requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
+    requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, ReportedLog]
 ) -> ReplicaId:
     if not logs:
         raise Unavailable(
@@ -263,12 +263,14 @@ def _chosen(
     return ReplicaId(requested)
 
 
-def _rank(log: Log) -> tuple[bool, int, int, bool]:
+def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
     """Return the order of logs: undamaged first, then the most data, then trusted."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
-def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId, str]) -> None:
+def _show_replicas(
+    logs: Mapping[ReplicaId, ReportedLog], unanswered: Mapping[ReplicaId, str]
+) -> None:
     rows: list[tuple[object, ...]] = [
         (
             each,
@@ -324,7 +326,7 @@ async def _declare(
 
 @dataclass(frozen=True, slots=True)
 class _DeclareOperations:
-    """See `rebuilding.Hands`."""
+    """See `rebuilding.DeclareOperations`."""
 
     coordinator: Coordinator
     verdict: RebuildDecision
@@ -542,7 +544,7 @@ async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> Arc
 
 def _recovered(
     partition_id: PartitionId,
-    session: Session,
+    session: ClaimedSession,
     link: ConnectionAsOwner,
     prepared: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
@@ -669,17 +671,19 @@ async def _await_storages(
 
 async def _query_all(
     partitions: Sequence[PartitionId], links: Mapping[ReplicaId, ConnectionAsOwner]
-) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
+) -> tuple[dict[PartitionId, ClaimedSession], dict[ReplicaId, dict[PartitionId, Prepared]]]:
     """Fence every replica at a session later than all others, and get its state."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
-        requested = await link.prepare({each: Session(SessionId(0), nonce) for each in partitions})
+        requested = await link.prepare(
+            {each: ClaimedSession(SessionId(0), nonce) for each in partitions}
+        )
         for each, answer in requested.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
     # Two more: a storage that has lost its promise's nonce accepts the session after it.
-    sessions = {each: Session(SessionId(newest[each] + 2), nonce) for each in partitions}
+    sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
     prepared: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
@@ -695,10 +699,10 @@ async def _query_all(
 async def _newest_ids(
     command: Command,
     verdict: RebuildDecision,
-    session: Session,
+    session: ClaimedSession,
     links: Mapping[ReplicaId, ConnectionAsOwner],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
-) -> Ids:
+) -> MaximumIds:
     """Return the greatest IDs at the end of the chosen log (rebuilding.py, rule 5)."""
     answer = prepared[verdict.source][verdict.partition_id]
     try:
@@ -712,7 +716,7 @@ async def _newest_ids(
         return NO_IDS
 
 
-def _opened_marker(session: Session, archived: ArchivedMark | None) -> PartitionMarker:
+def _opened_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
     """Return the marker of an open partition in a session."""
     return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
 

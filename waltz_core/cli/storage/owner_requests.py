@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.cli import command_connections
-from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log
+from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, ReportedLog
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.records.record import (
     RECORD_HEADER,
@@ -61,7 +61,7 @@ class ExpectedCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ClaimedSession:
     """A session of one partition that was claimed for this command."""
 
     session_id: SessionId
@@ -95,7 +95,7 @@ class ConnectionAsOwner:
         return made
 
     async def prepare(
-        self, sessions: Mapping[PartitionId, Session]
+        self, sessions: Mapping[PartitionId, ClaimedSession]
     ) -> dict[PartitionId, Prepared | Nack]:
         """Let the storage promise sessions; return its state of each partition."""
         requests = [
@@ -119,7 +119,7 @@ class ConnectionAsOwner:
         return found
 
     async def set_mark(
-        self, partition_id: PartitionId, session: Session, prepared: Prepared
+        self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
     ) -> None:
         """Make session and mark durable at the log's end, which makes the log trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
@@ -128,7 +128,7 @@ class ConnectionAsOwner:
         self._expect(answer, ReplicaEnd)
 
     async def chain_at(
-        self, partition_id: PartitionId, session: Session, last: TransactionId
+        self, partition_id: PartitionId, session: ClaimedSession, last: TransactionId
     ) -> Chain | None:
         """Return the chain at an ID from the start of the log to its end; None within a batch.
 
@@ -144,8 +144,8 @@ class ConnectionAsOwner:
         return Chain(bytes(answer.chain_before)) if begins else None
 
     async def newest_ids(
-        self, partition_id: PartitionId, session: Session, prepared: Prepared
-    ) -> Ids:
+        self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
+    ) -> MaximumIds:
         """Return the greatest IDs in the last `IDS_ROWS_MAX` records that the storage has itself.
 
         Raises the error that the storage answers, also for records that it cannot read.
@@ -165,7 +165,7 @@ class ConnectionAsOwner:
                 raise self._unexpected(answer)
             for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed)
-                newest = newest.maximum_with(Ids.of_record(client_id, generation))
+                newest = newest.maximum_with(MaximumIds.of_record(client_id, generation))
             first += answer.count
         return newest
 
@@ -222,11 +222,11 @@ async def open_links(
     return {each: links[each] for each in storages if each in links}, failures
 
 
-def log_of(prepared: Prepared) -> Log:
+def log_of(prepared: Prepared) -> ReportedLog:
     """Return the log that a replica reports."""
     pairs = memoryview(prepared.damaged)
     lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
-    return Log(
+    return ReportedLog(
         SessionId(prepared.last_session),
         TransactionId(prepared.synced_max),
         prepared.suspect,

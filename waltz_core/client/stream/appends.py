@@ -270,7 +270,7 @@ class Appends:
         self._gathered: list[PendingRow | _Batch] = []  # batches only after rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
-        self._has_landed = False
+        self._has_finished = False
         self._gather_timer: asyncio.TimerHandle | None = None
         self._submissions: dict[int, list[PendingRow] | _Batch] = {}
         self._token = 0
@@ -344,13 +344,13 @@ class Appends:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        if self._has_landed or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
+        if self._has_finished or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
             self._send_gathered()
         elif self._gather_timer is None:
             self._gather_timer = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
 
     def _send_gathered(self) -> None:
-        self._has_landed = False
+        self._has_finished = False
         if self._gather_timer is not None:
             self._gather_timer.cancel()
             self._gather_timer = None
@@ -426,7 +426,7 @@ class Appends:
             submission.finish(outcome)
         else:
             self._settle_rows(submission, outcome)
-        self._landed()
+        self._submission_finished()
 
     def rejected(self, token: int, error: errors.WaltzError) -> None:
         """Handle an error that ends a submission without an outcome for its rows."""
@@ -445,7 +445,7 @@ class Appends:
                 self._end(row)
                 if not row.future.done():
                     row.future.set_exception(error)
-        self._landed()
+        self._submission_finished()
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail everything with this error: no more answers will arrive."""
@@ -458,7 +458,7 @@ class Appends:
             self._end(each)
             if not each.future.done():
                 each.future.set_exception(error)
-        self._landed()
+        self._submission_finished()
 
     def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
         again: list[PendingRow] = []
@@ -526,10 +526,10 @@ class Appends:
         assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
 
-    def _landed(self) -> None:
+    def _submission_finished(self) -> None:
         """A submission has its outcome: rows that were gathered meanwhile may go."""
         self._release()
-        self._has_landed = bool(self._gathered)
+        self._has_finished = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)

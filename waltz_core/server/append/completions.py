@@ -20,7 +20,7 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached
-from waltz_core.server.locking.dependent_appends import Followers
+from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.tickets import AppendCounters, FlushGroup, SingleTicket, Ticket
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import Reason
@@ -81,13 +81,13 @@ class Completions:
             self.finish(ticket, out)
         return out
 
-    def answer_followers(
-        self, rejected: Iterable[SingleTicket], following: Followers, next_id: TransactionId
+    def answer_dependent(
+        self, rejected: Iterable[SingleTicket], dependent: DependentAppends, next_id: TransactionId
     ) -> list[AppendOutcome]:
         """Answer writers with their predecessors in flight, or with LOCK if there are none."""
         out: list[AppendOutcome] = []
         for ticket in rejected:
-            answer = following.predecessors_answer(ticket, self.high_water_mark, next_id)
+            answer = dependent.predecessors_answer(ticket, self.high_water_mark, next_id)
             if answer is None:
                 ticket.reject_for(min(ticket.conflict, self.high_water_mark))
                 self.finish(ticket, out)

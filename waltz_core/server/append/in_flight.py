@@ -35,7 +35,7 @@ _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """A batch in flight, and the requests that end when it has landed."""
+    """A batch in flight, and the requests that end when it is committed."""
 
     entry: LineageEntry
     batch: Batch
@@ -86,7 +86,7 @@ class InFlightBatches:
 
     def __init__(self, pace: LargeBatchThrottle) -> None:
         self._pace = pace
-        self._flights: deque[InFlightBatch] = deque()
+        self._batches: deque[InFlightBatch] = deque()
         self.gathered: Draft | None = None  # admitted, not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
@@ -98,11 +98,11 @@ class InFlightBatches:
 
     def __len__(self) -> int:
         """Return how many batches are in flight."""
-        return len(self._flights)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[InFlightBatch]:
         """Yield the batches in flight, oldest first."""
-        return iter(self._flights)
+        return iter(self._batches)
 
     @property
     def size_bytes(self) -> int:
@@ -117,22 +117,22 @@ class InFlightBatches:
 
     @property
     def last(self) -> InFlightBatch | Draft | None:
-        """The flight or draft with the highest IDs."""
-        return self.gathered or (self._flights[-1] if self._flights else None)
+        """The batch in flight, or the draft, with the highest IDs."""
+        return self.gathered or (self._batches[-1] if self._batches else None)
 
     # ---- the store session
 
     def pop_settled(self, last: TransactionId) -> Iterator[InFlightBatch]:
         """Yield and remove the batches of an earlier session that are in the log (rule 2)."""
-        while self._flights and self._flights[0].entry.last <= last:
-            yield self._flights.popleft()
+        while self._batches and self._batches[0].entry.last <= last:
+            yield self._batches.popleft()
 
     def pop_lost(self) -> tuple[list[InFlightBatch | Draft], TransactionId]:
         """Remove everything else; return it, and the last ID that was submitted."""
-        lost: list[InFlightBatch | Draft] = [*self._flights]
+        lost: list[InFlightBatch | Draft] = [*self._batches]
         if self.gathered is not None:
             lost.append(self.gathered)
-        self._flights.clear()
+        self._batches.clear()
         self.gathered = None
         self.stop()
         self.submitted_bytes = 0
@@ -140,7 +140,7 @@ class InFlightBatches:
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
         """Give IDs above this mark; `stamp_ms` is the log's last commit stamp."""
-        assert not self._flights
+        assert not self._batches
         self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
         self._submitted = high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
@@ -158,8 +158,8 @@ class InFlightBatches:
         """Make a batch of a draft's records, if there are any, and count it as in flight."""
         if not draft.parts:
             if draft.tickets:
-                # Rejected for an ID in flight, so there is a batch: when it lands they are final.
-                self._flights[-1].tickets.extend(draft.tickets)
+                # Rejected for an ID in flight, so there is a batch: they are final with it.
+                self._batches[-1].tickets.extend(draft.tickets)
             return None
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
@@ -169,7 +169,7 @@ class InFlightBatches:
         entry = LineageEntry(first, last, session_id, self._stamp_ms, self._chain)
         assert last + 1 == self.next_id
         self._submitted, self.submitted_ms = last, now_ms
-        self._flights.append(
+        self._batches.append(
             InFlightBatch(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
         )
         self.submitted_bytes += len(batch.records)
@@ -178,18 +178,18 @@ class InFlightBatches:
             self._pace.started(draft.tickets[0].connection, now_ms)
         return batch
 
-    def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
+    def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
         """Remove and return the batches that are committed up to `last`, the end of `chain`."""
-        landed: list[InFlightBatch] = []
-        while self._flights and self._flights[0].entry.last <= last:
-            flight = self._flights.popleft()
-            self.submitted_bytes -= len(flight.batch.records)
-            if flight.is_large:
+        committed: list[InFlightBatch] = []
+        while self._batches and self._batches[0].entry.last <= last:
+            oldest = self._batches.popleft()
+            self.submitted_bytes -= len(oldest.batch.records)
+            if oldest.is_large:
                 self._large_count -= 1
-                self._pace.landed(flight.submitted_ms, now_ms)
-            elif flight.tickets:
-                self._pace.small_landed(flight.tickets[0].received_ms, now_ms)
-            assert flight.entry.last < last or flight.entry.chain == chain
-            landed.append(flight)
+                self._pace.finished(oldest.submitted_ms, now_ms)
+            elif oldest.tickets:
+                self._pace.small_finished(oldest.tickets[0].received_ms, now_ms)
+            assert oldest.entry.last < last or oldest.entry.chain == chain
+            committed.append(oldest)
         assert self.submitted_bytes >= 0
-        return landed
+        return committed

@@ -25,14 +25,15 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        request is rejected, and the rows that were already validated keep their outcome. If a piece
        is lost with its session, the mount ends (rule 4), so no later row of the same request can
        enter the log.
-    8. After a move nothing is validated before the lock table has been filled (`refill.py`).
+    8. After a move nothing is validated before the lock table has been filled
+       (`lock_table_loader.py`).
     9. AHEAD (the client's mark is above the log's) is reported only with a proof
        (`completions.py`).
    10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in the
        log, provided that the predecessors are in flight in this same session. Otherwise they are
        rejected. While a batch is in flight, admitted dependent appends are gathered. They go to the
-       store when the batch has landed: at once or, while other authors wait, `GATHER_MS` after the
-       previous batch.
+       store when the batch is committed: at once or, while other authors wait, `GATHER_MS` after
+       the previous batch.
 """
 
 from collections.abc import Iterable
@@ -55,10 +56,10 @@ from waltz_core.server.append.outcomes import (
     BatchCommitted,
     SubmitBatch,
 )
-from waltz_core.server.locking.dependent_appends import Followers
+from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import Refill
+from waltz_core.server.locking.lock_table_loader import LockTableLoader
 from waltz_core.server.locking.tickets import AppendCounters, BatchTicket, SingleTicket, Ticket
 from waltz_core.server.locking.validation import (
     InFlightRange,
@@ -85,18 +86,18 @@ class AppendPipeline:
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
         self._lock_queues = LockQueues(expects_return=False)
-        self._following = Followers()
+        self._dependent = DependentAppends()
         self.counters = AppendCounters()
         self._completions = Completions(mounts, self.counters)
         self._admission = Admission(limits, mounts, self._completions)
-        self._flights = InFlightBatches(pace)
+        self._in_flight = InFlightBatches(pace)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
         self._is_held = False
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
-        self.refill = Refill(partition_id, limits)
+        self.lock_loader = LockTableLoader(partition_id, limits)
         self.proved_ms: int | None = None
 
     # -----------------------------------------------------------------------------------------
@@ -115,26 +116,26 @@ class AppendPipeline:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes that were admitted and are not final."""
-        return self._flights.size_bytes
+        return self._in_flight.size_bytes
 
     @property
     def gathered_count(self) -> int:
         """Number of IDs given to rows that are not submitted yet (rule 10)."""
-        return self._flights.gathered_count
+        return self._in_flight.gathered_count
 
     def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` has work if nothing lands first; None while it waits for a landing."""
+        """When `turn` has work if nothing is committed first; None while it waits for a commit."""
         at_ms = earliest(self._next(now_ms)[1], self._lock_queues.due_ms)
-        at_ms = earliest(at_ms, self._following.waiting.due_ms)
+        at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
-        return earliest(at_ms, self.refill.turn_at_ms(now_ms))
+        return earliest(at_ms, self.lock_loader.turn_at_ms(now_ms))
 
     def _gathered_at_ms(self, now_ms: int) -> int | None:
-        """Return when the gathered draft is submitted, if nothing lands first (rule 10)."""
-        flights = self._flights
-        if flights.gathered is None or not self._is_open or len(flights):
+        """Return when the gathered draft is submitted, if nothing is committed first (rule 10)."""
+        in_flight = self._in_flight
+        if in_flight.gathered is None or not self._is_open or len(in_flight):
             return None
-        return now_ms if self._is_held else self._following.gathers_until_ms(flights.submitted_ms)
+        return now_ms if self._is_held else self._dependent.gathers_until_ms(in_flight.submitted_ms)
 
     @property
     def locks(self) -> LockTable | None:
@@ -150,9 +151,9 @@ class AppendPipeline:
         """A session has opened and earlier ones are settled: appends are accepted from now on.
 
         `unbroken`: no other owner can have written since the previous session. Otherwise the locks
-        are only known to be written at or below the mark, until `refill` has queried the storages.
-        `stamp_ms` is the log's last commit stamp: the clock of this server may be slower than that
-        of the last owner.
+        are only known to be written at or below the mark, until `lock_loader` has queried the
+        storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be slower
+        than that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -161,16 +162,16 @@ class AppendPipeline:
         self._session_id, self._admission.generation = opened.session_id, opened.generation
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
-        for flight in self._flights.pop_settled(last):
-            self._land(flight, out, now_ms=None, is_owner=unbroken)
-        lost, submitted = self._flights.pop_lost()
+        for each in self._in_flight.pop_settled(last):
+            self._finish_batch(each, out, now_ms=None, is_owner=unbroken)
+        lost, submitted = self._in_flight.pop_lost()
         for each in lost:
             for ticket in each.tickets:
                 if ticket.settle(min(last, submitted), self._loss):
                     self._mounts.invalidate(ticket.req_id.client_id)
-                self._landed(ticket, out)
+                self._finish_part(ticket, out)
             out.extend(BarrierReached(token) for token in each.waiting)
-        self._flights.begin(opened.high_water_mark, opened.chain, stamp_ms)
+        self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif unbroken:
@@ -178,25 +179,25 @@ class AppendPipeline:
         else:
             self._table.reset(opened.high_water_mark)
         if not unbroken:
-            self.refill.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
+            self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
-        self._following.session_opened(opened.session_id)
+        self._dependent.session_opened(opened.session_id)
         return out
 
     def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[AppendOutcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
-        assert self._high_water_mark <= last < self._flights.next_id
+        assert self._high_water_mark <= last < self._in_flight.next_id
         self._high_water_mark = self._completions.high_water_mark = last
         assert self._table is not None
-        self._table.landed(last)
+        self._table.committed(last)
         out: list[AppendOutcome] = []
-        for flight in self._flights.pop_landed(last, chain, now_ms):
-            self.proved_ms = flight.submitted_ms
-            if flight.tickets:
-                self.counters.took_ms.append(now_ms - flight.tickets[0].received_ms)
-            self._land(flight, out, now_ms=now_ms)
+        for each in self._in_flight.pop_committed(last, chain, now_ms):
+            self.proved_ms = each.submitted_ms
+            if each.tickets:
+                self.counters.took_ms.append(now_ms - each.tickets[0].received_ms)
+            self._finish_batch(each, out, now_ms=now_ms)
         return out
 
     def hold(self) -> None:
@@ -209,25 +210,25 @@ class AppendPipeline:
         `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
-        self.refill.stop()
+        self.lock_loader.stop()
         self._loss = loss
-        self._flights.stop()
-        self._following.session_closed()
+        self._in_flight.stop()
+        self._dependent.session_closed()
         # Final rejections are reported now: the next session may take long to open.
-        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_followers(
-            self._following.waiting.all()
+        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_dependent(
+            self._dependent.waiting.all()
         )
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
         """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
-        self.refill.stop()
-        self._following.session_closed()
+        self.lock_loader.stop()
+        self._dependent.session_closed()
         out: list[AppendOutcome] = []
         queued: list[Ticket] = []
-        # By identity: a batch may be in several flights, and the rest of it in its lane.
+        # By identity: a batch may be in several batches in flight, and the rest of it in its lane.
         doubtful: dict[int, Ticket] = {}
-        for each in self._flights.pop_lost()[0]:
+        for each in self._in_flight.pop_lost()[0]:
             for ticket in each.tickets:
                 if isinstance(each, Draft) and isinstance(ticket, SingleTicket):
                     queued.append(ticket)  # It was not submitted.
@@ -240,7 +241,7 @@ class AppendPipeline:
             else:
                 queued.append(ticket)
         # Rejected, so they are not in the log either.
-        queued += [*self._lock_queues.all(), *self._following.waiting.all()]
+        queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
         return queued, list(doubtful.values()), out
 
@@ -283,20 +284,20 @@ class AppendPipeline:
         """Drop the queued requests of a closed connection; its batches in flight continue."""
         out: list[AppendOutcome] = []
         for ticket in self._lanes.drop(connection):
-            if isinstance(ticket, BatchTicket) and ticket.flight_count:
-                ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last flight.
+            if isinstance(ticket, BatchTicket) and ticket.in_flight_count:
+                ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last batch in flight.
             else:
                 self._completions.leave(ticket, out)
         for rejected in (
             *self._lock_queues.drop(connection),
-            *self._following.waiting.drop(connection),
+            *self._dependent.waiting.drop(connection),
         ):
             self._completions.leave(rejected, out)
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything that is in flight now is final; for mounts."""
-        last = self._flights.last
+        last = self._in_flight.last
         if last is None:
             return [BarrierReached(token)]
         last.waiting.append(token)
@@ -315,17 +316,17 @@ class AppendPipeline:
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take about one slice from the lanes, validate it, and submit it as one batch (rule 5)."""
-        flights = self._flights
-        draft, flights.gathered = flights.gathered or Draft(), None
-        draft.out = [*self.refill.turn(now_ms)]
+        in_flight = self._in_flight
+        draft, in_flight.gathered = in_flight.gathered or Draft(), None
+        draft.out = [*self.lock_loader.turn(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.due(now_ms))
-        draft.out += self._notify_followers(self._following.waiting.due(now_ms))
+        draft.out += self._notify_dependent(self._dependent.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
-            flights.gathered = draft
+            in_flight.gathered = draft
             draft.out, out = [], draft.out
             return out
-        batch = flights.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
+        batch = in_flight.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
         if batch is not None:
             self.counters.batches += 1
             self.counters.accepted += batch.last - batch.first + 1
@@ -370,7 +371,7 @@ class AppendPipeline:
             group.append(ticket)
             return group
         self._validate_group(group, draft)
-        self._validate_follower(ticket, draft, now_ms)
+        self._validate_dependent(ticket, draft, now_ms)
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
@@ -379,29 +380,29 @@ class AppendPipeline:
             return True
         if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
             return False
-        if len(self._flights):
+        if len(self._in_flight):
             return True
-        until_ms = self._following.gathers_until_ms(self._flights.submitted_ms)
+        until_ms = self._dependent.gathers_until_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request to take now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
-        if self.refill.holds(now_ms):
+        if self.lock_loader.holds(now_ms):
             return None, None
         head = self._lanes.peek()
-        if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
+        if head is None or len(self._in_flight) >= self._limits.in_flight_batches_max:
             return None, None
         bytes_max, at_ms = self._limits.in_flight_bytes_max, None
         if head.is_large:
-            if self._flights.submitted_bytes < bytes_max:
+            if self._in_flight.submitted_bytes < bytes_max:
                 at_ms = self._pace.large_at_ms(now_ms)
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
-        # Small requests do not wait for large ones to land, up to twice the limit.
-        if head is not None and self._flights.submitted_bytes < 2 * bytes_max:
+        # Small requests do not wait until large ones are committed, up to twice the limit.
+        if head is not None and self._in_flight.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
 
@@ -437,46 +438,50 @@ class AppendPipeline:
             draft.is_urgent = True
             self._add(validate_singles(group, self._table, self._place), draft)
 
-    def _validate_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
+    def _validate_dependent(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
         assert self._table is not None
         message = ticket.message
         assert isinstance(message, AppendFollowing)
-        last = TransactionId(self._flights.next_id - 1)
-        self._following.begin(last)
+        last = TransactionId(self._in_flight.next_id - 1)
+        self._dependent.begin(last)
         has_seen = message.session_id != NO_SESSION
-        if has_seen and not self._following.holds(message, last):
+        if has_seen and not self._dependent.holds(message, last):
             ticket.reject_for(self._high_water_mark)
             self._completions.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
-        piece = validate_singles([ticket], self._table, InFlightRange(mark, self._flights.next_id))
-        if ticket.reason is Reason.LOCK and self._following.has_predecessors(ticket):
-            notified = self._following.waiting.rejected(ticket, now_ms)
-            draft.out += self._notify_followers(notified)
+        piece = validate_singles(
+            [ticket], self._table, InFlightRange(mark, self._in_flight.next_id)
+        )
+        if ticket.reason is Reason.LOCK and self._dependent.has_predecessors(ticket):
+            notified = self._dependent.waiting.rejected(ticket, now_ms)
+            draft.out += self._notify_dependent(notified)
             return
         if ticket.conflict > self._high_water_mark:
             piece = ValidatedPiece(None, [ticket], [])
         self._add(piece, draft)
         if piece.part is not None:
-            notified = self._following.waiting.admitted(ticket, now_ms)
-            draft.out += self._notify_followers(notified)
+            notified = self._dependent.waiting.admitted(ticket, now_ms)
+            draft.out += self._notify_dependent(notified)
 
-    def _notify_followers(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        return self._completions.answer_followers(rejected, self._following, self._flights.next_id)
+    def _notify_dependent(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
+        return self._completions.answer_dependent(
+            rejected, self._dependent, self._in_flight.next_id
+        )
 
     @property
     def _place(self) -> InFlightRange:
-        return InFlightRange(self._high_water_mark, self._flights.next_id)
+        return InFlightRange(self._high_water_mark, self._in_flight.next_id)
 
     def _add(self, piece: ValidatedPiece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
-            self._flights.next_id = TransactionId(piece.part.last + 1)
-            self._following.added(piece)
+            self._in_flight.next_id = TransactionId(piece.part.last + 1)
+            self._dependent.added(piece)
         for ticket in piece.doubtful:
             if isinstance(ticket, BatchTicket):
-                ticket.flight_count += 1
+                ticket.in_flight_count += 1
             draft.tickets.append(ticket)
         for ticket in piece.rejected:
             self._completions.finish_if_final(ticket, draft.out)
@@ -484,31 +489,31 @@ class AppendPipeline:
     # -----------------------------------------------------------------------------------------
     # endings
 
-    def _land(
+    def _finish_batch(
         self,
-        flight: InFlightBatch,
+        finished: InFlightBatch,
         out: list[AppendOutcome],
         *,
         now_ms: int | None,
         is_owner: bool = True,
     ) -> None:
-        batch = flight.batch
+        batch = finished.batch
         self.counters.committed += batch.last - batch.first + 1
         self.counters.committed_bytes += len(batch.records)
         if is_owner:  # Otherwise another owner may have truncated and extended the log since.
-            out.append(BatchCommitted(flight.entry, batch))
+            out.append(BatchCommitted(finished.entry, batch))
         held: list[SingleTicket] = []
-        for ticket in flight.tickets:
+        for ticket in finished.tickets:
             if now_ms is not None and self._may_be_held(ticket):
                 held.append(ticket)
             else:
-                self._landed(ticket, out)
+                self._finish_part(ticket, out)
         if now_ms is not None:
-            took_ms = now_ms - flight.submitted_ms
+            took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
-                self._lock_queues.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
+                self._lock_queues.committed(finished.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
-        out.extend(BarrierReached(token) for token in flight.waiting)
+        out.extend(BarrierReached(token) for token in finished.waiting)
 
     def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
         if not is_contending(ticket):
@@ -516,8 +521,8 @@ class AppendPipeline:
         # Its writer must still be mounted, or it could not be notified later.
         return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
 
-    def _landed(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
-        """A flight with rows of this request is final."""
+    def _finish_part(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
+        """One of the batches with rows of this request is final."""
         if isinstance(ticket, BatchTicket):
-            ticket.flight_count -= 1
+            ticket.in_flight_count -= 1
         self._completions.finish_if_final(ticket, out)

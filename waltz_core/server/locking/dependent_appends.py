@@ -133,7 +133,7 @@ def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
-class Followers:
+class DependentAppends:
     """See the module's rules; the pipeline calls it."""
 
     __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")

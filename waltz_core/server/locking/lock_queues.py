@@ -8,11 +8,11 @@ Rules:
     1. Only final rejections wait here. Waiting changes only the time at which the writer receives
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first one in the queue is
-       notified when a transaction with these locks has landed or, among writers of dependent
+       notified when a transaction with these locks is committed or, among writers of dependent
        appends (`dependent_appends.py`), was admitted. It is also notified some time after the
        previous one was.
     3. No writer waits for longer than `HELD_MS_MAX`, or beyond the end of the session.
-    4. The rejection names the last landed transaction with the queue's locks.
+    4. The rejection names the last committed transaction with the queue's locks.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class _Queue:
 
     @property
     def next_ms(self) -> int:
-        """When the queue has something to do, if nothing lands or is admitted first."""
+        """When the queue has something to do, if nothing is committed or admitted first."""
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
@@ -74,7 +74,7 @@ class LockQueues:
 
     @property
     def due_ms(self) -> int | None:
-        """When `due` may have a writer to notify, if nothing lands or is admitted first."""
+        """When `due` may have a writer to notify, if nothing is committed or admitted first."""
         return self._not_before_ms
 
     def rejected(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
@@ -96,17 +96,17 @@ class LockQueues:
             return []
         return [self._first_of(queue, now_ms)]
 
-    def landed(
+    def committed(
         self,
-        landed: Iterable[Ticket],
+        finished: Iterable[Ticket],
         rejected: Iterable[SingleTicket],
         *,
         took_ms: int,
         now_ms: int,
     ) -> list[SingleTicket]:
-        """Return the writers to notify when a batch has landed, which makes rejections final.
+        """Return the writers to notify when a batch is committed, which makes rejections final.
 
-        `rejected` are those of the `landed` that may wait.
+        `rejected` are those of the `finished` that may wait.
         """
         touched: dict[LockKey, _Queue] = {}
         for ticket in rejected:
@@ -115,7 +115,7 @@ class LockQueues:
             touched[key_of(ticket)] = queue
         if not self._queues:
             return []
-        for each in landed:
+        for each in finished:
             if isinstance(each, SingleTicket) and each.transaction_id != REJECTED:
                 key = key_of(each)
                 if key in self._queues:

@@ -14,8 +14,8 @@ Rules:
        have no outcome yet. They are validated in the session that is open then, or rejected
        together with all later rows.
     5. AHEAD is reported only if the session in which the row was validated is proven afterwards
-       (`proofs.py`, rule 3). Without that proof the answer is NOT_MOUNTED. In both cases the row is
-       not in the log.
+       (`linearizable_requests.py`, rule 3). Without that proof the answer is NOT_MOUNTED. In both
+       cases the row is not in the log.
 """
 
 import struct
@@ -145,7 +145,7 @@ class BatchTicket:
 
     `message` is dropped when it is decoded, and `rows` when all are validated: both pin the frame.
     `mount` is as for a single append; `session_id` is the session in which the first piece was
-    validated. `flight_count` is the number of store batches that it waits for.
+    validated. `in_flight_count` is the number of store batches that it waits for.
     """
 
     connection: ConnectionId
@@ -158,7 +158,7 @@ class BatchTicket:
     rows: AppendRows | None = None
     mark: int = 0
     validated_count: int = 0
-    flight_count: int = 0
+    in_flight_count: int = 0
     ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
     conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))
@@ -177,7 +177,7 @@ class BatchTicket:
     @property
     def is_final(self) -> bool:
         """Whether it can be answered (rule 1)."""
-        return self.is_validated and not self.flight_count
+        return self.is_validated and not self.in_flight_count
 
     @property
     def is_ahead(self) -> bool:

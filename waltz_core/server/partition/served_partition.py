@@ -16,7 +16,7 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
        the server releases the partition.
     6. ClientAheadOfLog is reported only if the session is proven after the request arrived; if the
-       proof fails, the error is retriable (`proofs.py`, rule 3).
+       proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts, PartitionPosition, mark_of
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import Ticket
-from waltz_core.server.partition.proofs import Proofs, claim_of
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
     Closed,
@@ -80,7 +80,9 @@ class Partition:
         self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._proofs: Proofs[Received | Ticket] = Proofs(limits.high_water_mark_staleness_ms_max)
+        self._proofs: LinearizableRequests[Received | Ticket] = LinearizableRequests(
+            limits.high_water_mark_staleness_ms_max
+        )
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
@@ -211,10 +213,10 @@ class Partition:
 
     def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            self._out += self.pipeline.refill.failed(event.token, self._now_ms)
+            self._out += self.pipeline.lock_loader.failed(event.token, self._now_ms)
             self._route_reads(self.reads.failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
-            self.pipeline.refill.fetched(event.token, event.message)
+            self.pipeline.lock_loader.fetched(event.token, event.message)
         else:
             self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms))
 
@@ -493,8 +495,8 @@ class Partition:
         settled = self.pipeline.settled(
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
-        replicas, refill = self.reads.replicas, self.pipeline.refill
-        self._out += refill.query_locks(
+        replicas, lock_loader = self.reads.replicas, self.pipeline.lock_loader
+        self._out += lock_loader.query_locks(
             opened.session_id, replicas, self._now_ms, holds=not unbroken
         )
         self.feed.advanced(opened.session_id, mark)

@@ -51,7 +51,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
@@ -188,7 +188,7 @@ class Clients:
     """See the module's rules."""
 
     def __init__(
-        self, backend: Backend, limits: FlowLimits, tasks: Tasks, metrics: Metrics
+        self, backend: Backend, limits: FlowLimits, tasks: TaskStarter, metrics: Metrics
     ) -> None:
         self._backend = backend
         self._tasks = tasks

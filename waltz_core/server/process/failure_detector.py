@@ -35,7 +35,7 @@ from waltz_core.cluster.znodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import AuthenticationFailed, BadConfig, TlsFailed, WaltzError
 from waltz_core.records.record import ServerId
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport import net
 from waltz_core.wire.messages import WireProtocol
 
@@ -61,7 +61,7 @@ class FailureDetector:
     def __init__(
         self,
         server_id: ServerId,
-        tasks: Tasks,
+        tasks: TaskStarter,
         remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         *,
         ssl: SSLContext | None = None,

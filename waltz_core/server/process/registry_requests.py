@@ -41,7 +41,7 @@ from waltz_core.cluster.writes import (
 )
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, ClientId
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.connection_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
 
@@ -65,7 +65,7 @@ class RegistryRequests:
         writes: WriteRegistry,
         next_client_id: Callable[[], Awaitable[ClientId]],
         partition_count: int,
-        tasks: Tasks,
+        tasks: TaskStarter,
     ) -> None:
         self._writes = writes
         self._next_client_id = next_client_id

@@ -42,7 +42,7 @@ from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire.messages import (
@@ -132,7 +132,9 @@ class Faults:
 class MemoryServer:
     """All partitions on one port."""
 
-    def __init__(self, key: bytes, partition_count: int, faults: Faults, tasks: Tasks) -> None:
+    def __init__(
+        self, key: bytes, partition_count: int, faults: Faults, tasks: TaskStarter
+    ) -> None:
         self.key = key
         self.partition_count = partition_count
         self.faults = faults

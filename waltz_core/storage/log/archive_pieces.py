@@ -10,7 +10,7 @@ Rules (docs/decisions/047):
 
 from typing import Final, NamedTuple
 
-from waltz_core.archive.upload_job import BatchRun
+from waltz_core.archive.manifest_jobs import BatchRun
 from waltz_core.errors import BadRequest
 from waltz_core.records.record import (
     BEFORE_FIRST,

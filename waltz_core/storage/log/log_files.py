@@ -1,7 +1,7 @@
 """The files of one partition's log: writes, syncs, and the state after a failure.
 
 `PartitionLog` decides what may be written; this class writes it. It also tracks the reported end
-of the log, which is before the end of the records while records are covered (`covering.py`).
+of the log, which is before the end of the records while records are covered (`covered_records.py`).
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
@@ -182,7 +182,7 @@ class LogFiles:
     def mark_acked(self) -> None:
         """Move the acked marker to the last synced ID, durably (rule 2).
 
-        Not after a failure, nor while records are covered: `covering.py` has set it then.
+        Not after a failure, nor while records are covered: `covered_records.py` has set it then.
         """
         if self.covered_end is not None:
             return

@@ -18,7 +18,7 @@ Rules:
        The same is done with records that an owner has left without batches (`UNBATCHED`), and with
        those that an earlier version of this storage took from 0.13 servers. There the slot is the
        newest state, and its marker is trusted. A provisional mark of such a server is kept without
-       its session (`covering.py`, rule 1).
+       its session (`covered_records.py`, rule 1).
        Bounds of adopted batches follow from IDs and lengths alone, however often the log was opened
        meanwhile. Batches of an earlier adoption with other bounds are created again.
        0.13 ignores batches and intents. So an intent that is older than its writes is dropped, and

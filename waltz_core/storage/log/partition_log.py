@@ -60,7 +60,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
-from waltz_core.storage.log.covering import Cover
+from waltz_core.storage.log.covered_records import CoveredRecords
 from waltz_core.storage.log.log_files import LogFiles, LogSettings
 from waltz_core.storage.log.reading import READ_BYTES, HeadersRead, LogReader
 
@@ -84,7 +84,7 @@ class ReplicaReport(NamedTuple):
 class PartitionLog:
     """One partition on disk; all calls block, one at a time."""
 
-    def __init__(self, files: LogFiles, cover: Cover, control: ControlFile) -> None:
+    def __init__(self, files: LogFiles, cover: CoveredRecords, control: ControlFile) -> None:
         self.partition_id: PartitionId = files.partition_id
         self.appended_bytes = 0
         self.read_count = 0
@@ -126,7 +126,7 @@ class PartitionLog:
                 disk, directory, blank, info, trust_fsync=True, is_name_durable=True
             )
 
-        return cls(files, Cover(files, reopen), control)
+        return cls(files, CoveredRecords(files, reopen), control)
 
     # ---- state
 
@@ -227,7 +227,7 @@ class PartitionLog:
         return session != NO_SESSION and self._engaged == session and is_working
 
     def state(self) -> ReplicaReport:
-        """Return what PREPARED reports, as of now (`covering.py`, rules 1 and 5)."""
+        """Return what PREPARED reports, as of now (`covered_records.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
         is_short = synced_max < self.low_water_mark
         return ReplicaReport(
@@ -246,7 +246,8 @@ class PartitionLog:
     def prepare(self, session: SessionId, nonce: bytes) -> ReplicaReport:
         """Promise a session durably, sync the log, and return its state (rule 2).
 
-        Records that an earlier session left without batches get them first (`covering.py`, rule 2).
+        Records that an earlier session left without batches get them first (`covered_records.py`,
+        rule 2).
 
         Raises:
             SessionFenced: a later session was promised, or this one to another owner.
@@ -307,7 +308,7 @@ class PartitionLog:
         self._write_mark(slot, session, mark)
 
     def _truncate_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Truncate covered records if the log ends at the mark (`covering.py`, rule 3)."""
+        """Truncate covered records if the log ends at the mark (`covered_records.py`, rule 3)."""
         files = self._files
         intent = self.slot.truncate if files.is_half_truncated else None
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):

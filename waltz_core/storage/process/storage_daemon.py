@@ -37,10 +37,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import ArchiveAccess
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied_revisions import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -64,10 +64,10 @@ from waltz_core.storage.service import admin_execution, archive_jobs, service, s
 from waltz_core.storage.service.admin_tasks import ArchiveState, DiskStatus
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writer_threads import CallThreads, WriteOutcome, WriterThreads
 from waltz_core.transport import net, quota_metrics, tls
@@ -188,7 +188,7 @@ class StorageDaemon:
         self._uploads = CallThreads(1, "storage-upload")
         self._archive_reads = CallThreads(ARCHIVE_READ_THREADS, "storage-archive-read")
         self._read_ahead = CallThreads(READ_AHEAD_THREADS, "storage-read-ahead")
-        self._archive = ArchiveAccess(
+        self._archive = StorageArchive(
             config.archive_url,
             cluster.cluster_key.bytes,
             self._read_ahead,
@@ -211,7 +211,7 @@ class StorageDaemon:
         self._is_idle.set()
         # Set with the error that ends the process (service.py, rule 6; or a bug).
         self._failure: asyncio.Future[None] = self._loop.create_future()
-        self._engine: Engine | None = None
+        self._engine: StorageEngine | None = None
         self._machine: StorageService | None = None
         self._serving: ServedReplicas | None = None
         self._admin: AdminPort | None = None
@@ -250,7 +250,7 @@ class StorageDaemon:
                 close = engine.close if is_clean else engine.abandon
                 await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
 
-    def _open_engine(self) -> Engine:
+    def _open_engine(self) -> StorageEngine:
         config = self._config
         settings = LogSettings(
             cluster_key=self._cluster.cluster_key.bytes,
@@ -258,7 +258,7 @@ class StorageDaemon:
             now_ms=_wall_clock_ms,
             trust_fsync=config.trust_fsync,
         )
-        return Engine.open(
+        return StorageEngine.open(
             RealDisk(config.open_files_max, page_cache_bytes_max=config.page_cache_bytes_max),
             Path(config.directory),
             settings,
@@ -269,7 +269,7 @@ class StorageDaemon:
         )
 
     async def _serve_open(
-        self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
+        self, engine: StorageEngine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
         identity = StorageIdentity(
@@ -328,7 +328,7 @@ class StorageDaemon:
                 _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
-        self, engine: Engine, machine: StorageService, serving: ServedReplicas
+        self, engine: StorageEngine, machine: StorageService, serving: ServedReplicas
     ) -> None:
         async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
@@ -338,7 +338,9 @@ class StorageDaemon:
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
-    async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
+    async def _make_machine(
+        self, engine: StorageEngine, identity: StorageIdentity
+    ) -> StorageService:
         config = self._config
         if config.archive_url:
             await self._in_thread(self._archive.open)
@@ -388,7 +390,7 @@ class StorageDaemon:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
             await asyncio.sleep(SAMPLE_MS / 1000)
 
-    def _make_serving(self, engine: Engine) -> ServedReplicas:
+    def _make_serving(self, engine: StorageEngine) -> ServedReplicas:
         return ServedReplicas(
             engine,
             self._coordinator,
@@ -401,7 +403,11 @@ class StorageDaemon:
         )
 
     def _make_admin(
-        self, engine: Engine, serving: ServedReplicas, identity: StorageIdentity, tasks: TaskGroup
+        self,
+        engine: StorageEngine,
+        serving: ServedReplicas,
+        identity: StorageIdentity,
+        tasks: TaskGroup,
     ) -> AdminPort:
         return AdminPort(
             engine,
@@ -416,7 +422,7 @@ class StorageDaemon:
             archive_state=self._archive_state,
         )
 
-    async def _register(self, engine: Engine) -> None:
+    async def _register(self, engine: StorageEngine) -> None:
         """Register for this address, or raise StorageIdMismatch if it is another storage's."""
         coordinator = self._coordinator
         if coordinator is None:
@@ -437,7 +443,11 @@ class StorageDaemon:
             )
 
     async def _follow_assignment(
-        self, coordinator: Coordinator, engine: Engine, serving: ServedReplicas, tasks: TaskGroup
+        self,
+        coordinator: Coordinator,
+        engine: StorageEngine,
+        serving: ServedReplicas,
+        tasks: TaskGroup,
     ) -> None:
         """Follow permissions and assignment; register again when this storage is added again.
 

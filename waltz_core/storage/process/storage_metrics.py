@@ -11,7 +11,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.manifest_jobs import UploadJob, UploadOutcome
 from waltz_core.errors import DiskFailed, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId

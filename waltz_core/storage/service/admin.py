@@ -2,7 +2,7 @@
 
 This code decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper,
 so that tests can cover every case. `admin_port.py` carries the decisions out on the disk, through
-`engine.py` and `removal.py`.
+`storage_engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
 generator that yields tasks and returns its answer.
@@ -45,6 +45,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.storage.log.scrub import ScrubState
+from waltz_core.storage.service import admin_tasks
 from waltz_core.storage.service.admin_tasks import (
     NO_LOG,
     AdminTask,
@@ -53,18 +54,15 @@ from waltz_core.storage.service.admin_tasks import (
     DiskStatus,
     FindArchiveState,
     FindDiskStatus,
-    FindHeld,
+    FindHeldPartitions,
+    FindScrubState,
     FindZooKeeperState,
     HeldPartition,
     InspectReplica,
     LogFacts,
-    MarkReplicaSuspect,
     PutCopy,
     ReadRange,
     ReplicaStatus,
-    Reseed,
-    ScrubStatus,
-    SetAvailability,
     Unassign,
     ZooKeeperState,
 )
@@ -303,7 +301,7 @@ class AdminService:
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
-            yield SetAvailability(partition_id, message.is_available)
+            yield admin_tasks.SetAvailable(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
@@ -337,7 +335,7 @@ class AdminService:
                     f"{state.session_id}. If it becomes suspect, no replica proves which appends "
                     "were acknowledged. Hint: use --force to accept that."
                 )
-        yield MarkReplicaSuspect(partition_id)
+        yield admin_tasks.MarkSuspect(partition_id)
         return wire.Done(message.sequence)
 
     def _re_seed(self, message: wire.ReSeed) -> Script:
@@ -351,7 +349,7 @@ class AdminService:
                     "(`storage availability`), so that the session continues without it, or "
                     "use --force."
                 )
-        yield Reseed(partition_id)
+        yield admin_tasks.ReSeed(partition_id)
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
@@ -405,7 +403,7 @@ class AdminService:
     def _scrub(self, message: wire.ScrubRequest) -> Script:
         partition_id = PartitionId(message.partition_id)
         yield from _inspect(partition_id)
-        state = yield ScrubStatus(partition_id, message.begins)
+        state = yield FindScrubState(partition_id, message.begins)
         if state is None:
             raise BadRequest(
                 f"partition {partition_id} cannot be scrubbed, because it is offline or not "
@@ -556,7 +554,7 @@ def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, 
 
 
 def _held() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
-    held = yield FindHeld()
+    held = yield FindHeldPartitions()
     assert isinstance(held, tuple)
     return held
 

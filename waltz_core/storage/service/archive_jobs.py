@@ -23,7 +23,7 @@ from typing import Final, TypeAlias, assert_never
 
 from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
 from waltz_core.archive.manifest import RecordedManifest
-from waltz_core.archive.upload_job import (
+from waltz_core.archive.manifest_jobs import (
     BatchRun,
     ExpiryJob,
     ExpiryOutcome,

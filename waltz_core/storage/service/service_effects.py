@@ -7,7 +7,7 @@ means.
 from typing import TypeAlias
 
 from waltz_core.archive.collection import CollectionJob
-from waltz_core.archive.upload_job import ExpiryJob, UploadJob
+from waltz_core.archive.manifest_jobs import ExpiryJob, UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.space import DiskSpace

@@ -37,7 +37,7 @@ from waltz_core.errors import (
 from waltz_core.machine import Report
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.repair import (
+from waltz_core.replication.replica_repair import (
     AppendCopy,
     FetchCopy,
     FillDamage,
@@ -70,7 +70,7 @@ class RunningStep(NamedTuple):
     step: RepairStep
 
 
-class Repairs:
+class RepairRunner:
     """See the module's rules; the replicas and their connections are the session's."""
 
     def __init__(
@@ -162,10 +162,11 @@ class Repairs:
             self._take(each, step, now_ms)
 
     def _goal_of(self, each: ReplicaSession, goal: Goal, now_ms: int) -> Goal:
-        """Return the goal of one replica: none is reset that a session needs (repair.py, rule 7).
+        """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
-        Until ZooKeeper has this session's states, the next session would need a trusted replica.
-        Nor is one whose storage has an older version, which does not know the request.
+        A replica that a session needs is not reset. Until ZooKeeper has this session's states, the
+        next session would need a trusted replica. Nor is a replica reset if its storage has an
+        older version, which does not know the request.
         """
         is_needed = not self.is_open and self._recovery.is_credible(each.replica)
         archived = self.archived

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.repair`: the repair of one replica, step by step."""
+"""Unit tests of `waltz_core.replication.replica_repair`: the repair of a replica, step by step."""
 
 import zlib
 from dataclasses import replace
@@ -9,7 +9,7 @@ from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
-from waltz_core.replication.repair import (
+from waltz_core.replication.replica_repair import (
     AppendCopy,
     FetchCopy,
     FillDamage,

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.repairs`: two replicas at a time."""
+"""Unit tests of `waltz_core.replication.repair_runner`: two replicas at a time."""
 
 from dataclasses import replace
 

@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.patience import HANG_S
 from tests.unit.archive.test_upload import KEY, job_after
-from waltz_core.archive.access import DAMAGE_MAX, ArchiveAccess
-from waltz_core.archive.upload_job import NewManifest
+from waltz_core.archive.manifest_jobs import NewManifest
+from waltz_core.archive.storage_archive import DAMAGE_MAX, StorageArchive
 from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
 
 
 def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     root = tmp_path / "archive"
     calls = []
-    access = ArchiveAccess(
+    access = StorageArchive(
         f"file://{root}", KEY, ThreadPoolExecutor(1), on_progress=lambda: calls.append(1)
     )
     access.open()
@@ -41,7 +41,7 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
 
 
 def test_damage_is_known_until_the_same_place_was_read():
-    access = ArchiveAccess("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
+    access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
     access.was_read((0, 7), "object 7")
     access.was_read((1, 7), "object 8")
     access.was_read((0, 8), "")
@@ -62,8 +62,8 @@ def test_an_open_archive_needs_no_more_modules(tmp_path):
     code = (
         "import sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from waltz_core.archive.access import ArchiveAccess\n"
-        f"access = ArchiveAccess('file://{tmp_path}', bytes(16), ThreadPoolExecutor(1))\n"
+        "from waltz_core.archive.storage_archive import StorageArchive\n"
+        f"access = StorageArchive('file://{tmp_path}', bytes(16), ThreadPoolExecutor(1))\n"
         "assert 'pyarrow.parquet' not in sys.modules\n"
         "access.open()\n"
         "known = {each for each in sys.modules if each.startswith('waltz_core.')}\n"

@@ -2,12 +2,12 @@
 
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import ProveMark
-from waltz_core.server.partition.proofs import Proofs, claim_of
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
 from waltz_core.wire import messages
 
 
 def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
-    proofs: Proofs[str] = Proofs(1000)
+    proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
     assert proofs.wait_for_proof("b", 11) == []
     assert proofs.wait_for_proof("c", 12) == []
@@ -16,7 +16,7 @@ def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
 
 
 def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
-    proofs: Proofs[str] = Proofs(1000)
+    proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 11)
     proofs.wait_for_proof("c", 12)
@@ -26,7 +26,7 @@ def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
 
 
 def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
-    proofs: Proofs[str] = Proofs(1000)
+    proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert proofs.proved(7, 0) == ((), [])
     assert proofs.failed(0, 0) == ((), [])
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
@@ -35,7 +35,7 @@ def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
 
 
 def test_freshness_counts_from_when_the_proof_was_requested() -> None:
-    proofs: Proofs[str] = Proofs(1000)
+    proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert not proofs.is_fresh(0)
     proofs.wait_for_proof("a", 10)
     proofs.proved(1, 900)
@@ -48,7 +48,7 @@ def test_freshness_counts_from_when_the_proof_was_requested() -> None:
 
 
 def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness() -> None:
-    proofs: Proofs[str] = Proofs(1000)
+    proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     proofs.confirm(0)
     proofs.wait_for_proof("a", 10)
     proofs.wait_for_proof("b", 10)

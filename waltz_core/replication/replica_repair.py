@@ -1,7 +1,7 @@
 """Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
 
 Only this file removes records. It knows one replica and the goal (the decided log). Its owner
-(`repairs.py`) chooses the sources and has the connections.
+(`repair_runner.py`) chooses the sources and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.

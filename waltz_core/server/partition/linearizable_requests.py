@@ -33,7 +33,7 @@ from waltz_core.wire.messages import (
 RequestT = TypeVar("RequestT")
 
 
-class Proofs(Generic[RequestT]):
+class LinearizableRequests(Generic[RequestT]):
     """The requests that wait for each proof."""
 
     __slots__ = (

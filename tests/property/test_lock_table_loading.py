@@ -12,9 +12,9 @@ import pytest
 
 from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
-from waltz_core.server.locking import refill as module
+from waltz_core.server.locking import lock_table_loader as module
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import Refill
+from waltz_core.server.locking.lock_table_loader import LockTableLoader
 from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks
 
@@ -83,20 +83,20 @@ class Owner:
     def __init__(self, history: History) -> None:
         self.files = history.files
         self.table = LockTable(SLOTS, history.end.last)
-        self.refill = Refill(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
-        self.refill.begin(self.table, history.end)
+        self.lock_loader = LockTableLoader(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
+        self.lock_loader.begin(self.table, history.end)
 
     def learn(self) -> Iterator[None]:
         """Ask for blocks and take them, until all is learned; yield before each turn."""
         replicas = [ReplicaId(str(each)) for each in range(3)]
-        asked = self.refill.query_locks(SessionId(1), replicas, 0, holds=True)
-        while asked or self.refill.turn_at_ms(0) == 0:
+        asked = self.lock_loader.query_locks(SessionId(1), replicas, 0, holds=True)
+        while asked or self.lock_loader.turn_at_ms(0) == 0:
             for fetch in asked:
                 if isinstance(fetch, Fetch):
                     data = bytes(self.files[int(fetch.replica)])
-                    self.refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, data))
+                    self.lock_loader.fetched(fetch.token, LockBlocks(1, fetch.token, 0, data))
             yield
-            asked = self.refill.turn(0)
+            asked = self.lock_loader.turn(0)
 
 
 def learn_while_appending(rng: Random) -> None:
@@ -126,8 +126,8 @@ def learn_while_appending(rng: Random) -> None:
             history.writes.append((next_id, lock))
             next_id += 1
     check()
-    assert owner.refill.floor <= mark.last
-    if owner.refill.floor == -1:
+    assert owner.lock_loader.floor <= mark.last
+    if owner.lock_loader.floor == -1:
         unknown = [lock for lock in range(LOCKS) if history.last_writer(lock) == -1]
         assert all(table.estimate(lock) == -1 for lock in unknown)
 
@@ -152,5 +152,5 @@ def test_most_locks_are_refilled_if_few_blocks_are_lost() -> None:
         owner = Owner(history)
         for _ in owner.learn():
             pass
-        floors.append(owner.refill.floor / history.end.last)
+        floors.append(owner.lock_loader.floor / history.end.last)
     assert sum(floor < 0.5 for floor in floors) > 30

@@ -1,4 +1,4 @@
-"""Refill of the lock table of a new owner, and when appends continue."""
+"""The lock table of a new owner is loaded from storages, and when appends continue."""
 
 import struct
 
@@ -7,9 +7,14 @@ import pytest
 from waltz_core.machine import Report
 from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
-from waltz_core.server.locking import refill as module
+from waltz_core.server.locking import lock_table_loader as module
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import HELD_MS_MAX, IN_FLIGHT_MAX, RETRY_MS, Refill
+from waltz_core.server.locking.lock_table_loader import (
+    HELD_MS_MAX,
+    IN_FLIGHT_MAX,
+    RETRY_MS,
+    LockTableLoader,
+)
 from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
@@ -37,8 +42,8 @@ class World:
     def __init__(self, **limits: int) -> None:
         self.limits = PartitionLimits(lock_slot_count=100_003, **limits)
         self.table = LockTable(100_003, TransactionId(MARK))
-        self.refill = Refill(PartitionId(2), self.limits)
-        self.refill.begin(self.table, end(MARK))
+        self.lock_loader = LockTableLoader(PartitionId(2), self.limits)
+        self.lock_loader.begin(self.table, end(MARK))
         self.now_ms = 1_000
         self.fetches: list[Fetch] = []
         self.reports: list[Report] = []
@@ -48,19 +53,23 @@ class World:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
     def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:
-        self.take(self.refill.query_locks(SessionId(session), REPLICAS, self.now_ms, holds=holds))
+        self.take(
+            self.lock_loader.query_locks(SessionId(session), REPLICAS, self.now_ms, holds=holds)
+        )
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
         asked = (fetch or self.fetches[-1]).message
-        self.refill.fetched(asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data))
+        self.lock_loader.fetched(
+            asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data)
+        )
 
     def fail(self) -> None:
-        self.take(self.refill.failed(self.fetches[-1].token, self.now_ms))
+        self.take(self.lock_loader.failed(self.fetches[-1].token, self.now_ms))
 
     def run(self) -> int:
         count = 0
-        while self.refill.turn_at_ms(self.now_ms) == self.now_ms:
-            self.take(self.refill.turn(self.now_ms))
+        while self.lock_loader.turn_at_ms(self.now_ms) == self.now_ms:
+            self.take(self.lock_loader.turn(self.now_ms))
             count += 1
         return count
 
@@ -75,17 +84,17 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert fetch.replica == REPLICAS[0]
     assert fetch.message == LockBlocksRequest(SESSION, fetch.token, 2, 8 << 20)
     assert fetch.token < 0
-    assert world.refill.holds(world.now_ms)
+    assert world.lock_loader.holds(world.now_ms)
     assert world.table.estimate(77) == MARK
     world.answer(blocks(0, MARK))
     world.run()
-    assert not world.refill.holds(world.now_ms)
+    assert not world.lock_loader.holds(world.now_ms)
     assert world.written(*range(10)) == list(range(10))
     assert world.table.estimate(77) == -1
-    assert world.refill.floor == -1
+    assert world.lock_loader.floor == -1
     assert world.reports == [Report("locks.loaded", (("known_from", 0), ("mark", MARK)))]
     assert len(world.fetches) == 1
-    assert world.refill.turn_at_ms(world.now_ms) is None
+    assert world.lock_loader.turn_at_ms(world.now_ms) is None
 
 
 def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() -> None:
@@ -113,7 +122,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     world.query_locks()
     world.answer(blocks(0, MARK))
     world.run()
-    assert world.refill.floor == 6
+    assert world.lock_loader.floor == 6
     assert world.written(5, 6, 7, 8) == [6, 6, 7, 8]
     assert world.reports[0].name == "locks.loaded"
 
@@ -130,9 +139,9 @@ def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
         assert world.fetches[-1].replica == replica
         world.answer(data)
         world.run()
-    assert world.refill.floor == MARK
+    assert world.lock_loader.floor == MARK
     assert world.table.estimate(77) == MARK
-    assert not world.refill.holds(world.now_ms)
+    assert not world.lock_loader.holds(world.now_ms)
     assert world.reports == [
         Report("locks.partially_loaded", (("known_from", MARK + 1), ("mark", MARK)))
     ]
@@ -143,9 +152,9 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     world.query_locks()
     world.answer(blocks(0, 3) + blocks(6, 9))
     world.run()
-    assert world.refill.floor == 5
+    assert world.lock_loader.floor == 5
     assert world.written(3, 5, 6) == [5, 5, 6]
-    assert world.refill.holds(world.now_ms)
+    assert world.lock_loader.holds(world.now_ms)
     world.answer(blocks(0, 9))
     world.run()
     assert world.written(0, 3, 5, 6) == [0, 3, 5, 6]
@@ -155,7 +164,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
 def test_locks_entered_meanwhile_stay() -> None:
     world = World()
     world.query_locks(holds=False)
-    assert not world.refill.holds(world.now_ms)
+    assert not world.lock_loader.holds(world.now_ms)
     world.table.validate_one(
         ([1_005], [], []),
         MARK,
@@ -170,13 +179,13 @@ def test_locks_entered_meanwhile_stay() -> None:
 def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world = World()
     world.query_locks()
-    assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
+    assert world.lock_loader.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
     world.now_ms += HELD_MS_MAX
-    assert not world.refill.holds(world.now_ms)
-    assert world.refill.turn_at_ms(world.now_ms) is None
+    assert not world.lock_loader.holds(world.now_ms)
+    assert world.lock_loader.turn_at_ms(world.now_ms) is None
     world.answer(blocks(0, MARK))
     world.run()
-    assert world.refill.floor == -1
+    assert world.lock_loader.floor == -1
 
 
 def test_a_failed_replica_is_queried_again_later() -> None:
@@ -185,13 +194,13 @@ def test_a_failed_replica_is_queried_again_later() -> None:
     for _ in REPLICAS:
         world.fail()
     assert [each.replica for each in world.fetches] == list(REPLICAS)
-    assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + RETRY_MS
+    assert world.lock_loader.turn_at_ms(world.now_ms) == world.now_ms + RETRY_MS
     world.now_ms += RETRY_MS
     world.run()
     assert [each.replica for each in world.fetches] == [*REPLICAS, REPLICAS[0]]
     world.answer(blocks(0, MARK))
     world.run()
-    assert world.refill.floor == -1
+    assert world.lock_loader.floor == -1
 
 
 def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
@@ -202,26 +211,26 @@ def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
         world.fail()
     assert len(world.fetches) == len(REPLICAS)
     assert world.reports[0].name == "locks.partially_loaded"
-    assert world.refill.turn_at_ms(world.now_ms) is None
+    assert world.lock_loader.turn_at_ms(world.now_ms) is None
 
 
-def test_a_later_session_of_the_same_owner_continues_the_refill() -> None:
+def test_a_later_session_of_the_same_owner_continues_loading() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(6, MARK))
     world.run()
     late = world.fetches[-1]
-    world.refill.stop()
+    world.lock_loader.stop()
     world.query_locks(SESSION + 1, holds=False)
     world.answer(blocks(0, MARK), late)
     assert world.run() == 0
-    assert world.refill.floor == 5
+    assert world.lock_loader.floor == 5
     world.answer(blocks(0, MARK + 3))
     world.run()
-    assert world.refill.floor == -1
+    assert world.lock_loader.floor == -1
     world.query_locks(SESSION + 2)
     assert world.fetches[-1].message.session_id == SESSION + 1
-    assert not world.refill.holds(world.now_ms)
+    assert not world.lock_loader.holds(world.now_ms)
 
 
 def test_missing_blocks_are_not_requested_again() -> None:
@@ -230,25 +239,25 @@ def test_missing_blocks_are_not_requested_again() -> None:
     for data in (blocks(8, MARK), blocks(6, MARK), blocks(0, 3) + blocks(6, MARK)):
         world.answer(data)
         world.run()
-    assert world.refill.floor == 5
+    assert world.lock_loader.floor == 5
     # The first replica was queried at another floor, the other two have no blocks at this one.
-    world.refill.stop()
+    world.lock_loader.stop()
     world.query_locks(SESSION + 1, holds=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
     world.answer(blocks(8, MARK + 2))
     world.run()
     reports = len(world.reports)
     for session in range(SESSION + 2, SESSION + 9):
-        world.refill.stop()
+        world.lock_loader.stop()
         world.query_locks(session, holds=False)
-        assert world.refill.turn_at_ms(world.now_ms) is None
+        assert world.lock_loader.turn_at_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
     # After another owner had the log, all locks are unknown again.
-    world.refill.begin(world.table, end(MARK))
+    world.lock_loader.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]
-    assert world.refill.holds(world.now_ms)
+    assert world.lock_loader.holds(world.now_ms)
 
 
 def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
@@ -260,8 +269,8 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world.fail()
     world.answer(blocks(8, MARK))
     world.run()
-    assert world.refill.floor == 7
-    world.refill.stop()
+    assert world.lock_loader.floor == 7
+    world.lock_loader.stop()
     world.query_locks(SESSION + 1, holds=False)
     world.answer(b"")
     world.run()
@@ -273,8 +282,8 @@ def test_requests_without_an_answer_are_limited() -> None:
     for session in range(IN_FLIGHT_MAX + 3):
         world.query_locks(session)
     assert len(world.fetches) == IN_FLIGHT_MAX
-    assert not world.refill.holds(world.now_ms)
-    world.take(world.refill.failed(world.fetches[0].token, world.now_ms))
+    assert not world.lock_loader.holds(world.now_ms)
+    world.take(world.lock_loader.failed(world.fetches[0].token, world.now_ms))
     world.query_locks(99)
     assert len(world.fetches) == IN_FLIGHT_MAX + 1
 
@@ -299,15 +308,15 @@ def test_blocks_above_the_floor_are_skipped_in_slices(
     world.query_locks()
     world.answer(blocks(0, MARK + 4))
     assert world.run() > 5
-    assert world.refill.floor == -1
+    assert world.lock_loader.floor == -1
 
 
 def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
     world = World()
-    world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
+    world.lock_loader.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
     world.query_locks()
     assert world.fetches == []
     world = World(lock_load_count_max=0)
     world.query_locks()
     assert world.fetches == []
-    assert not world.refill.holds(world.now_ms)
+    assert not world.lock_loader.holds(world.now_ms)

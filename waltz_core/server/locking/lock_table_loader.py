@@ -1,4 +1,4 @@
-"""Refills the lock table after a move from the lock blocks that storages keep.
+"""Loads the lock table after a move from the lock blocks that storages keep.
 
 A new owner knows only that all locks were written at or below the mark with which it begins. So it
 would have to reject every client below that mark once. But the storages have lock files with blocks
@@ -55,7 +55,7 @@ IN_FLIGHT_MAX: Final = 4
 _TOKENS: Final = 1 << 16
 
 
-class Refill:
+class LockTableLoader:
     """See the module's rules."""
 
     def __init__(self, partition_id: PartitionId, limits: PartitionLimits) -> None:

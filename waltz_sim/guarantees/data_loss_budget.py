@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _NOTHING: Final = PartitionMetadata()
 
 
-class Budget:
+class DataLossBudget:
     """Decides whether a loss is allowed by the module's rules."""
 
     def __init__(self, cluster: "SimCluster") -> None:
@@ -129,7 +129,7 @@ class Budget:
 
 
 def is_sound(storage: "SimStorage") -> bool:
-    """Whether the platter can be read completely and is trusted; changes nothing."""
+    """Whether the disk can be read completely and is trusted; changes nothing."""
     copy = SimDisk(is_traced=False)
     copy.become(storage.disk.contents())
     try:

@@ -50,7 +50,7 @@ from waltz_core.storage.log.log_files import LogFiles
 I64 = npt.NDArray[np.int64]
 
 
-class Cover:
+class CoveredRecords:
     """Covers records of one log, whose `covered_end` is the reported end meanwhile.
 
     `reopen` opens the log's files as at a start, which makes batches.

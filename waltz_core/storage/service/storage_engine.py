@@ -79,7 +79,7 @@ def in_turn(call: Callable[[PartitionId], None], partition_ids: Sequence[Partiti
         call(partition_id)
 
 
-class Engine:
+class StorageEngine:
     """An open storage directory. Calls block; logs may be used by one thread each."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         new_storage_id: bytes,
         reserve_bytes: int = 0,
         for_each: ForEach = in_turn,
-    ) -> "Engine":
+    ) -> "StorageEngine":
         """Open or create a storage directory and all partitions that are assigned to it.
 
         `new_storage_id` is used only when the directory has none yet. `for_each` opens the

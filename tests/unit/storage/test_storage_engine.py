@@ -21,7 +21,7 @@ from waltz_core.errors import (
 )
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 KEY = bytes(range(16))
@@ -29,7 +29,7 @@ SETTINGS = LogSettings(KEY, 10_000, lambda: 5)
 
 
 def open_engine(directory, *, disk=None, settings=SETTINGS, partition_count=3, **options):
-    return Engine.open(
+    return StorageEngine.open(
         disk or RealDisk(),
         directory,
         settings,

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
-from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
@@ -26,7 +26,7 @@ _PROGRESS_S: Final = 1.0
 DAMAGE_MAX: Final = 100
 
 
-class ArchiveAccess:
+class StorageArchive:
     """The archive at a URL; `open` comes first.
 
     `read_ahead` has the threads for reads of what will probably be requested next. `on_progress` is
