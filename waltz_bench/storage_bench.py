@@ -59,7 +59,7 @@ READ_BYTES: Final = 8 * MIB
 KEY: Final = bytes(16)
 
 
-class _Batch(NamedTuple):
+class _AppendArguments(NamedTuple):
     """The arguments of an append."""
 
     first: TransactionId
@@ -188,7 +188,7 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
     return _Spent(append_s, sync_s, wall_s)
 
 
-def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
+def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArguments]:
     """Yield batches with equal data and different IDs."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data
@@ -214,7 +214,7 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
         last = TransactionId(first + count - 1)
         end = next_chain(chain, first, last, SESSION, crcs.tobytes())
         entry = LineageEntry(first, last, SESSION, 0, end)
-        yield _Batch(first, lengths, made.tobytes(), chain, entry)
+        yield _AppendArguments(first, lengths, made.tobytes(), chain, entry)
         chain = end
 
 

@@ -179,8 +179,8 @@ OPTIONS: tuple[Option, ...] = (
         "changeFeed",
         Purpose.READ,
         "false",
-        "With `dataFormat` and `key`: `true` returns the changes of rows that the transactions "
-        "make, with their previous content, as Delta's change data feed does. Column "
+        "With `dataFormat` and `key`: `true` returns a change data feed, as Delta does: each "
+        "insert, update and delete of a row, and the previous content of the row. Column "
         "`_change_type` of your schema is `insert`, `update_preimage`, `update_postimage` or "
         "`delete`.",
     ),

@@ -87,7 +87,7 @@ def requirement_of(message: Message) -> Requirement | None:
 def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> bool:
     """Whether a principal may do it that has one verb, for the partition `MINE`."""
     has_verb = verb in requirement.verbs
-    if requirement.scope is Scope.OWN:
+    if requirement.scope is Scope.NAMED:
         has_verb = has_verb and partition == MINE
     is_enough = len(requirement.verbs) == 1 or not requirement.is_all
     return has_verb and is_enough and requirement.scope is not Scope.ALL

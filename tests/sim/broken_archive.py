@@ -15,7 +15,7 @@ from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
 from waltz_core.replication.archiving import SessionArchiver
-from waltz_core.replication.partition_store import PartitionStore, _Waiting
+from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
@@ -195,7 +195,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
     original = PartitionStore._coordinator_unavailable
 
     def _coordinator_unavailable(self, waiting, reason):
-        is_mark = waiting is _Waiting.STATES and self._session.window is not None
+        is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
         if is_mark and self._writing.archived != self._session._archiving.recorded:
             self._wrote(as_written(self._writing))
         else:

@@ -10,7 +10,7 @@ from waltz_core.replication import (
     session_recovery,
     store_session,
 )
-from waltz_core.replication.partition_store import PartitionStore, _Waiting
+from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
 from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
@@ -192,8 +192,8 @@ def open_before_second_cas() -> Patches:
 
     def _write(self, view, waiting):
         original(self, view, waiting)
-        if waiting is _Waiting.STATES and self._session.window is None:
-            self._waiting = _Waiting.NOTHING
+        if waiting is _PendingRequest.STATES and self._session.window is None:
+            self._waiting = _PendingRequest.NOTHING
             self._wrote(as_written(view))
 
     yield instead(PartitionStore, "_write", _write)
@@ -212,7 +212,7 @@ def unknown_cas_taken_as_success() -> Patches:
     original = PartitionStore._coordinator_unavailable
 
     def _coordinator_unavailable(self, waiting, reason):
-        if waiting in (_Waiting.STATES, _Waiting.CLAIM):
+        if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
             self._wrote(as_written(self._writing))
         else:
             original(self, waiting, reason)
@@ -226,7 +226,7 @@ def conflict_taken_as_success() -> Patches:
     original = PartitionStore._process_reading
 
     def _process_reading(self, waiting, view):
-        if waiting is _Waiting.STATES_CHECK:
+        if waiting is _PendingRequest.STATES_CHECK:
             self._wrote(self._writing)
         else:
             original(self, waiting, view)

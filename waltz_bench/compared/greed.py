@@ -83,7 +83,7 @@ def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
 
 
 @dataclass
-class _Tenant:
+class _TenantClient:
     client: AsyncWaltzClient
     ssl: SSLContext | None
     payload_bytes: int
@@ -117,7 +117,7 @@ async def _forever(call: Callable[[], Awaitable[None]]) -> None:
             await asyncio.sleep(_RETRY_S)
 
 
-async def _append(tenant: _Tenant, partition: PartitionId) -> None:
+async def _append(tenant: _TenantClient, partition: PartitionId) -> None:
     empty: list[tuple[int, ...]] = [()] * BATCH_ROWS
     payload = encode_append(
         [0] * BATCH_ROWS,
@@ -143,7 +143,7 @@ async def _append(tenant: _Tenant, partition: PartitionId) -> None:
             await waiting.popleft()
 
 
-async def _follow(tenant: _Tenant, partition: PartitionId) -> None:
+async def _follow(tenant: _TenantClient, partition: PartitionId) -> None:
     """Read the feed of a partition from its start, again and again."""
     owner = await tenant.client.directory.owner(partition, after_failure=False)
     link = await tenant.dial(partition)
@@ -161,7 +161,7 @@ async def _follow(tenant: _Tenant, partition: PartitionId) -> None:
         link.abort("done")
 
 
-async def _mounted(tenant: _Tenant, link: net.Link) -> None:
+async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
     while True:
         for message in await link.receive():
             if isinstance(message, FeedBatch):
@@ -172,7 +172,7 @@ async def _mounted(tenant: _Tenant, link: net.Link) -> None:
                 raise from_code(message.error_code, message.message)
 
 
-async def _read_server(tenant: _Tenant, partition: PartitionId) -> None:
+async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
     """Keep `_PIPELINED` ranges requested, also after rejections."""
     mark = await tenant.client.high_water_mark(partition)
     link, random = await tenant.dial(partition), Random(partition)  # noqa: S311 - no secret
@@ -195,14 +195,14 @@ async def _read_server(tenant: _Tenant, partition: PartitionId) -> None:
         link.abort("done")
 
 
-async def _read_storages(tenant: _Tenant, partition: PartitionId) -> None:
+async def _read_storages(tenant: _TenantClient, partition: PartitionId) -> None:
     replicas = await tenant.client.replicas(partition)
     last = replicas.high_water_mark
     async for chunk in tenant.client.read_range(partition, 0, last, replicas=replicas):
         tenant.tally.got += len(chunk.records)
 
 
-async def _connect(tenant: _Tenant) -> None:
+async def _connect(tenant: _TenantClient) -> None:
     """Open connections, and keep the latest ones."""
     kept: deque[net.Link] = deque()
     try:
@@ -236,7 +236,7 @@ async def _run(kind: str, connect: str, payload_bytes: int) -> None:
 async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> None:
     ssl = tls.dialing(ClientConfig(), connect)
     async with AsyncWaltzClient.connect(connect) as client, asyncio.TaskGroup() as tasks:
-        tenant = _Tenant(client, ssl, payload_bytes, tally)
+        tenant = _TenantClient(client, ssl, payload_bytes, tally)
         for number in range(client.partition_count):
             owner = await client.directory.owner(PartitionId(number), after_failure=False)
             tenant.addresses[PartitionId(number)] = owner.address
@@ -244,7 +244,7 @@ async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> 
             tasks.create_task(_forever(call))
 
 
-def _calls(kind: str, tenant: _Tenant) -> Iterator[Callable[[], Awaitable[None]]]:
+def _calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
     """Return what a tenant repeats, each at the same time as all others."""
     if kind == "connections":
         for _ in range(_DIALERS):

@@ -84,7 +84,7 @@ _NONCE_BYTES: Final = 16
 _NAMES_MAX: Final = 16  # number of own sessions that are remembered, to recognize them
 
 
-class _Waiting(Enum):
+class _PendingRequest(Enum):
     """The request to the coordinator that is under way."""
 
     NOTHING = auto()
@@ -125,7 +125,7 @@ class PartitionStore:
         self._session: StoreSession | None = None
         self._nodes: PartitionNodes | None = None  # the nodes in ZooKeeper, if known
         self._writing: PartitionNodes | None = None  # the nodes if the write under way succeeds
-        self._waiting = _Waiting.NOTHING
+        self._waiting = _PendingRequest.NOTHING
         self._attempt = 0
         self._retry_at_ms: int | None = None  # when to send the next request to the coordinator
         # State that outlives sessions.
@@ -248,7 +248,7 @@ class PartitionStore:
             case Submit() | ProveMark() | ExpireArchive() | ReplaceInArchive():
                 self._use_session(event)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
-                if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
+                if event.attempt == self._attempt and self._waiting is not _PendingRequest.NOTHING:
                     self._coordinator_event(event)
             case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
                 self._ordered(event)
@@ -363,7 +363,7 @@ class PartitionStore:
         if session.ended is not None:
             self._session_ended(session, session.ended)
             return
-        if self._waiting is not _Waiting.NOTHING or self._retry_at_ms is not None:
+        if self._waiting is not _PendingRequest.NOTHING or self._retry_at_ms is not None:
             return
         states, archived = session.wanted_states(self._now_ms), session.wanted_archived
         if states is not None or archived is not None:
@@ -401,7 +401,7 @@ class PartitionStore:
         session.end(SessionEnd(EndCause.LEFT, reason))
         self._session = None
         # A write under way may or may not succeed: the nodes must be read again.
-        if self._waiting is not _Waiting.NOTHING or self._writing is not None:
+        if self._waiting is not _PendingRequest.NOTHING or self._writing is not None:
             self._nodes = None
         self._forget_request()
         window = session.window
@@ -444,7 +444,7 @@ class PartitionStore:
             self._retry_at_ms = self._now_ms + wait_ms
 
     def _forget_request(self) -> None:
-        self._waiting = _Waiting.NOTHING
+        self._waiting = _PendingRequest.NOTHING
         self._writing = None
         self._retry_at_ms = None
 
@@ -452,19 +452,19 @@ class PartitionStore:
         """Send the next request: the pause is over."""
         if self._generation is None:
             return
-        if self._waiting in (_Waiting.CLAIM_CHECK, _Waiting.STATES_CHECK):
+        if self._waiting in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
             self._read(self._waiting)
         elif self._session is None and self._nodes is not None:
             self._claim(self._nodes)
         elif self._session is None:
-            self._read(_Waiting.READ)
+            self._read(_PendingRequest.READ)
 
-    def _read(self, waiting: _Waiting) -> None:
+    def _read(self, waiting: _PendingRequest) -> None:
         self._waiting = waiting
         self._attempt += 1
         self._outbox.append(ReadMetadata(self._attempt))
 
-    def _write(self, nodes: PartitionNodes, waiting: _Waiting) -> None:
+    def _write(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
         """Compare-and-set; `nodes` has the new values and the versions that they replace."""
         assert nodes.marker is not None
         self._waiting, self._writing = waiting, nodes
@@ -482,7 +482,7 @@ class PartitionStore:
     def _coordinator_event(
         self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
     ) -> None:
-        waiting, self._waiting = self._waiting, _Waiting.NOTHING
+        waiting, self._waiting = self._waiting, _PendingRequest.NOTHING
         if not isinstance(event, MetadataUnknown):
             self._unavailable_count = 0
         match event:
@@ -499,20 +499,20 @@ class PartitionStore:
                 self._wrote(nodes)
             case MetadataConflict():
                 self._nodes = None
-                check = waiting is _Waiting.STATES
-                self._read(_Waiting.STATES_CHECK if check else _Waiting.CLAIM_CHECK)
+                check = waiting is _PendingRequest.STATES
+                self._read(_PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK)
             case MetadataUnknown():
                 self._coordinator_unavailable(waiting, event.reason)
 
-    def _coordinator_unavailable(self, waiting: _Waiting, reason: str) -> None:
+    def _coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
         """Repeat the request after a pause; an open session continues."""
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._nodes = None
-        if waiting is _Waiting.CLAIM:
-            self._waiting = _Waiting.CLAIM_CHECK
-        elif waiting is _Waiting.STATES:
-            self._waiting = _Waiting.STATES_CHECK
-        elif waiting is not _Waiting.READ:
+        if waiting is _PendingRequest.CLAIM:
+            self._waiting = _PendingRequest.CLAIM_CHECK
+        elif waiting is _PendingRequest.STATES:
+            self._waiting = _PendingRequest.STATES_CHECK
+        elif waiting is not _PendingRequest.READ:
             self._waiting = waiting
         self._attempt += 1  # a late answer is dropped
         self._retry_at_ms = self._now_ms + self._growing_ms(self._unavailable_count)
@@ -521,20 +521,20 @@ class PartitionStore:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms
 
-    def _process_reading(self, waiting: _Waiting, nodes: PartitionNodes) -> None:
+    def _process_reading(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
         wrote = self._writing
-        if waiting is _Waiting.READ:
+        if waiting is _PendingRequest.READ:
             self._claim(nodes)
             return
         assert wrote is not None
         if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
             self._wrote(nodes)
-        elif waiting is _Waiting.CLAIM_CHECK:
+        elif waiting is _PendingRequest.CLAIM_CHECK:
             self._writing = None
             self._claim(nodes)
         elif nodes.versions == wrote.versions:
-            self._write(wrote, _Waiting.STATES)
+            self._write(wrote, _PendingRequest.STATES)
         else:
             self._writing = None
             assert self._session is not None
@@ -578,7 +578,7 @@ class PartitionStore:
         self._is_unbroken = self._is_unbroken and nodes.name in self._our_names
         assert claimed.name is not None
         self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
-        self._write(claimed, _Waiting.CLAIM)
+        self._write(claimed, _PendingRequest.CLAIM)
 
     def _is_race_lost(self, nodes: PartitionNodes) -> bool:
         """Count sessions claimed by other servers since the own one; pause or release (row 17)."""
@@ -649,7 +649,7 @@ class PartitionStore:
         assert nodes.metadata.session_id == session.claim.session_id
         session.writing = session.states if states is None else states
         written = states_over(nodes, session.writing, archived or nodes.archived)
-        self._write(written, _Waiting.STATES)
+        self._write(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:
         self._outbox.append(Report(name, tuple(fields.items())))

@@ -100,8 +100,8 @@ def rejection(
     """
     if origin_of(nodes.metadata, nodes.marker) is Origin.LOST:
         return (
-            "the partition was opened before, but its metadata in ZooKeeper has no states "
-            "of replicas: ZooKeeper's data was lost or rolled back"
+            "the partition was opened before, but its metadata in ZooKeeper has no replica states: "
+            "ZooKeeper's data was lost or rolled back"
         )
     states = nodes.metadata.states
     quorum = quorum_size(len(replicas))

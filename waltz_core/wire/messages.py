@@ -167,8 +167,8 @@ class Message:
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
 
-    def own_partitions(self) -> Sequence[int]:
-        """The partitions of a request, for which its verbs must be granted (`Scope.OWN`)."""
+    def named_partitions(self) -> Sequence[int]:
+        """The partitions of a request, for which its verbs must be granted (`Scope.NAMED`)."""
         found: Sequence[int] | None = getattr(self, "partitions", None)
         if found is None:  # in its prefix, or in its request ID
             found = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]

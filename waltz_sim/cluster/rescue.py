@@ -175,7 +175,7 @@ class Rescue:
             log = logs[self._accepted]
             verdict = RebuildDecision(self._partition_id, self._accepted, log, members)
         declared = verdict.declared_in(self._session_id)
-        operations = _DeclareOperations(self, declared, prepared[verdict.source])
+        operations = _SimulatedOperations(self, declared, prepared[verdict.source])
         generation = self._cluster.coordinator.assignment.generation
         await rebuilding.declare(declared.metadata(generation, self._session_id), operations)
         if self._accepted is not None:
@@ -274,7 +274,7 @@ class Rescue:
         return is_run_again or len(engaged) >= quorum_size(len(metadata.states))
 
 
-class _DeclareOperations:
+class _SimulatedOperations:
     """See `rebuilding.DeclareOperations`."""
 
     def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:

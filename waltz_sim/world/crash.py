@@ -378,7 +378,7 @@ class AnyOf(Keep):
 
 
 @dataclass(slots=True, eq=False)
-class _File:
+class _RecordedFile:
     """One file: durable content, visible content, and all values of sectors and size in between."""
 
     kept: bytearray = field(default_factory=bytearray)
@@ -443,7 +443,7 @@ class DiskState:
     """The state of a disk after a list of changes, change by change."""
 
     def __init__(self) -> None:
-        self._files: dict[FileId, _File] = {}
+        self._files: dict[FileId, _RecordedFile] = {}
         # Entries of directories, by path. A directory is an entry without a file.
         self._kept: dict[Path, FileId | None] = {}
         self._seen: dict[Path, FileId | None] = {}
@@ -479,7 +479,7 @@ class DiskState:
     ) -> None:
         match change:
             case CreateFile(path, file):
-                self._files[file] = _File()
+                self._files[file] = _RecordedFile()
                 self._enter(path, file)
             case Rename(source, target):
                 self._enter(target, self._seen[source])

@@ -67,7 +67,7 @@ class Contents(NamedTuple):
     directories: frozenset[Path]
 
 
-class _Plan(NamedTuple):
+class _PlannedFault(NamedTuple):
     fault: DiskFault | None
     injected: OnInjected | None
 
@@ -246,8 +246,8 @@ class SimDisk:
         self.is_lying = False
         self.on_full: OnInjected | None = None  # called whenever there is no space
         self._is_traced = is_traced
-        self._plans: dict[int, _Plan] = {}  # by step
-        self._call_plans: list[tuple[Collection[str], _Plan]] = []
+        self._plans: dict[int, _PlannedFault] = {}  # by step
+        self._call_plans: list[tuple[Collection[str], _PlannedFault]] = []
         self.read_plans: dict[int, OnInjected | None] = {}  # by read
         self.is_off = False
         self._names: dict[Path, Inode] = {}
@@ -353,7 +353,7 @@ class SimDisk:
     def plan(self, step: int, fault: DiskFault, injected: OnInjected | None = None) -> None:
         """Plan a fault at a step (rule 5); steps count from 1 since the disk was created."""
         assert step > self.step_count
-        self._plans[step] = _Plan(fault, injected)
+        self._plans[step] = _PlannedFault(fault, injected)
 
     def plan_call(
         self, names: Collection[str], fault: DiskFault | None, injected: OnInjected | None = None
@@ -362,7 +362,7 @@ class SimDisk:
 
         Without a fault, only `injected` is called there.
         """
-        self._call_plans.append((names, _Plan(fault, injected)))
+        self._call_plans.append((names, _PlannedFault(fault, injected)))
 
     def plan_read(self, count: int, injected: OnInjected | None = None) -> None:
         """Plan the failure of the `count`th read from now on, once."""
@@ -501,7 +501,7 @@ class SimDisk:
             plan.injected()
         return plan.fault
 
-    def _next_call_plan(self, what: str) -> _Plan | None:
+    def _next_call_plan(self, what: str) -> _PlannedFault | None:
         for position, (names, plan) in enumerate(self._call_plans):
             if what in names:
                 del self._call_plans[position]

@@ -393,7 +393,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
         if end == "session timeout":
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
-            # The lead's neighbors report it, although its node is already deleted.
+            # The other servers report the lead, although its node is already deleted.
             await two.remove_dead(descriptor(1))
         else:
             again, _ = cluster.member()
@@ -497,7 +497,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
         await followers_are_current(cluster)
         assert not wished.done()
-        # Both waiting callers wake when its own neighbors report that the owner is dead.
+        # Both waiting callers wake when other servers report that the owner is dead.
         await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])

@@ -674,7 +674,9 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other.own()
     other.run_for(3_000)
     assert other.store.open_session is None
-    assert "has records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
+    assert (
+        "found records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
+    )
     assert not other.all_sent(wire.ResetLog)
 
 

@@ -643,7 +643,7 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
     made = AccessOfConnection(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None
     assert made.access.binds(mount_of(5)) == ""
-    assert "access.would_deny peer=a:1 error=partition 3: expected a client ID " in logged()
+    assert "access.violation_reported peer=a:1 error=partition 3: expected a client ID " in logged()
     unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
     assert unknown.denial(mount_of(FIRST_ISSUED)) is None
@@ -730,7 +730,7 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
         assert made.denial(message) is None
     (line,) = [each for each in logged().splitlines() if "deny" in each]
     assert line.startswith(
-        "access.would_deny peer=a:1 error=AppendRequest requires the verb append for "
+        "access.violation_reported peer=a:1 error=AppendRequest requires the verb append for "
     )
     enforced = AccessOfConnection()
     enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))

@@ -316,7 +316,7 @@ async def _declare(
     verdict = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
     metadata = answers.view.metadata
     assert metadata is not None
-    operations = _DeclareOperations(command.coordinator, verdict, answers, archived)
+    operations = _CommandOperations(command.coordinator, verdict, answers, archived)
     await rebuilding.declare(verdict.metadata(metadata.generation, session_id), operations)
     command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
@@ -325,7 +325,7 @@ async def _declare(
 
 
 @dataclass(frozen=True, slots=True)
-class _DeclareOperations:
+class _CommandOperations:
     """See `rebuilding.DeclareOperations`."""
 
     coordinator: Coordinator

@@ -13,7 +13,7 @@ Rules:
     4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
        flight with them has its outcome, and all rows and batches that were appended since wait for
        them. Submissions that the stream had not sent by then return as lost
-       (`monitor.Submission.keeps_order`).
+       (`outcome_tracker.Submission.keeps_order`).
     5. A wait for earlier appends (a flush) does not include later appends, which may never stop.
 """
 
@@ -225,7 +225,7 @@ class ReportOrder:
         self.processed_count = 0
 
 
-class _Batch(NamedTuple):
+class _BatchSubmission(NamedTuple):
     """A submission of `append_batch`."""
 
     future: asyncio.Future[BatchOutcome]
@@ -267,12 +267,14 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[PendingRow | _Batch] = []  # batches only after rows that are held
+        self._gathered: list[
+            PendingRow | _BatchSubmission
+        ] = []  # batches only after rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_finished = False
         self._gather_timer: asyncio.TimerHandle | None = None
-        self._submissions: dict[int, list[PendingRow] | _Batch] = {}
+        self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
         self._added = 0
         # Rows to be sent again, once the submissions up to the barrier are final and the pause is
@@ -316,7 +318,9 @@ class Appends:
         # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
-        batch = _Batch(future, row_count, payload, mark, order, processed_count, self._enter())
+        batch = _BatchSubmission(
+            future, row_count, payload, mark, order, processed_count, self._enter()
+        )
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
@@ -360,14 +364,14 @@ class Appends:
         for (is_batch, is_alone), run in groupby(rows, _kind):
             if is_batch:
                 for batch in run:
-                    assert isinstance(batch, _Batch)
+                    assert isinstance(batch, _BatchSubmission)
                     self._send_batch(batch)
             else:
                 self._send_run(
                     [row for row in run if isinstance(row, PendingRow)], is_alone=is_alone
                 )
 
-    def _send_batch(self, batch: _Batch) -> None:
+    def _send_batch(self, batch: _BatchSubmission) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
             self._end(batch)
@@ -421,7 +425,7 @@ class Appends:
     def settled(self, token: int, outcome: BatchOutcome) -> None:
         """Handle the outcome of every row of a submission."""
         submission = self._submissions.pop(token)
-        if isinstance(submission, _Batch):
+        if isinstance(submission, _BatchSubmission):
             self._end(submission)
             submission.finish(outcome)
         else:
@@ -431,7 +435,7 @@ class Appends:
     def rejected(self, token: int, error: errors.WaltzError) -> None:
         """Handle an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
-        if isinstance(submission, _Batch):
+        if isinstance(submission, _BatchSubmission):
             self._end(submission)
             if not submission.future.done():
                 submission.future.set_exception(error)
@@ -521,7 +525,7 @@ class Appends:
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end(self, each: PendingRow | _Batch) -> None:
+    def _end(self, each: PendingRow | _BatchSubmission) -> None:
         each.flush_group.unfinished -= 1
         assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
@@ -573,9 +577,11 @@ def error_of(
     return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
 
-def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:
+def _kind(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     """Return whether it is a batch, and whether it is sent alone."""
-    return isinstance(each, _Batch), isinstance(each, PendingRow) and each.follows is not None
+    return isinstance(each, _BatchSubmission), isinstance(
+        each, PendingRow
+    ) and each.follows is not None
 
 
 def _parts(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:

@@ -1,7 +1,7 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
 A submission in the outbox was never sent, so if it times out, it is not in the log. If a submission
-in the monitor times out, its outcome is unknown.
+in the outcome tracker times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.

@@ -1,4 +1,4 @@
-"""The transaction monitor: the appends in flight on one partition, and their outcomes.
+"""The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 An application that gets a wrong outcome loses a transaction or writes it twice. So this file
 combines all evidence: answers of the server, the feed, and the headers that are read back after a

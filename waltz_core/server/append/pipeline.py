@@ -162,8 +162,8 @@ class AppendPipeline:
         self._session_id, self._admission.generation = opened.session_id, opened.generation
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
-        for each in self._in_flight.pop_settled(last):
-            self._finish_batch(each, out, now_ms=None, is_owner=unbroken)
+        for settled in self._in_flight.pop_settled(last):
+            self._finish_batch(settled, out, now_ms=None, is_owner=unbroken)
         lost, submitted = self._in_flight.pop_lost()
         for each in lost:
             for ticket in each.tickets:

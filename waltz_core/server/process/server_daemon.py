@@ -126,7 +126,7 @@ async def serve(
             raise errors.first_in(known) from group
 
 
-class _Stopped(Exception):
+class _ServerStopped(Exception):
     """The server was stopped."""
 
 
@@ -170,7 +170,7 @@ class Server:
             coordinator.writes, self.next_client_id, self.partition_count, self._tasks
         )
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
-        self._neighbors = FailureDetector(
+        self._failure_detector = FailureDetector(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -240,13 +240,13 @@ class Server:
                 tasks.create_task(self._publish())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
-                tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
+                tasks.create_task(self._failure_detector.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
                 await self._until(stop)
                 await self._end()
-        except* _Stopped:
+        except* _ServerStopped:
             _log.info("server.stopped server=%s", self._server_id)
 
     def _is_open(self) -> bool:
@@ -276,8 +276,8 @@ class Server:
             self._failure.result()
 
     async def _end(self) -> None:
-        """Shut down (rule 3); raises `_Stopped`, which ends all tasks."""
-        self._neighbors.stop()
+        """Shut down (rule 3); raises `_ServerStopped`, which ends all tasks."""
+        self._failure_detector.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_POLLS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
@@ -291,7 +291,7 @@ class Server:
             _log.warning("server.unregister_failed error=%r", error)
         for partition_id in list(self.hosts):
             self._drop(partition_id)
-        raise _Stopped
+        raise _ServerStopped
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -319,7 +319,7 @@ class Server:
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
-        self._neighbors.follow(view)
+        self._failure_detector.follow(view)
         self._own_assigned()
 
     def _own_assigned(self) -> None:

@@ -321,7 +321,7 @@ class StorageDaemon:
                     await self._until_one_of((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
                     await self._end(serving)
-            except* _Stopped:
+            except* _StorageStopped:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
@@ -481,11 +481,11 @@ class StorageDaemon:
         await self._until_one_of((stop,), tasks)
 
     async def _end(self, serving: ServedReplicas) -> None:
-        """Shut down (rule 5); raise `_Stopped`, which ends all tasks."""
+        """Shut down (rule 5); raise `_StorageStopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         await self._drain(serving)
-        raise _Stopped
+        raise _StorageStopped
 
     async def _drain(self, serving: ServedReplicas | None = None) -> None:
         """Wait, with a limit, until no work and no change of served partitions is running."""
@@ -789,7 +789,7 @@ class StorageDaemon:
         return await self._loop.run_in_executor(self._pool, call)
 
 
-class _Stopped(Exception):
+class _StorageStopped(Exception):
     """The storage was stopped."""
 
 

@@ -207,8 +207,8 @@ class ConnectionAccess:
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named: Collection[int] = ()
-        if declared.scope is Scope.OWN:
-            named = own = message.own_partitions()
+        if declared.scope is Scope.NAMED:
+            named = own = message.named_partitions()
             if len(own) > 1:
                 named = self._granted.to_check(declared, own)
         for partition in named or _NO_PARTITION:
@@ -368,7 +368,7 @@ class ConnectionAccess:
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
-            _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
+            _log.warning("access.violation_reported peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
