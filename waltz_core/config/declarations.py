@@ -792,7 +792,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         'each key, or a function "module:function". If it is empty, the client neither '
         "encrypts nor decrypts payloads.",
     )
-    encryption_key: str = setting(
+    encryption_key_id: str = setting(
         "",
         "The ID of the key with which the client encrypts payloads, unless an append names "
         "another key. If it is empty, these payloads are not encrypted.",
@@ -808,7 +808,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         super().validate()
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
-        for name in ("encryption_key", "encryption_required"):
+        for name in ("encryption_key_id", "encryption_required"):
             if getattr(self, name) and not self.encryption_keys:
                 raise BadConfig(
                     f"setting {name} requires setting encryption_keys, which is not set"

@@ -439,7 +439,7 @@ class AsyncWaltzClient(OpenedByConnect):
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
         follows: FollowedState | bool = False,
-        encryption_key: str | None = None,
+        encryption_key_id: str | None = None,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its ID.
 
@@ -452,7 +452,7 @@ class AsyncWaltzClient(OpenedByConnect):
         With `follows`, LockFailed may be raised earlier and carry `following`: transactions in
         flight. Compute as if they were in the log, and pass `following` as `follows`.
 
-        `encryption_key` is the ID of the key for the data [default: the client's setting].
+        `encryption_key_id` is the ID of the key for the data [default: the client's setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
@@ -465,13 +465,13 @@ class AsyncWaltzClient(OpenedByConnect):
             await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
         payload, header = check_data(data), check_header(header)
-        if self._encryption is not None or encryption_key is not None:
+        if self._encryption is not None or encryption_key_id is not None:
             payload = await encrypted(
                 self._encryption,
                 payload,
                 partition=chosen.partition_id,
                 header=header,
-                key_id=encryption_key,
+                key_id=encryption_key_id,
             )
         row = PendingRow(payload, header, mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added

@@ -209,14 +209,14 @@ class ContextRun:
             )
         mark, following = builder.claim()
         data = builder.data
-        if self._encryption is not None or builder.encryption_key is not None:
+        if self._encryption is not None or builder.encryption_key_id is not None:
             data = await self._before_deadline(
                 encrypted(
                     self._encryption,
                     data,
                     partition=partition.partition_id,
                     header=builder.header,
-                    key_id=builder.encryption_key,
+                    key_id=builder.encryption_key_id,
                 ),
                 "the key provider had not returned the encryption key",
             )

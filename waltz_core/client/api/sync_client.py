@@ -320,7 +320,7 @@ class WaltzClient:
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
         follows: FollowedState | bool = False,
-        encryption_key: str | None = None,
+        encryption_key_id: str | None = None,
     ) -> "Future[TransactionId]":
         """Append one transaction; return a future of its ID. See `AsyncWaltzClient.append`."""
         return self._call_future(
@@ -333,7 +333,7 @@ class WaltzClient:
                 append_locks=append_locks,
                 client_high_water_mark=client_high_water_mark,
                 follows=follows,
-                encryption_key=encryption_key,
+                encryption_key_id=encryption_key_id,
             )
         )
 

@@ -108,7 +108,7 @@ class TransactionBuilder:
         "append_locks",
         "client_high_water_mark",
         "data",
-        "encryption_key",
+        "encryption_key_id",
         "followed_from",
         "following",
         "header",
@@ -128,7 +128,7 @@ class TransactionBuilder:
         self.followed_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
-        self.encryption_key: str | None = None
+        self.encryption_key_id: str | None = None
         self.write_locks: tuple[int, ...] = ()
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
@@ -163,14 +163,14 @@ class TransactionBuilder:
         value: T,
         serializer: Serializer[T] = MSGPACK,
         *,
-        encryption_key: str | None = None,
+        encryption_key_id: str | None = None,
     ) -> None:
         """Set the payload, and the ID of the key that encrypts it [default: the client's setting].
 
         Raises TooLarge over 4 MiB.
         """
         self.data = check_data(serializer.serialize(value))
-        self.encryption_key = encryption_key
+        self.encryption_key_id = encryption_key_id
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
         """Check these locks against the mark, and record this transaction as their last writer."""
