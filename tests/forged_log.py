@@ -34,7 +34,7 @@ from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import (
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
-    Marker,
+    AckedMarker,
     SegmentHeader,
 )
 from waltz_core.storage.files.segment import Segment
@@ -125,7 +125,7 @@ def _into_partition(disk, directory, key, partition, last, chain):
     Segment.create(disk, directory, header, chain).close()
     slots = SlotFile.open(disk, directory, partition)
     slots.write(
-        replace(slots.slot, promised=SESSION, last_session=SESSION, acked=Marker(last, chain))
+        replace(slots.slot, promised=SESSION, last_session=SESSION, acked=AckedMarker(last, chain))
     )
     slots.close()
 

@@ -20,7 +20,7 @@ from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
 from waltz_sim.report import report_of
-from waltz_sim.run import Drawing, RunVerdict, run, run_seed
+from waltz_sim.run import RunVerdict, ScheduleGenerator, run, run_seed
 from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
@@ -113,9 +113,9 @@ def _check(arguments: argparse.Namespace) -> None:
             raise BadConfig(f"--{name}: expected with --seeds, found with one run")
 
 
-def _drawing(arguments: argparse.Namespace) -> Drawing:
+def _drawing(arguments: argparse.Namespace) -> ScheduleGenerator:
     steps_max = STEPS if arguments.steps is None else int(arguments.steps)
-    return Drawing(steps_max, is_rough=arguments.rough)
+    return ScheduleGenerator(steps_max, is_rough=arguments.rough)
 
 
 def _read(path: Path) -> Schedule:
@@ -274,7 +274,7 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     return on_progress
 
 
-def _print_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
+def _print_failures(sums: Coverage, drawing: ScheduleGenerator) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
@@ -295,7 +295,7 @@ def _write_report(path: Path, text: str) -> None:
 
 
 def _json_of(
-    sums: Coverage, first: int, seconds: float, files: dict[int, Path], drawing: Drawing
+    sums: Coverage, first: int, seconds: float, files: dict[int, Path], drawing: ScheduleGenerator
 ) -> dict[str, object]:
     failures: Sequence[dict[str, object]] = [
         {

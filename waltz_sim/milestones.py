@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.replica_guarantees import Before
+    from waltz_sim.guarantees.replica_guarantees import LogBefore
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
@@ -177,7 +177,7 @@ class MilestoneRecorder(Checks):
         storage: "SimStorage",
         work: "Work",
         result: "WorkResult",
-        before: "Before",
+        before: "LogBefore",
     ) -> None:
         """See `Checks.worked`; live appends are not milestones."""
         super().worked(storage, work, result, before)

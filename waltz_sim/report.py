@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from waltz_sim.coverage import Coverage
-from waltz_sim.run import PLAIN, Drawing
+from waltz_sim.run import PLAIN, ScheduleGenerator
 
 # Groups of rules: the report lists each with the number of seeds that broke one of its rules.
 PROMISES: Final = (
@@ -23,7 +23,9 @@ PROMISES: Final = (
 )
 
 
-def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = PLAIN) -> str:
+def report_of(
+    sums: Coverage, *, first: int, seconds: float, drawing: ScheduleGenerator = PLAIN
+) -> str:
     """Return the whole report."""
     rate = sums.seeds / seconds if seconds else 0.0
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"

@@ -16,8 +16,8 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_sim.world.crash import (
     CreateFile,
     DiskState,
-    Everything,
     HardLink,
+    KeepAll,
     MakeDirectory,
     PositionMarker,
     Sync,
@@ -42,7 +42,7 @@ class Recorder:
             disk_state.add(change)
         self._numbers = dict(disk_state.files_seen())
         self._next = disk_state.file_count
-        write_out(disk_state.image(Everything()), directory)
+        write_out(disk_state.image(KeepAll()), directory)
 
     def store(self):
         """Return the archive's store; it may change files within `recording` only."""

@@ -23,9 +23,16 @@ from tests.crash.scenarios import (
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.storage.files.control_file import SLOTS_NAME
-from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Marker, Slot
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, AckedMarker, Slot
 from waltz_core.storage.log.removal import WIPE_NAME
-from waltz_sim.world.crash import AnyOf, DiskState, Keep, PositionMarker, RecordingDisk, survivals
+from waltz_sim.world.crash import (
+    DiskState,
+    Keep,
+    KeepRandom,
+    PositionMarker,
+    RecordingDisk,
+    survivals,
+)
 from waltz_sim.world.simulated_disk import Contents
 
 RANDOM_SURVIVALS = 8
@@ -52,7 +59,7 @@ class FoundLog:
     info: Marks
     suspect: bool
     damaged: tuple
-    start: Marker
+    start: AckedMarker
 
     @property
     def last(self):
@@ -313,7 +320,7 @@ def second_losses(matrix, left):
             if only is None:
                 keeps = survivals(disk_state, rng, random_count=RANDOM_SECOND)
             elif position == only:
-                keeps = (Keep(), AnyOf(rng))
+                keeps = (Keep(), KeepRandom(rng))
             else:
                 continue
             _second(
@@ -347,7 +354,7 @@ def kills(matrix, changes, begin, seed=0):
         for at, disk_state, now_acknowledged in points(after, position + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
-            keeps = [Keep(), AnyOf(rng)]
+            keeps = [Keep(), KeepRandom(rng)]
             if often and at == len(after):
                 keeps += survivals(disk_state, rng, random_count=RANDOM_SECOND)
             for keep in keeps:

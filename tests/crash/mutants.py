@@ -10,7 +10,7 @@ from random import Random
 
 from tests.crash.matrix import Violation, points, power_losses, started_again, used
 from tests.crash.scenarios import SCENARIOS, first_start, site
-from waltz_sim.world.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
+from waltz_sim.world.crash import Keep, KeepRandom, RecordingDisk, delayed, sync_places, without
 
 KILLS_OF_A_SCENARIO = 12
 LOSSES_OF_A_SCENARIO = 12
@@ -40,7 +40,7 @@ def runs(matrix):
             points(changes, scenario.begin)
         ):
             if number in lost:
-                disk = RecordingDisk.after_power_loss(disk_state.image(AnyOf(rng)), site)
+                disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(rng)), site)
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {position}"
                 yield where, used(matrix, disk, acknowledged, where).disk.changes, begin

@@ -21,7 +21,7 @@ import waltz_core.storage
 from tests.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
-from waltz_core.storage.files.format import GENESIS, Marker
+from waltz_core.storage.files.format import GENESIS, AckedMarker
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_sim.world.crash import PositionMarker, RecordingDisk, Sync, Write
@@ -78,7 +78,7 @@ class AcknowledgedLog(NamedTuple):
     markers: tuple[int, ...]  # the marker on the disk is one of these, or later
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
-    starts: tuple[Marker, ...] = (GENESIS,)
+    starts: tuple[AckedMarker, ...] = (GENESIS,)
 
 
 @dataclass(frozen=True)
@@ -359,13 +359,15 @@ class Scenario:
 
     def remove_oldest(self, partition=0):
         log = self.log(partition)
-        archived = Marker(log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark))
+        archived = AckedMarker(
+            log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark)
+        )
         self.doing(lambda: log.remove_oldest(archived), partition=partition)
         assert log.start > GENESIS
 
     def reset(self, last, partition=0):
         """Reset a log to an ID; its records up to there are archived."""
-        log, start = self.log(partition), Marker(last, self.rng.randbytes(16))
+        log, start = self.log(partition), AckedMarker(last, self.rng.randbytes(16))
         after = History((b"",) * (last + 1), (), last)
         self.doing(lambda: log.reset(log.promised, start), history=after, partition=partition)
 

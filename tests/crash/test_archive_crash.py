@@ -28,8 +28,8 @@ from waltz_core.archive.upload import expire, upload
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.crash import (
     DiskState,
-    Everything,
     Keep,
+    KeepAll,
     PositionMarker,
     Sync,
     SyncDirectory,
@@ -219,7 +219,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
         before = recorder.changes[: position + 1]
         again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
         crashes = CrashChecks(again.complete)
-        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), Everything()))
+        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), KeepAll()))
         assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
         if kills % EVERY_VERIFIED == 0:
             verify(again.store(), now)
@@ -230,7 +230,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
 def is_noticed(recorder, changes):
     """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
-        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
+        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), KeepAll()))
     except StateLost:
         return True
     return False

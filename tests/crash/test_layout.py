@@ -32,7 +32,7 @@ from tests.crash.scenarios import (
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.storage_engine import StorageEngine
-from waltz_sim.world.crash import AnyOf, DiskState, Everything, Keep, RecordingDisk
+from waltz_sim.world.crash import DiskState, Keep, KeepAll, KeepRandom, RecordingDisk
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
@@ -73,7 +73,7 @@ def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
 def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
     made, read = scenario(), 0
     for position, disk_state, _ in points(made.disk.changes, made.begin):
-        disk = RecordingDisk.after_power_loss(disk_state.image(AnyOf(Random(position))))
+        disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(Random(position))))
         found, engine = opened(disk)
         engine.abandon()
         _, logs = layout.read_directory(disk.inner.files(), ROOT)
@@ -88,7 +88,7 @@ def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
     for position, disk_state, acknowledged in points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
-        for keep in (Everything(), Keep(), AnyOf(Random(position))):
+        for keep in (KeepAll(), Keep(), KeepRandom(Random(position))):
             _, logs = layout.read_directory(disk_state.image(keep).files, ROOT)
             for partition, log in acknowledged.logs.items():
                 (history,) = log.histories[-1:]

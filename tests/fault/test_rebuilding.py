@@ -40,7 +40,7 @@ from waltz_core.cli.storage import owner_requests
 async def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner_requests.ConnectionAsOwner.set_mark = die
+owner_requests.OwnerConnection.set_mark = die
 main.main(sys.argv[1:])
 """
 CLOCK_OF_2020 = """

@@ -183,7 +183,7 @@ def test_the_layouts_of_this_version_have_not_changed():
         last_session=6,
         low_water_mark=40,
         provisional=disk_format.ProvisionalMark(7, 41),
-        acked=disk_format.Marker(42, bytes(range(16, 32))),
+        acked=disk_format.AckedMarker(42, bytes(range(16, 32))),
         truncate=disk_format.TruncateIntent(5, entry),
         damaged=(disk_format.IdRange(1, 2), disk_format.IdRange(9, 9)),
         dirty=True,

@@ -19,7 +19,7 @@ from waltz_core.replication.partition_store import PartitionStore, _PendingReque
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
-from waltz_core.storage.files.format import Marker
+from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log import archive_pieces
 from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -166,7 +166,7 @@ def start_within_a_batch() -> Patches:
 
     def removable_end(self, archived):
         end = original(self, archived)
-        return end and Marker(self._files.segments.all[0].last, end.chain)
+        return end and AckedMarker(self._files.segments.all[0].last, end.chain)
 
     yield instead(PartitionLog, "removable_end", removable_end)
 

@@ -34,7 +34,7 @@ TEXT_CHARACTERS_MAX: Final = 200
 REVISION_MAX: Final = (1 << 63) - 1
 
 
-class Holder(NamedTuple):
+class Grantee(NamedTuple):
     """The holder of a grant: a principal, or a group."""
 
     name: str
@@ -113,9 +113,9 @@ def check_principal(name: str) -> None:
 
 def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: int) -> set[int]:
     """Return the partitions, of `count`, for which a principal has a verb, also by its groups."""
-    holders = {Holder(principal, is_group=False)}
+    holders = {Grantee(principal, is_group=False)}
     holders |= {
-        Holder(name, is_group=True)
+        Grantee(name, is_group=True)
         for name, members in permissions.groups.items()
         if principal in members
     }
@@ -136,7 +136,7 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
 
 def _replicated(permissions: Permissions, count: int) -> set[int]:
     holders = {
-        Holder(each.holder, each.is_group)
+        Grantee(each.holder, each.is_group)
         for each in permissions.grants
         if not each.is_group or permissions.groups[each.holder]
     }
@@ -144,11 +144,11 @@ def _replicated(permissions: Permissions, count: int) -> set[int]:
 
 
 def _covered(
-    permissions: Permissions, verb: AccessVerb, holders: set[Holder], count: int
+    permissions: Permissions, verb: AccessVerb, holders: set[Grantee], count: int
 ) -> set[int]:
     found: set[int] = set()
     for each in permissions.grants:
-        if each.verb is verb and Holder(each.holder, each.is_group) in holders:
+        if each.verb is verb and Grantee(each.holder, each.is_group) in holders:
             found |= _numbers(each.partitions, count)
     return found
 
@@ -163,7 +163,7 @@ def _numbers(ranges: Ranges, count: int) -> set[int]:
 
 
 def grant(
-    old: Permissions, holder: Holder, verbs: Sequence[AccessVerb], partitions: Ranges
+    old: Permissions, holder: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
 ) -> Permissions:
     """Add verbs for partitions (rule 2); raises BadConfig, and BadRequest for a missing group."""
     _check_holder(old, holder)
@@ -175,7 +175,7 @@ def grant(
 
 def revoke(
     old: Permissions,
-    holder: Holder,
+    holder: Grantee,
     verbs: Sequence[AccessVerb],
     partitions: Ranges,
     *,
@@ -198,19 +198,19 @@ def revoke(
     return replace(old, grants=grants)
 
 
-def _check_holder(old: Permissions, holder: Holder) -> None:
+def _check_holder(old: Permissions, holder: Grantee) -> None:
     if holder.is_group:
         _check_group(old, holder.name)
     else:
         check_principal(holder.name)
 
 
-def _is_of(grant: Grant, holder: Holder, verb: AccessVerb) -> bool:
+def _is_of(grant: Grant, holder: Grantee, verb: AccessVerb) -> bool:
     return (grant.holder, grant.is_group, grant.verb) == (holder.name, holder.is_group, verb)
 
 
 def _with_grant(
-    grants: tuple[Grant, ...], holder: Holder, verb: AccessVerb, partitions: Ranges
+    grants: tuple[Grant, ...], holder: Grantee, verb: AccessVerb, partitions: Ranges
 ) -> tuple[Grant, ...]:
     found = [each for each in grants if _is_of(each, holder, verb)]
     merged = _merged([partitions, *(each.partitions for each in found)])
@@ -238,7 +238,7 @@ def _merged(every: Iterable[Ranges]) -> Ranges:
 
 def _without_grant(
     grants: tuple[Grant, ...],
-    holder: Holder,
+    holder: Grantee,
     verb: AccessVerb,
     partitions: Ranges,
     partition_count: int,

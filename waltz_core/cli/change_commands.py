@@ -27,8 +27,8 @@ from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import NO_CLUSTER_SPECIFIED, VerbFunction
 from waltz_core.cluster.change.audit import DONE, AuditEntry
-from waltz_core.cluster.change.replica_steps import Plan
-from waltz_core.cluster.change.storage_changes import Progress
+from waltz_core.cluster.change.replica_steps import ReplicaPlan
+from waltz_core.cluster.change.storage_changes import PlanProgress
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -60,11 +60,11 @@ class Command:
         self.waits_for = what
         self.line.show(done_count, count, what)
 
-    async def carry_out(self, plan: Plan) -> None:
+    async def carry_out(self, plan: ReplicaPlan) -> None:
         """Move the replicas as planned."""
         await self.coordinator.storages.carry_out(plan, self._show_progress)
 
-    def _show_progress(self, progress: Progress) -> None:
+    def _show_progress(self, progress: PlanProgress) -> None:
         for step in progress.step:
             self.note(str(step))
         what = "; ".join(map(str, progress.step or progress.waits))

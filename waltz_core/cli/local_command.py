@@ -11,7 +11,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.config.declarations import LocalConfig
-from waltz_core.config.settings import Loaded, load
+from waltz_core.config.settings import LoadedConfig, load
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -108,7 +108,7 @@ def up(
     return 0
 
 
-def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
+def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfig]) -> None:
     """Raise BadConfig if counts or ports differ from those of the directory's cluster."""
     if not cluster.exists():
         return
@@ -129,7 +129,7 @@ def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) ->
 
 def _settings(
     directory: Path | None, config: Path | None = None, flags: dict[str, str | None] | None = None
-) -> Loaded[LocalConfig]:
+) -> LoadedConfig[LocalConfig]:
     """Return the settings of file, environment and flags, with sources; raises BadConfig."""
     flags = {**(flags or {}), "directory": None if directory is None else str(directory)}
     return load(LocalConfig, path=config, environment=os.environ, flags=flags)

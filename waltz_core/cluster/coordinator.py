@@ -42,7 +42,7 @@ from waltz_core.cluster.znodes.interface import (
     Node,
     Operation,
     SessionState,
-    Set,
+    SetNode,
     Signal,
     StateCallback,
     Znodes,
@@ -291,7 +291,7 @@ class Coordinator:
                 )
             try:
                 await self._znodes.write(
-                    [Set(path, model.encode_id(last_id + 1), node.stat.version)]
+                    [SetNode(path, model.encode_id(last_id + 1), node.stat.version)]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 continue  # An ID that may have been allocated is skipped.
@@ -313,7 +313,7 @@ class Coordinator:
             node = await self._nodes.require(path)
             if decode_node(path, node, model.decode_id) >= client_id:
                 return await self._membership.raise_generations(generations)
-            step = Set(path, model.encode_id(client_id), node.stat.version)
+            step = SetNode(path, model.encode_id(client_id), node.stat.version)
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
@@ -366,12 +366,12 @@ class Coordinator:
         if expected.metadata == NO_NODE:
             # The metadata of 0.13 is empty at first, too: the first session is version 1.
             steps.append(CreateNode(path, model.EMPTY_METADATA.to_bytes(partition_id)))
-        steps.append(Set(path, data, max(expected.metadata, 0)))
+        steps.append(SetNode(path, data, max(expected.metadata, 0)))
         marker_path = self.paths.marker(partition_id)
         if expected.marker == NO_NODE:
             steps.append(CreateNode(marker_path, marker.to_bytes()))
         else:
-            steps.append(Set(marker_path, marker.to_bytes(), expected.marker))
+            steps.append(SetNode(marker_path, marker.to_bytes(), expected.marker))
         *_, metadata_version, marker_version = await self._znodes.write(steps)
         return PartitionVersions(metadata_version, marker_version)
 
@@ -407,7 +407,7 @@ class Coordinator:
             new = change(old)
             check_replica_change(old, new, partition_count)
             try:
-                await self._znodes.write([Set(path, new.to_bytes(), node.stat.version)])
+                await self._znodes.write([SetNode(path, new.to_bytes(), node.stat.version)])
             except errors.CoordinatorConflict:
                 continue
             return new

@@ -40,10 +40,10 @@ from waltz_core.access.principals import ANONYMOUS
 from waltz_core.cluster.znodes.interface import (
     CheckVersion,
     CreateNode,
-    Delete,
+    DeleteNode,
     Node,
     Operation,
-    Set,
+    SetNode,
 )
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
@@ -274,7 +274,7 @@ class WriteRegistry:
         """Return the step that fails if a write was begun or removed since (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
-        return [] if node is None else [Set(path, b"", node.stat.version)]
+        return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _check_of_fence(self) -> list[Operation]:
         """Return a step that fails as well, but lets other changes succeed (rule 7)."""
@@ -309,7 +309,7 @@ class WriteRegistry:
             old = decode_node(path, node, TaskState.from_bytes)
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
-            change = Set(path, new.to_bytes(), node.stat.version)
+            change = SetNode(path, new.to_bytes(), node.stat.version)
             is_written = await self._try_write([change, *same])
             if is_written and await self._take_ownership(write):
                 return new
@@ -333,7 +333,7 @@ class WriteRegistry:
             return False
         taken = replace(found, principal=self._principal)
         self._owners.pop(write, None)
-        return await self._try_write([Set(path, taken.to_bytes(), node.stat.version), *same])
+        return await self._try_write([SetNode(path, taken.to_bytes(), node.stat.version), *same])
 
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -412,7 +412,7 @@ class WriteRegistry:
                 return found
             marks = found.marks
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
-            if await self._try_write([Set(path, _checked(done), node.stat.version), *same]):
+            if await self._try_write([SetNode(path, _checked(done), node.stat.version), *same]):
                 return done
         raise errors.CoordinatorUnavailable(
             f"cannot change {path}: other processes changed it during each attempt"
@@ -444,9 +444,9 @@ class WriteRegistry:
             return False
         if not found.is_done:
             over = replace(found, summary={}, keep_ms=0)
-            return [Set(path, over.to_bytes(), node.stat.version), *fence]
+            return [SetNode(path, over.to_bytes(), node.stat.version), *fence]
         tasks = await self._some_tasks(path)
-        return [*(tasks or [Delete(path, node.stat.version)]), *fence]
+        return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
     async def _some_tasks(self, path: str) -> list[Operation]:
         """Return removals of tasks, as many as fit into a request, which has at most 1 MiB."""
@@ -455,7 +455,7 @@ class WriteRegistry:
         for name in () if listing is None else listing.names[:REMOVALS_MAX]:
             child = await self._znodes.get(f"{path}/{name}")
             if child is not None:
-                removals.append(Delete(f"{path}/{name}", child.stat.version))
+                removals.append(DeleteNode(f"{path}/{name}", child.stat.version))
         return removals
 
     async def forget_expired(self) -> list[str]:
@@ -482,7 +482,7 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is not None:
             await self._try_write(
-                [Set(path, b"", node.stat.version)]
+                [SetNode(path, b"", node.stat.version)]
             )  # else another driver just did
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms

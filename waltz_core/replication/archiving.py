@@ -46,7 +46,7 @@ from waltz_core.machine import Report, earliest
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
     Batch,
@@ -169,7 +169,7 @@ class _Lag:
 class SessionArchiver:
     """The archive of one session. `wanted` is the mark to write to ZooKeeper, if any."""
 
-    def __init__(self, claim: Claim, *, outbox: list[Effect], limits: SessionLimits) -> None:
+    def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
         self.recorded = claim.archived
         self.wanted: ArchivedMark | None = None
         self.is_checked = claim.archived is None  # rule 2

@@ -35,9 +35,9 @@ from waltz_core.records.record import (
 from waltz_core.replication.archiving import ExpiryBounds
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_claim import (
-    Claim,
     InDoubtIds,
     PartitionNodes,
+    SessionClaim,
     claim_over,
     is_newer,
     rejection,
@@ -613,7 +613,7 @@ class PartitionStore:
         bound_later = {
             name: promised for name, promised in self._promised.items() if promised > session_id
         }
-        claim = Claim(
+        claim = SessionClaim(
             session_id=session_id,
             generation=self._generation,
             nonce=nodes.marker.nonce,

@@ -40,14 +40,14 @@ from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_repair import (
     AppendCopy,
     FetchCopy,
+    FetchOwnLineage,
+    FetchSourceLineage,
     FillDamage,
-    Goal,
-    OwnLineage,
+    RepairGoal,
     RepairStep,
     ReplicaRepair,
     Reset,
     SetMark,
-    SourceLineage,
     Truncation,
     decode_damaged_ranges,
     verify_batches,
@@ -82,7 +82,7 @@ class RepairRunner:
         outbox: list[Effect],
         limits: SessionLimits,
     ) -> None:
-        self.goal: Goal | None = None
+        self.goal: RepairGoal | None = None
         self.archived = archived
         self.is_open = False  # ZooKeeper has this session's states
         self.contradiction: str | None = None  # the finding of rule 4
@@ -102,7 +102,7 @@ class RepairRunner:
     def decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
         assert self.goal is None
-        self.goal = Goal(mark, self._recovery.known_chain)
+        self.goal = RepairGoal(mark, self._recovery.known_chain)
 
     def advance(self, now_ms: int) -> None:
         """Take the next step of every replica without a step under way."""
@@ -136,9 +136,9 @@ class RepairRunner:
         for each in repairing:
             assert each.repair is not None
             if each.repair.last == goal.mark and self._recovery.is_credible(each.replica):
-                self.goal = Goal(goal.mark, each.repair.chain)
+                self.goal = RepairGoal(goal.mark, each.repair.chain)
                 return
-        self.goal = Goal(goal.mark, None)
+        self.goal = RepairGoal(goal.mark, None)
 
     def _next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         assert self.goal is not None
@@ -161,7 +161,7 @@ class RepairRunner:
         elif step is not None:
             self._take(each, step, now_ms)
 
-    def _goal_of(self, each: ReplicaSession, goal: Goal, now_ms: int) -> Goal:
+    def _goal_of(self, each: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
         A replica that a session needs is not reset. Until ZooKeeper has this session's states, the
@@ -198,7 +198,7 @@ class RepairRunner:
         return is_recorded and newest > self._recovery.newest_session
 
     def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
-        if isinstance(step, SourceLineage | FetchCopy):
+        if isinstance(step, FetchSourceLineage | FetchCopy):
             is_fill = isinstance(step, FetchCopy) and not step.whole_batches
             find = self._fill_source if is_fill else self._source
             source = find(each, step.first, step.last, now_ms)
@@ -394,7 +394,7 @@ class RepairRunner:
         target, source, step = running
         assert source is each
         assert target.ticket == ticket
-        if isinstance(step, SourceLineage | FetchCopy):
+        if isinstance(step, FetchSourceLineage | FetchCopy):
             try:
                 self._supplied(target, source.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
@@ -409,7 +409,7 @@ class RepairRunner:
         self,
         target: ReplicaSession,
         source: ReplicaId,
-        step: SourceLineage | FetchCopy,
+        step: FetchSourceLineage | FetchCopy,
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
@@ -433,7 +433,7 @@ class RepairRunner:
         repair = each.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
-            assert isinstance(step, OwnLineage)
+            assert isinstance(step, FetchOwnLineage)
             repair.own_answered(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
             assert isinstance(step, AppendCopy)
@@ -492,11 +492,11 @@ class RepairRunner:
 
 
 def _request_of(
-    step: OwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
+    step: FetchOwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
 ) -> tuple[type[StorageMessage], tuple[object, ...]]:
     """Return the request of a step to the replica itself."""
     match step:
-        case OwnLineage():
+        case FetchOwnLineage():
             return messages.LineageRequest, tuple(step)
         case Truncation():
             return messages.Truncate, tuple(step)

@@ -53,7 +53,7 @@ from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
 _LOST = "the source replica has lost the batches of transactions {}..{}"
 
 
-class Goal(NamedTuple):
+class RepairGoal(NamedTuple):
     """The decided mark, and the log's chain there, known once the first log ends there.
 
     `archived` is what the archive has. `lowest_start` is the lowest ID after which a source begins.
@@ -65,14 +65,14 @@ class Goal(NamedTuple):
     lowest_start: TransactionId = BEFORE_FIRST
 
 
-class OwnLineage(NamedTuple):
+class FetchOwnLineage(NamedTuple):
     """Request the lineage of this replica."""
 
     first: TransactionId
     last: TransactionId
 
 
-class SourceLineage(NamedTuple):
+class FetchSourceLineage(NamedTuple):
     """Request the lineage of the source."""
 
     first: TransactionId
@@ -125,7 +125,14 @@ class SetMark(NamedTuple):
 # Whether another replica has the records of a damaged range.
 CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 RepairStep: TypeAlias = (
-    OwnLineage | SourceLineage | Truncation | Reset | FetchCopy | AppendCopy | FillDamage | SetMark
+    FetchOwnLineage
+    | FetchSourceLineage
+    | Truncation
+    | Reset
+    | FetchCopy
+    | AppendCopy
+    | FillDamage
+    | SetMark
 )
 
 
@@ -159,14 +166,14 @@ class ReplicaRepair:
         self._fetched: RangeBytes | None = None
         self._fetched_chain = self.chain
 
-    def reaches(self, goal: Goal) -> bool:
+    def reaches(self, goal: RepairGoal) -> bool:
         """Whether the log ends exactly at the goal."""
         return self.last == goal.mark and self.chain == goal.chain
 
     # -----------------------------------------------------------------------------------------
     # the next step
 
-    def next_step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
+    def next_step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
         """Return the next step; None when done, or while it must wait for the goal's chain or for
         a replica that has the damaged records.
         """
@@ -175,9 +182,9 @@ class ReplicaRepair:
         step = self._step(goal, can_fill=can_fill)
         is_destructive = isinstance(step, Truncation | Reset) and self.last > self.start
         self._wants_newest = is_destructive and self.newest is None
-        return OwnLineage(self.last, self.last) if self._wants_newest else step
+        return FetchOwnLineage(self.last, self.last) if self._wants_newest else step
 
-    def _step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
+    def _step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
         archived = goal.archived
@@ -234,7 +241,7 @@ class ReplicaRepair:
         if mark == self.start:
             return Truncation(mark, mark, self._start_chain)
         if self._own is None:
-            return OwnLineage(mark, mark)
+            return FetchOwnLineage(mark, mark)
         entry = self._own.lineage[-1]
         if entry.last == mark:
             return Truncation(mark, mark, entry.chain)
@@ -259,12 +266,12 @@ class ReplicaRepair:
             # Usually the log is a prefix: its end is a batch end of the source's log. If it is the
             # start of that log, the chain there is the one before its first batch.
             at = TransactionId(self.last + (self.last == lowest_start))
-            return SourceLineage(at, at)
+            return FetchSourceLineage(at, at)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
             raise self._diverged()
         if self._own is None:
-            return OwnLineage(lowest, self._ceiling)
+            return FetchOwnLineage(lowest, self._ceiling)
         if self._ceiling <= lowest_start:
             # No source has batches there: truncate to what no session may lose, and reset.
             before, chain = _points(self._own)[0]
@@ -272,7 +279,7 @@ class ReplicaRepair:
                 raise self._diverged()
             return Truncation(before, before, chain)
         if self._source is None:
-            return SourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
+            return FetchSourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
         source_chains = dict(_points(self._source))
         for last, chain in reversed(_points(self._own)):
             if source_chains.get(last) == chain and last < self.last:

@@ -64,7 +64,7 @@ class InDoubtIds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
     `known_last` is the highest ID that this owner ever saw committed. `excluded` are replicas that

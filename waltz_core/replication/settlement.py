@@ -28,7 +28,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
@@ -40,7 +40,7 @@ class Settlement:
     """The queries of one session, one at a time; `outcome` is set when all are answered."""
 
     def __init__(
-        self, claim: Claim, mark: TransactionId, engaged: Sequence[ReplicaSession]
+        self, claim: SessionClaim, mark: TransactionId, engaged: Sequence[ReplicaSession]
     ) -> None:
         assert engaged
         self._replicas = list(engaged)  # the first one is queried

@@ -52,7 +52,7 @@ from waltz_core.replication.replica_session import (
     ReplicaStage,
     SessionRequest,
 )
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
     Batch,
@@ -124,7 +124,7 @@ class StoreSession:
 
     def __init__(
         self,
-        claim: Claim,
+        claim: SessionClaim,
         facts: PartitionConstants,
         *,
         outbox: list[Effect],

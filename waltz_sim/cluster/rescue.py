@@ -49,7 +49,7 @@ POLL_INTERVAL_S: Final = 0.1
 POLLS_MAX: Final = 30
 
 
-class Died(Exception):
+class CommandDied(Exception):
     """The command has died, or cannot continue."""
 
 
@@ -89,7 +89,7 @@ class Rescue:
         verdict: RebuildDecision | None = None
         try:
             verdict = await self._rescue()
-        except Died as died:
+        except CommandDied as died:
             self._cluster.world.note(f"the operator's command has died: {died}")
         except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
             self._loop.fail(error)
@@ -98,10 +98,10 @@ class Rescue:
     def _passed(self, step: str) -> None:
         """Rule 2; a command that still runs when all faults have ended does not die."""
         if step == self._dies_after and not self._cluster.is_recovering:
-            raise Died(f"after {step}")
+            raise CommandDied(f"after {step}")
 
     async def _rescue(self) -> RebuildDecision:
-        """Raises Died, and BadRequest if a silent storage may have acknowledged data."""
+        """Raises CommandDied, and BadRequest if a silent storage may have acknowledged data."""
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
             self._claim(newest)
@@ -110,7 +110,7 @@ class Rescue:
             newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
-        raise Died("other owners claim later sessions")
+        raise CommandDied("other owners claim later sessions")
 
     def _claim(self, newest: SessionId) -> None:
         """Rule 1."""
@@ -122,7 +122,7 @@ class Rescue:
             return
         is_known = metadata is not None and metadata.states and coordinator.marker is not None
         if not is_known or coordinator.is_away:
-            raise Died("ZooKeeper knows no replica, or does not answer")
+            raise CommandDied("ZooKeeper knows no replica, or does not answer")
         self._nonce = self._peer.rng.randbytes(16)
         coordinator.claim(self._peer.name, self._session_id, self._nonce)
         self._versions = coordinator.metadata_version, coordinator.marker_version
@@ -169,7 +169,7 @@ class Rescue:
             if self._accepted == BEST and logs:
                 self._accepted = max(logs, key=lambda each: _rank(logs[each]))
             if self._accepted not in logs:
-                raise Died(f"{self._accepted} did not answer")
+                raise CommandDied(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
             members = (self._accepted, *(each for each in others if each != self._accepted))
             log = logs[self._accepted]
@@ -190,9 +190,9 @@ class Rescue:
         if self._accepted is not None:
             versions = coordinator.metadata_version, coordinator.marker_version
             if coordinator.is_away or versions != self._versions:
-                raise Died("ZooKeeper does not answer, or was changed meanwhile")
+                raise CommandDied("ZooKeeper does not answer, or was changed meanwhile")
             if not (self._is_below_the_archive() if self._loses else self._has_all()):
-                raise Died("the accepted log lacks acknowledged transactions (rule 3)")
+                raise CommandDied("the accepted log lacks acknowledged transactions (rule 3)")
             self._cluster.unfinished_rescue = None if self._loses else self._accepted
             self._cluster.checks.count("replica accepted")
         before = coordinator.marker
@@ -209,7 +209,7 @@ class Rescue:
         mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
         answers = await self._send(verdict.source, [again, mark])
         if not answers or not isinstance(answers[-1], ReplicaEnd):
-            raise Died(f"{verdict.source} was not marked")
+            raise CommandDied(f"{verdict.source} was not marked")
         self._cluster.checks.count("replica marked by a command")
         self._passed("mark")
 
@@ -229,7 +229,7 @@ class Rescue:
                 await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
             if not cluster.is_whole() or states is None or each in cluster.replicas:
-                raise Died("others change the replicas, or they do not recover")
+                raise CommandDied("others change the replicas, or they do not recover")
             cluster.reassign((*cluster.replicas, each))
             self._passed("add")
 
@@ -275,7 +275,7 @@ class Rescue:
 
 
 class _SimulatedOperations:
-    """See `rebuilding.DeclareOperations`."""
+    """See `rebuilding.RebuildOperations`."""
 
     def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:
         self._rescue, self._verdict, self._source = rescue, verdict, source

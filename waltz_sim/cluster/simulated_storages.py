@@ -186,7 +186,7 @@ class SimStorage(Process):
 
     def _drop(self) -> None:
         self._is_dropping = True
-        self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+        self._step(service.PartitionDropped(PartitionId(self._cluster.partition_id)))
 
     def run_exclusively(self, call: "Callable[[], None]") -> None:
         """Call while the partition is not served; then serve it again if it is assigned.
@@ -249,7 +249,7 @@ class SimStorage(Process):
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.log_opened(self, log, bytes_before)
-        self._step(service.Opened(log))
+        self._step(service.PartitionOpened(log))
 
     def _end(self, reason: str) -> None:
         """End as the daemon does if its disk cannot be trusted: the supervisor restarts it."""
@@ -385,7 +385,7 @@ class SimStorage(Process):
                 self._end(reason)
             case Report():
                 self._checks.reported(self.name, effect)
-            case service_effects.Idle():
+            case service_effects.PartitionIdle():
                 self._is_dropping = False
                 self.after(0, self._run_exclusive_call)
             case service_effects.CheckSpace(space):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.guarantees.checker_state import CheckerState
-    from waltz_sim.guarantees.sessions import Sessions
+    from waltz_sim.guarantees.session_guarantees import SessionGuarantees
     from waltz_sim.world.network import SimLink
 
 _NEEDS_SESSION: Final = (
@@ -73,7 +73,7 @@ _FEED_HEADER: Final = 20
 class ResponseGuarantees:
     """Checks all messages from servers to clients."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "Sessions") -> None:
+    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
         # By server: the connection on which it answered each client's last mount.

@@ -191,7 +191,7 @@ class RecordingDisk:
         disk_state = DiskState()
         for change in self.changes:
             disk_state.add(change)
-        self.inner.become(disk_state.image(Everything()))
+        self.inner.become(disk_state.image(KeepAll()))
         self._files = dict(disk_state.files_seen())
         self._next = disk_state.file_count
 
@@ -325,7 +325,7 @@ class Keep:
         return sizes[self.version(unit, len(sizes) - 1)]
 
 
-class Everything(Keep):
+class KeepAll(Keep):
     """Keeps all writes."""
 
     def version(self, unit: Unit, count: int) -> int:
@@ -334,7 +334,7 @@ class Everything(Keep):
         return count
 
 
-class Only(Keep):
+class KeepOnly(Keep):
     """Keeps only some units. A kept sector is not beyond the end of its file."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -347,7 +347,7 @@ class Only(Keep):
         return count if is_kept else 0
 
 
-class AllBut(Keep):
+class KeepAllBut(Keep):
     """Keeps all but some units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -358,7 +358,7 @@ class AllBut(Keep):
         return 0 if unit in self.units else count
 
 
-class AnyOf(Keep):
+class KeepRandom(Keep):
     """Keeps units at random, with any of their values, and sizes in between."""
 
     def __init__(self, rng: "Random") -> None:
@@ -542,7 +542,7 @@ class DiskState:
 def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Iterator[Keep]:
     """Return the choices at one point: nothing, all, each alone, all but each, at random."""
     yield Keep()
-    yield Everything()
+    yield KeepAll()
     units = disk_state.units()
     if len(units) < 2:
         return
@@ -554,10 +554,10 @@ def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Ite
     groups.append([unit for unit in units if isinstance(unit, DirectoryEntry)])
     alone = [[unit] for unit in _some(units, rng)]
     for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
-        yield Only(group)
-        yield AllBut(group)
+        yield KeepOnly(group)
+        yield KeepAllBut(group)
     for _ in range(random_count):
-        yield AnyOf(rng)
+        yield KeepRandom(rng)
 
 
 def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:

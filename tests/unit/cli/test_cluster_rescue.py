@@ -14,7 +14,7 @@ from waltz_core.cli.cluster.cluster_rescue import _chosen
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import access_node
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.znodes.model import (
     UNRESOLVED,
     MarkerState,
@@ -187,7 +187,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             after = assign_partitions(
                 before, {1: ServerDescriptor(1, "h", 1)}, cversion=1, partition_count=1
             )
-            zookeeper.apply([Set(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
+            zookeeper.apply([SetNode(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
 
         monkeypatch.setattr(cluster_rescue, "_make_nodes", make_nodes_and_register)
         for name in dies_at:

@@ -9,8 +9,8 @@ import pytest
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cli.storage.owner_requests import (
     ClaimedSession,
-    ConnectionAsOwner,
     ExpectedCluster,
+    OwnerConnection,
     log_of,
 )
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds
@@ -54,7 +54,7 @@ def prepared(partition=2, *, mark=10, damaged=()):
 
 
 def asked(link, call):
-    return asyncio.run(call(ConnectionAsOwner("a:1", link, FACTS)))
+    return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
 def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():

@@ -16,7 +16,7 @@ from waltz_core.cluster.membership.loads import (
     decode_loads,
     encode_loads,
 )
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 
@@ -125,7 +125,7 @@ async def test_servers_report_and_the_lead_reads():
     nodes = one.loads._nodes
     path = nodes.paths.load(1)
     found = await nodes.znodes.get(path)
-    await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
+    await nodes.znodes.write([SetNode(path, b'{"format": 99}', found.stat.version)])
     ignored = []
     assert await one.loads.read([1, 2], ignored.append) == {2: {}}
     assert [str(each).partition(":")[0] for each in ignored] == [path]

@@ -14,7 +14,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import PublishedReachability, ReachReport
 from waltz_core.cluster.membership.registration import WRITE_ATTEMPTS_MAX, Membership, Ownership
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.interface import CreateNode, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     SESSION_TIMEOUT_MS,
@@ -240,7 +240,7 @@ async def test_only_the_lead_writes_assignments(cluster):
         assert written.all == []
         await one.unregister()
         await at_two.until(lambda view: list(view.servers) == [2])
-    assert [type(operation) for (operation,) in written.all] == [Set]
+    assert [type(operation) for (operation,) in written.all] == [SetNode]
     assert owned(at_two.all[-1]).keys() == set(range(PARTITION_COUNT))
 
 
@@ -287,7 +287,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 
     async def disturbed(path, signal=None):
         node = await session.get(SERVERS)
-        await cluster.zookeeper.session().write([Set(SERVERS, node.data, node.stat.version)])
+        await cluster.zookeeper.session().write([SetNode(SERVERS, node.data, node.stat.version)])
         return await whole(path, signal)
 
     session.children = disturbed
@@ -303,7 +303,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 async def test_a_damaged_descriptor_is_named(cluster):
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)
-    await session.write([Set(f"{SERVERS}/{name}", b"\xff", 0)])
+    await session.write([SetNode(f"{SERVERS}/{name}", b"\xff", 0)])
     with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
         await member.read()
 

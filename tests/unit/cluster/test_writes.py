@@ -12,7 +12,7 @@ from tests.writes_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
-from waltz_core.cluster.znodes.interface import CreateNode, Delete
+from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
@@ -154,7 +154,7 @@ async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     real = session.write
 
     async def write(operations):
-        if isinstance(operations[0], Delete):
+        if isinstance(operations[0], DeleteNode):
             with pytest.raises(errors.ConnectionSuperseded, match="already finished"):
                 await writes.enter("w", 1, "r", coordinator.next_client_id)
             removals.append(operations)

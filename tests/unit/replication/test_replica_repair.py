@@ -12,13 +12,13 @@ from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.replication.replica_repair import (
     AppendCopy,
     FetchCopy,
+    FetchOwnLineage,
+    FetchSourceLineage,
     FillDamage,
-    Goal,
-    OwnLineage,
+    RepairGoal,
     ReplicaRepair,
     Reset,
     SetMark,
-    SourceLineage,
     Truncation,
     verify_batches,
     verify_records,
@@ -69,11 +69,11 @@ def walk(repair, one, source, goal, *, can_fill=available):
 def take(repair, one, source, step):
     prefix = (9, 1, 0)
     match step:
-        case OwnLineage(first, last):
+        case FetchOwnLineage(first, last):
             repair.own_answered(
                 ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
             )
-        case SourceLineage(first, last):
+        case FetchSourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
             repair.source_answered(answer, first=first, last=last)
         case Truncation():
@@ -116,13 +116,15 @@ OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # IDs 0..5
         (OLD, OLD, ["SetMark"]),
         ([], [], ["SetMark"]),
         ([], OLD, ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]),
-        (OLD[:2], OLD, ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]),
+        (OLD[:2], OLD, ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]),
     ],
     ids=["equal", "empty", "stretches of whole batches", "a prefix is not cut"],
 )
 def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
     one, source = storage(*own), storage(*decided)
-    steps = walk(repair_of(one), one, source if decided else None, Goal(source.last, source.chain))
+    steps = walk(
+        repair_of(one), one, source if decided else None, RepairGoal(source.last, source.chain)
+    )
     assert kinds(steps) == expected
     assert one.payloads() == source.payloads()
     assert one.disk.provisional == (9, source.last)
@@ -130,15 +132,19 @@ def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
 
 def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert steps[:3] == [OwnLineage(5, 5), OwnLineage(6, 6), Truncation(5, 5, source.chain)]
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert steps[:3] == [
+        FetchOwnLineage(5, 5),
+        FetchOwnLineage(6, 6),
+        Truncation(5, 5, source.chain),
+    ]
     assert kinds(steps[3:]) == ["SetMark"]
 
 
 def test_the_newest_batch_is_known_before_anything_is_truncated():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
-    goal = Goal(5, source.chain)
+    goal = RepairGoal(5, source.chain)
     while not isinstance(step := repair.next_step(goal, can_fill=available), Truncation):
         assert step.last in (5, 7)
         take(repair, one, source, step)
@@ -148,15 +154,15 @@ def test_the_newest_batch_is_known_before_anything_is_truncated():
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
     target = storage(*OLD)
     repair = repair_of(target)
-    steps = walk(repair, target, None, Goal(4, None))
-    assert kinds(steps) == ["OwnLineage", "OwnLineage", "Truncation"]
+    steps = walk(repair, target, None, RepairGoal(4, None))
+    assert kinds(steps) == ["FetchOwnLineage", "FetchOwnLineage", "Truncation"]
     assert steps[2].base == 2
     assert (repair.last, repair.chain) == (4, target.chain)
-    goal = Goal(4, target.chain)
+    goal = RepairGoal(4, target.chain)
     follower = storage(*OLD)
     assert kinds(walk(repair_of(follower), follower, target, goal)) == [
-        "OwnLineage",
-        "OwnLineage",
+        "FetchOwnLineage",
+        "FetchOwnLineage",
         "Truncation",
         "SetMark",
     ]
@@ -167,7 +173,7 @@ def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
     tail = [(2, [10 + n]) for n in range(9)]
     other = [(3, [30 + n]) for n in range(7)]
     one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
-    steps = walk(repair_of(one), one, source, Goal(11, source.chain))
+    steps = walk(repair_of(one), one, source, RepairGoal(11, source.chain))
     cuts = [step for step in steps if isinstance(step, Truncation)]
     assert cuts == [Truncation(2, 2, storage(*OLD[:2]).chain)]
     assert one.payloads() == source.payloads()
@@ -178,10 +184,10 @@ def test_reconstructed_batches_of_a_source_truncate_no_replica():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source replica has lost the batches of"):
-        walk(repair_of(one), one, source, Goal(4, source.chain))
+        walk(repair_of(one), one, source, RepairGoal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
     # In the other direction, the reconstructed batches are truncated.
-    steps = walk(repair_of(source), source, one, Goal(3, one.chain))
+    steps = walk(repair_of(source), source, one, RepairGoal(3, one.chain))
     assert "Truncation" in kinds(steps)
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
 
@@ -193,7 +199,7 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
         match=r"the source replica has lost the batches of "
         r"transactions 1\.\.2",
     ):
-        walk(repair_of(one), one, source, Goal(2, source.chain))
+        walk(repair_of(one), one, source, RepairGoal(2, source.chain))
     assert one.payloads() == [0]
 
 
@@ -201,7 +207,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
-    repair, goal = repair_of(one), Goal(2, target.chain)
+    repair, goal = repair_of(one), RepairGoal(2, target.chain)
     with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
@@ -217,12 +223,17 @@ def test_a_log_that_a_later_source_has_is_not_truncated():
         storage((1, [0]), (2, [7, 8, 9])),
         storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
     )
-    repair, goal = repair_of(one), Goal(4, target.chain)
+    repair, goal = repair_of(one), RepairGoal(4, target.chain)
     steps = []
     for source in (first, one, target, target, target, target):
         steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
-    assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
+    assert kinds(steps) == [
+        "FetchSourceLineage",
+        "FetchOwnLineage",
+        "FetchSourceLineage",
+        *kinds(steps)[3:],
+    ]
     assert "Truncation" not in kinds(steps)
     assert one.payloads() == [0, 1, 2, 3, 4]
 
@@ -230,25 +241,25 @@ def test_a_log_that_a_later_source_has_is_not_truncated():
 def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
     one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
     with pytest.raises(DataLoss, match="low-water mark 0"):
-        walk(repair_of(one), one, source, Goal(5, source.chain))
+        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert one.last == 1
 
 
 def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     one.disk.provisional = (7, 1)
-    walk(repair_of(one), one, source, Goal(5, source.chain))
+    walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert one.payloads() == source.payloads()
 
 
 def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=available)
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=available), FetchCopy)
+    assert isinstance(repair.next_step(RepairGoal(5, source.chain), can_fill=available), FetchCopy)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
-    walk(repair, one, other, Goal(5, other.chain))
+    walk(repair, one, other, RepairGoal(5, other.chain))
     assert one.payloads() == other.payloads()
 
 
@@ -259,7 +270,7 @@ def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
 def test_damage_is_repaired_before_the_mark():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert kinds(steps) == ["FetchCopy", "FillDamage"] * 3 + ["SetMark"]
     assert not one.disk.damaged
 
@@ -268,8 +279,8 @@ def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
-    assert repair.next_step(Goal(5, source.chain), can_fill=unavailable) is None
-    step = repair.next_step(Goal(5, source.chain), can_fill=available)
+    assert repair.next_step(RepairGoal(5, source.chain), can_fill=unavailable) is None
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
@@ -277,7 +288,9 @@ def test_irreparable_damage_does_not_hold_up_other_repairs():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
-    steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda first, _: first == 4)
+    steps = walk(
+        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda first, _: first == 4
+    )
     assert kinds(steps) == ["FetchCopy", "FillDamage", "SetMark"]
     assert one.disk.damaged == {1}
 
@@ -285,7 +298,7 @@ def test_irreparable_damage_does_not_hold_up_other_repairs():
 def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
-    repair, goal = repair_of(one), Goal(5, source.chain)
+    repair, goal = repair_of(one), RepairGoal(5, source.chain)
     while not isinstance(step := repair.next_step(goal, can_fill=available), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
@@ -326,7 +339,7 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
 def test_truncated_damage_is_forgotten():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {6}
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert "FillDamage" not in kinds(steps)
 
 
@@ -335,7 +348,9 @@ def test_only_the_rest_of_truncated_damage_is_requested():
     one.disk.damaged = {5}
     repair = repair_of(one)
     repair.damage_found([(5, 6)])  # as a storage reports adjacent records
-    steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda _, last: last <= 5)
+    steps = walk(
+        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda _, last: last <= 5
+    )
     assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
     assert not one.disk.damaged
 
@@ -415,7 +430,7 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=available)
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
@@ -439,7 +454,7 @@ def without_batches(one, first, last):
 def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mark):
     one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
     without_batches(one, 3, 5)
-    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert [step.last_to_keep for step in steps if isinstance(step, Truncation)] == [5, 2]
     assert one.payloads() == source.payloads()
     assert one.chain == source.chain
@@ -452,14 +467,14 @@ def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
     with pytest.raises(
         DataLoss, match=r"up to transaction 5, even those below .* 4\. Hint: restart"
     ):
-        walk(repair, one, source, Goal(5, source.chain))
+        walk(repair, one, source, RepairGoal(5, source.chain))
     assert one.last == 5
 
 
 def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
     one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
     with pytest.raises(DataLoss, match="no common end of a batch"):
-        walk(repair_of(one), one, source, Goal(5, source.chain))
+        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
     assert one.last == 5
 
 
@@ -467,7 +482,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
     while not isinstance(
-        step := repair.next_step(Goal(5, source.chain), can_fill=available), Truncation
+        step := repair.next_step(RepairGoal(5, source.chain), can_fill=available), Truncation
     ):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
@@ -484,7 +499,7 @@ def removed(last, *batches, archived=None):
     source = storage(*batches)
     ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
     mark = last if archived is None else archived
-    goal = Goal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
+    goal = RepairGoal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
     source.remove_up_to(last)
     return source, goal
 
@@ -494,7 +509,7 @@ def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
     one = storage()
     steps = walk(repair_of(one), one, source, goal)
     assert steps[0] == Reset(5, goal.archived.chain)
-    assert kinds(steps[1:]) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert kinds(steps[1:]) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
     assert one.payloads() == [7, 8, 9]
     assert not one.disk.suspect
 
@@ -511,7 +526,7 @@ def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch
     one = storage(*OLD[:2], mark=2)
     repair = repair_of(one)
     steps = walk(repair, one, source, goal)
-    assert steps[:2] == [OwnLineage(2, 2), Reset(5, goal.archived.chain)]
+    assert steps[:2] == [FetchOwnLineage(2, 2), Reset(5, goal.archived.chain)]
     assert repair.newest == 1
     assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
 
@@ -520,7 +535,7 @@ def test_a_log_with_a_common_batch_end_above_the_start_is_completed():
     source, goal = removed(2, *LONG, archived=8)
     one = storage(*OLD)
     steps = walk(repair_of(one), one, source, goal)
-    assert kinds(steps) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert kinds(steps) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
     assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
@@ -553,7 +568,7 @@ def test_a_log_that_differs_below_its_own_mark_is_not_reset():
 def test_a_log_is_truncated_to_its_start():
     source, goal = removed(5, *LONG)
     one, _ = removed(5, *OLD, (4, [70, 80]))
-    goal = Goal(5, goal.archived.chain, goal.archived)
+    goal = RepairGoal(5, goal.archived.chain, goal.archived)
     steps = walk(repair_of(one), one, source, goal)
     assert Truncation(5, 5, goal.chain) in steps
     assert kinds(steps)[-1] == "SetMark"

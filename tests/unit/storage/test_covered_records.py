@@ -22,7 +22,13 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
-from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Marker, ProvisionalMark
+from waltz_core.storage.files.format import (
+    NO_NONCE,
+    UNBATCHED,
+    AckedMarker,
+    IdRange,
+    ProvisionalMark,
+)
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -398,7 +404,7 @@ def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
     (fields,) = other_batches(records(0, 10), (10,), 2)
     empty.log.prepare(2, NONCE)
     append(empty, fields)
-    acked = Marker(9, UNBATCHED)
+    acked = AckedMarker(9, UNBATCHED)
     empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20))
     assert empty.content() == whole(9)
     assert not empty.log.slot.is_unbatched

@@ -131,7 +131,7 @@ class Follower:
         return call()
 
     def _post(self, event):
-        if isinstance(event, service.Dropped) and event.partition_id not in self.hanging:
+        if isinstance(event, service.PartitionDropped) and event.partition_id not in self.hanging:
             self.serving.idle(event.partition_id)
 
     async def assigned(self, *partitions):

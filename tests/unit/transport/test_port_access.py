@@ -12,7 +12,7 @@ from tests.certificates import HERE
 from tests.loops import on_loop, until
 from tests.unit.transport.peer import ANY, Peer
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
-from waltz_core.access.grants import Granted
+from waltz_core.access.grants import PrincipalGrants
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.quotas import IssuedIdLimit
 from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
@@ -543,13 +543,13 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
 @on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
-    made, checked, missing = AccessOfConnection(), [], Granted.missing
+    made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing
 
     def counted(granted, requirement, partition):
         checked.append(partition)
         return missing(granted, requirement, partition)
 
-    monkeypatch.setattr(Granted, "missing", counted)
+    monkeypatch.setattr(PrincipalGrants, "missing", counted)
     assert isinstance(made.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 3),)),)
     made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))

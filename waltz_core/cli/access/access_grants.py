@@ -3,7 +3,7 @@
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
+from waltz_core.access.permission_changes import Grantee, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
@@ -79,7 +79,7 @@ init.details = (
 async def grant(
     command: AccessCommand, *, holder: str, verbs: str, partitions: str, is_group: bool
 ) -> AccessResult:
-    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    named, chosen = Grantee(holder, is_group), changes.parse_verbs(verbs)
     ranges = ranges_in(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
@@ -106,7 +106,7 @@ async def revoke(
     is_group: bool,
     force: bool,
 ) -> AccessResult:
-    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    named, chosen = Grantee(holder, is_group), changes.parse_verbs(verbs)
     ranges, count = ranges_in(partitions, command.partition_count), command.partition_count
     change = await command.change(
         lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force

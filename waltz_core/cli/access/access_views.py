@@ -7,7 +7,7 @@ import click
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.access.grants import Grants
-from waltz_core.access.permission_changes import Holder, ranges_text
+from waltz_core.access.permission_changes import Grantee, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
@@ -91,9 +91,9 @@ def _print(found: Permissions) -> None:
         f"{found.changed_by}; client IDs of Waltz 0.13 clients are "
         f"{'accepted' if found.accepts_0_13 else 'not accepted'}"
     )
-    verbs: dict[tuple[Holder, str], list[str]] = {}
+    verbs: dict[tuple[Grantee, str], list[str]] = {}
     for each in found.grants:
-        key = Holder(each.holder, each.is_group), ranges_text(each.partitions)
+        key = Grantee(each.holder, each.is_group), ranges_text(each.partitions)
         verbs.setdefault(key, []).append(each.verb.value)
     print_table(
         ("holder", "verbs", "partitions"),

@@ -17,7 +17,7 @@ from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import replica_steps as placements
-from waltz_core.cluster.change.replica_steps import Placement, Plan
+from waltz_core.cluster.change.replica_steps import Placement, ReplicaPlan
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
@@ -98,7 +98,7 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     layout, now = await _read_layout(command)
     layout.check_known(storage)
     wanted = placements.without_storage(now, layout.groups, storage)
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _forget_storage(command, storage)
     return {
         "storage": address,
@@ -134,7 +134,7 @@ async def replace_storage(
         )
         command.note(f"storage {new} is in group {group}")
     wanted = placements.replaced(now, old, new, now)
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _forget_storage(command, old)
     return {
         "storage": new,
@@ -159,7 +159,7 @@ async def _replace_in_place(
             "replacement with an empty directory."
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
-    await command.carry_out(Plan.to(without, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(without, layout.assignment))
     return await _restore_storage(command, held, address)
 
 
@@ -175,7 +175,7 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
@@ -272,7 +272,7 @@ async def _carry_out(
         for each, replicas in wanted.items()
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),

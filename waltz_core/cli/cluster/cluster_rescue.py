@@ -25,8 +25,8 @@ from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLo
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
     ClaimedSession,
-    ConnectionAsOwner,
     ExpectedCluster,
+    OwnerConnection,
     log_of,
     open_links,
 )
@@ -34,7 +34,7 @@ from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, RebuildDecision, ReportedLog
-from waltz_core.cluster.change.replica_steps import Plan, filled
+from waltz_core.cluster.change.replica_steps import ReplicaPlan, filled
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.znodes.model import (
@@ -81,7 +81,7 @@ class _Answers:
     session: ClaimedSession
     view: PartitionView
     prepared: dict[ReplicaId, Prepared]
-    links: dict[ReplicaId, ConnectionAsOwner]
+    links: dict[ReplicaId, OwnerConnection]
     unanswered: dict[ReplicaId, str]
     is_rolled_back: bool  # a replica knows a later session than ZooKeeper
 
@@ -320,13 +320,13 @@ async def _declare(
     await rebuilding.declare(verdict.metadata(metadata.generation, session_id), operations)
     command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
-    await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
+    await command.carry_out(ReplicaPlan.to({partition_id: members}, layout.assignment))
     return members
 
 
 @dataclass(frozen=True, slots=True)
 class _CommandOperations:
-    """See `rebuilding.DeclareOperations`."""
+    """See `rebuilding.RebuildOperations`."""
 
     coordinator: Coordinator
     verdict: RebuildDecision
@@ -484,7 +484,7 @@ async def _decide_all(
     chosen: FormerCluster,
     new: NewCluster,
     missing: Sequence[ReplicaId],
-    links: Mapping[ReplicaId, ConnectionAsOwner],
+    links: Mapping[ReplicaId, OwnerConnection],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
     """Write the log and the archived mark of every partition; also return why others have none."""
     undecided = [
@@ -545,7 +545,7 @@ async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> Arc
 def _recovered(
     partition_id: PartitionId,
     session: ClaimedSession,
-    link: ConnectionAsOwner,
+    link: OwnerConnection,
     prepared: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
     """Return the log of the chosen replica, at `link`, for the search in the archive."""
@@ -653,7 +653,7 @@ async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> 
 
 async def _await_storages(
     command: Command, storages: Sequence[ReplicaId], facts: ExpectedCluster
-) -> dict[ReplicaId, ConnectionAsOwner]:
+) -> dict[ReplicaId, OwnerConnection]:
     while True:
         links, failures = await open_links(storages, facts)
         if not failures:
@@ -670,7 +670,7 @@ async def _await_storages(
 
 
 async def _query_all(
-    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, ConnectionAsOwner]
+    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, ClaimedSession], dict[ReplicaId, dict[PartitionId, Prepared]]]:
     """Fence every replica at a session later than all others, and get its state."""
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -700,7 +700,7 @@ async def _newest_ids(
     command: Command,
     verdict: RebuildDecision,
     session: ClaimedSession,
-    links: Mapping[ReplicaId, ConnectionAsOwner],
+    links: Mapping[ReplicaId, OwnerConnection],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> MaximumIds:
     """Return the greatest IDs at the end of the chosen log (rebuilding.py, rule 5)."""
@@ -749,7 +749,7 @@ async def _open_all(
     members = {each.partition_id: each.members for each in verdicts}
     wanted = filled(members, groups, min(replica_count, len(groups)))
     layout = await command.coordinator.storages.read()
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     return {
         "cluster_key": str(new.cluster_key),
         "partitions": {each.partition_id: each.log.synced_max for each in verdicts},

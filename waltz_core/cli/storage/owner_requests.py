@@ -68,7 +68,7 @@ class ClaimedSession:
     nonce: bytes
 
 
-class ConnectionAsOwner:
+class OwnerConnection:
     """A link to one storage."""
 
     def __init__(self, address: ReplicaId, link: Link, facts: ExpectedCluster) -> None:
@@ -77,12 +77,12 @@ class ConnectionAsOwner:
         self._facts = facts
 
     @staticmethod
-    async def open(address: ReplicaId, facts: ExpectedCluster) -> "ConnectionAsOwner":
+    async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
         """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
         link = await command_connections.dial(
             WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
         )
-        made = ConnectionAsOwner(address, link, facts)
+        made = OwnerConnection(address, link, facts)
         opening = OpenRequest(
             _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count
         )
@@ -205,14 +205,14 @@ class ConnectionAsOwner:
 
 async def open_links(
     storages: Sequence[ReplicaId], facts: ExpectedCluster
-) -> tuple[dict[ReplicaId, ConnectionAsOwner], dict[ReplicaId, str]]:
+) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
     """Connect to all storages concurrently; return the links, and the errors of the others."""
-    links: dict[ReplicaId, ConnectionAsOwner] = {}
+    links: dict[ReplicaId, OwnerConnection] = {}
     failures: dict[ReplicaId, str] = {}
 
     async def dial(address: ReplicaId) -> None:
         try:
-            links[address] = await ConnectionAsOwner.open(address, facts)
+            links[address] = await OwnerConnection.open(address, facts)
         except WaltzError as error:
             failures[address] = str(error)
 

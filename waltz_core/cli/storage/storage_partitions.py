@@ -16,7 +16,7 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
-    Target,
+    StorageTarget,
     audited_choice,
     numbers_of,
     partitions,
@@ -221,18 +221,20 @@ async def recover_partition(
     return 0
 
 
-async def _source_of(where: StorageChoice, source: str | None, from_admin: str | None) -> Target:
+async def _source_of(
+    where: StorageChoice, source: str | None, from_admin: str | None
+) -> StorageTarget:
     if from_admin is not None:
-        return Target(from_admin, None)
+        return StorageTarget(from_admin, None)
     if where.cluster is None or source is None:
         raise BadConfig(
             "--from needs --connect. Hint: without --connect, use --from-admin HOST:ADMIN_PORT."
         )
     facts = await read_facts(where)
-    return Target(facts.admin_address(source), source)
+    return StorageTarget(facts.admin_address(source), source)
 
 
-async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
+async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -> int:
     replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
         raise BadRequest(f"{target}: partition {partition} is not assigned to this storage")
@@ -292,7 +294,7 @@ def _print_synced(
 
 
 async def _synced(
-    admin: StorageAdmin, target: Target, wanted: list[int]
+    admin: StorageAdmin, target: StorageTarget, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Make a storage match its assignment; this never deletes files."""
     held = [

@@ -42,7 +42,7 @@ class ClusterStorages(NamedTuple):
         return f"{split_address(storage)[0]}:{port}"
 
 
-class Target(NamedTuple):
+class StorageTarget(NamedTuple):
     """A storage: the address of its admin port, and its name in the cluster, if given."""
 
     admin: str
@@ -159,13 +159,13 @@ async def read_facts(where: StorageChoice) -> ClusterStorages:
         )
 
 
-async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
+async def targets_of(where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage, or all of a cluster; raises BadConfig for neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if where.admin is not None:
         split_address(where.admin)
-        return (Target(where.admin, None),)
+        return (StorageTarget(where.admin, None),)
     if where.cluster is None:
         raise BadConfig(
             "expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT; found neither"
@@ -173,13 +173,13 @@ async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
     return storages_of(await read_facts(where), where)
 
 
-def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[Target, ...]:
+def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage of a cluster, or all."""
     names = facts.admin_ports if where.storage is None else (where.storage,)
-    return tuple(Target(facts.admin_address(name), str(name)) for name in names)
+    return tuple(StorageTarget(facts.admin_address(name), str(name)) for name in names)
 
 
-async def target_of(where: StorageChoice) -> Target:
+async def target_of(where: StorageChoice) -> StorageTarget:
     """Return the one chosen storage; raises BadConfig if it is not exactly one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig(

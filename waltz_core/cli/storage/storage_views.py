@@ -7,7 +7,7 @@ from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
     StorageChoice,
-    Target,
+    StorageTarget,
     numbers_of,
     partitions,
     read_facts,
@@ -161,7 +161,7 @@ async def _wrong_with_data_port(address: str) -> str | None:
     return None
 
 
-async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str | None:
+async def _wrong_with_admin_port(facts: ClusterStorages, target: StorageTarget) -> str | None:
     """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:

@@ -126,7 +126,7 @@ class RebuildDecision:
         return model.PartitionMetadata(generation, session_id, states)
 
 
-class DeclareOperations(Protocol):
+class RebuildOperations(Protocol):
     """The operations that declare a log; each returns when it is durable."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
@@ -139,7 +139,7 @@ class DeclareOperations(Protocol):
         """Assign the first replicas."""
 
 
-async def declare(metadata: model.PartitionMetadata, operations: DeclareOperations) -> None:
+async def declare(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
     """Declare a log to be the log of its partition (rule 6)."""
     await operations.write(metadata)
     await operations.mark()

@@ -33,7 +33,14 @@ from waltz_core.cluster.membership.assignment import (
 )
 from waltz_core.cluster.membership.reachability import PublishedReachability, eligible
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    DeleteNode,
+    NodeStat,
+    Operation,
+    SetNode,
+    Signal,
+)
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.znodes.paths import DESCRIPTOR_PREFIX
 from waltz_core.records.record import Generation, PartitionId, ServerId
@@ -145,7 +152,7 @@ class Membership:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [Delete(each.path, each.stat.version) for each in own]
+                    [DeleteNode(each.path, each.stat.version) for each in own]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -217,8 +224,8 @@ class Membership:
         )
         await self._nodes.znodes.write(
             [
-                Set(own[0].path, descriptor.to_bytes(), own[0].stat.version),
-                Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
+                SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version),
+                SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
             ]
         )
         return True
@@ -233,7 +240,7 @@ class Membership:
         if not self._is_lead(seen) or _view(membership, partition_count) != seen:
             return False
         assignment = move_partitions(membership.assignment, moves)
-        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         try:
             await self._nodes.znodes.write([step])
         except errors.CoordinatorConflict:
@@ -250,7 +257,7 @@ class Membership:
             raised = with_generations(membership.assignment, at_least)
             if raised == membership.assignment:
                 return
-            step = Set(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
+            step = SetNode(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
             try:
                 await self._nodes.znodes.write([step])
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -274,7 +281,7 @@ class Membership:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [Delete(each.path, each.stat.version) for each in found]
+                    [DeleteNode(each.path, each.stat.version) for each in found]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -320,8 +327,8 @@ class Membership:
             try:
                 await self._nodes.znodes.write(
                     [
-                        Set(own[0].path, changed.to_bytes(), own[0].stat.version),
-                        Set(
+                        SetNode(own[0].path, changed.to_bytes(), own[0].stat.version),
+                        SetNode(
                             self._nodes.paths.servers,
                             assignment.to_bytes(),
                             membership.stat.version,
@@ -448,7 +455,7 @@ class Membership:
             partition_count=await self._read_partition_count(),
             keeps_all=self.keeps_all,
         )
-        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         await self._nodes.znodes.write([step])
 
     async def _ensure_registered(
@@ -463,10 +470,10 @@ class Membership:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
             step = CreateNode(prefix, data, ephemeral=True, sequential=True)
         elif len(own) == 1:
-            step = Set(own[0].path, descriptor.to_bytes(), own[0].stat.version)
+            step = SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version)
         else:
             # Two attempts to register have both succeeded.
-            step = Delete(own[-1].path, own[-1].stat.version)
+            step = DeleteNode(own[-1].path, own[-1].stat.version)
         await self._nodes.znodes.write([step])
         return False
 
@@ -485,7 +492,9 @@ class Membership:
             and each.descriptor.server_id < descriptor.server_id
         ]
         if dead:
-            await self._nodes.znodes.write([Delete(each.path, each.stat.version) for each in dead])
+            await self._nodes.znodes.write(
+                [DeleteNode(each.path, each.stat.version) for each in dead]
+            )
         return bool(dead)
 
     def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:

@@ -49,7 +49,7 @@ from waltz_core.server.partition_events import (
     error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
-from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
+from waltz_core.server.process.flow_control import AdmittedRequest, FlowControl, FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.audit_log import AuditedRequest
@@ -184,7 +184,7 @@ class _ClientConnection:
     audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
-class Clients:
+class ClientConnections:
     """See the module's rules."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Clients:
         self._backend = backend
         self._tasks = tasks
         self._metrics = metrics
-        self._flow = Flow(limits)
+        self._flow = FlowControl(limits)
         self._clients: dict[ConnectionId, _ClientConnection] = {}
         self._ids = count(1)
         self._answered: dict[ConnectionId, None] = {}

@@ -50,9 +50,9 @@ from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.append_times import AppendTime, AppendTimes
-from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.failure_detector import FailureDetector
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
 from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.preferences import Preferences, within_reach
@@ -169,7 +169,7 @@ class Server:
         self.registry = RegistryRequests(
             coordinator.writes, self.next_client_id, self.partition_count, self._tasks
         )
-        self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
+        self._clients = ClientConnections(self, _flow_limits(config), self._tasks, self.metrics)
         self._failure_detector = FailureDetector(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )

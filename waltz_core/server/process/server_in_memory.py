@@ -39,8 +39,8 @@ from waltz_core.server.partition_events import (
     error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
-from waltz_core.server.process.clients import Clients
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.clients import ClientConnections
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
@@ -145,7 +145,7 @@ class MemoryServer:
         self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
-        self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
+        self.clients = ClientConnections(self, _FLOW, tasks, Metrics("server"))
         self.hosts: dict[PartitionId, MemoryHost] = {
             PartitionId(number): MemoryHost(PartitionId(number), self)
             for number in range(self.partition_count)

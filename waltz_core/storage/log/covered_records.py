@@ -42,7 +42,7 @@ from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, DiskFailed,
 from waltz_core.records import raw_records
 from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
-from waltz_core.storage.files.format import UNBATCHED, Marker
+from waltz_core.storage.files.format import UNBATCHED, AckedMarker
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import rebatching, truncation
 from waltz_core.storage.log.log_files import LogFiles
@@ -97,7 +97,7 @@ class CoveredRecords:
         shortened, end = truncation.truncation_of(files.segments, last)
         files.sync()
         files.sync_index()
-        files.write_slot(replace(files.slot, acked=Marker(files.synced_max, UNBATCHED)))
+        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED)))
         files.covered_end = files.synced_max = last
         files.chain = files.synced_chain = end.chain if shortened is None else shortened.chain
         with files.failing():
@@ -172,4 +172,4 @@ class CoveredRecords:
             files.segments.sync_index()
         files.covered_end = None
         files.synced_max, files.synced_chain = files.segments.last_id, files.chain
-        files.write_slot(replace(files.slot, acked=Marker(files.synced_max, files.chain)))
+        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, files.chain)))

@@ -75,9 +75,9 @@ from waltz_core.storage.files.batch_checks import check_chain, entry_before
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
+    AckedMarker,
     IdRange,
     LineageHeader,
-    Marker,
     PartitionInfo,
     Promise,
     SegmentHeader,
@@ -626,7 +626,7 @@ class _Opening:
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
-        marker = Marker(end.last, end.chain) if end is not None else segments.start
+        marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
         slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log: let it truncate the end and copy from

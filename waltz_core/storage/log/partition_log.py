@@ -50,8 +50,8 @@ from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.batch_checks import check_batches
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
 from waltz_core.storage.files.format import (
+    AckedMarker,
     IdRange,
-    Marker,
     Promise,
     ProvisionalMark,
     SegmentHeader,
@@ -141,7 +141,7 @@ class PartitionLog:
         return self._files.last_id
 
     @property
-    def start(self) -> Marker:
+    def start(self) -> AckedMarker:
         """The batch end after which the log begins (rule 6)."""
         return self._files.segments.start
 
@@ -304,7 +304,7 @@ class PartitionLog:
         if self.slot.suspect:
             self._verify_suspect()
         self._files.sync_index()
-        slot = replace(self.slot, acked=Marker(mark, chain), suspect=False)
+        slot = replace(self.slot, acked=AckedMarker(mark, chain), suspect=False)
         self._write_mark(slot, session, mark)
 
     def _truncate_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
@@ -478,7 +478,7 @@ class PartitionLog:
 
     # ---- the start (rule 6)
 
-    def remove_oldest(self, archived: Marker) -> bool:
+    def remove_oldest(self, archived: AckedMarker) -> bool:
         """Remove the oldest segment, durably, if the archive has its records; return whether.
 
         `archived` is a batch end up to which the archive has every record. The newest segment
@@ -504,7 +504,7 @@ class PartitionLog:
         files.begin_after(end, self.slot)
         return True
 
-    def removable_end(self, archived: Marker) -> Marker | None:
+    def removable_end(self, archived: AckedMarker) -> AckedMarker | None:
         """Return the start after the removal of the oldest segment; None if it must stay."""
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
@@ -514,7 +514,7 @@ class PartitionLog:
         end = next((each for each in entries if each.session_id != RECONSTRUCTED), None)
         if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
             return None
-        return Marker(end.last, end.chain)
+        return AckedMarker(end.last, end.chain)
 
     @property
     def size_bytes(self) -> int:
@@ -532,7 +532,7 @@ class PartitionLog:
         """Return the time of the clock that also dates the segments."""
         return self._files.now_ms()
 
-    def reset(self, session: SessionId, start: Marker) -> None:
+    def reset(self, session: SessionId, start: AckedMarker) -> None:
         """Drop all records and begin after a batch end that the archive has, durably (AR 12).
 
         The log is suspect until a session sets its mark. Its confirmed mark becomes that of the

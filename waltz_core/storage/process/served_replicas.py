@@ -258,7 +258,7 @@ class ServedReplicas:
                 continue
             self.logs[partition_id] = log
             self._on_opened(log)
-            self._post(service.Opened(log))
+            self._post(service.PartitionOpened(log))
             last = log.synced_max
             _log.debug("storage.partition_opened partition=%s last=%s", partition_id, last)
         if partition_ids:
@@ -267,7 +267,7 @@ class ServedReplicas:
     async def _drop(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until they are changed."""
         idle = self._dropping[partition_id] = asyncio.Event()
-        self._post(service.Dropped(partition_id))
+        self._post(service.PartitionDropped(partition_id))
         await idle.wait()
         del self._dropping[partition_id]
         del self.logs[partition_id]

@@ -553,7 +553,7 @@ class StorageDaemon:
                 | service_effects.ResumeReading()
             ):
                 self._apply_flow_control(effect)
-            case service_effects.Idle():
+            case service_effects.PartitionIdle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
             case service_effects.DropPartition():

@@ -56,7 +56,7 @@ class RunWork:
 
 
 @value(frozen=True, slots=True)
-class Idle:
+class PartitionIdle:
     """A dropped partition has no running work: its log may be closed."""
 
     log: PartitionLog
@@ -125,7 +125,7 @@ Effect: TypeAlias = (
     | PauseReading
     | ResumeReading
     | RunWork
-    | Idle
+    | PartitionIdle
     | DropPartition
     | CheckSpace
     | UploadRange

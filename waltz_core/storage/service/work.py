@@ -45,7 +45,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.files.id_ranges import remove_damage
 from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.archive_pieces import (
@@ -372,7 +372,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
                 Chain(message.base_chain),
             )
         case ResetLog():
-            log.reset(session, Marker(TransactionId(message.last), Chain(message.chain)))
+            log.reset(session, AckedMarker(TransactionId(message.last), Chain(message.chain)))
         case Engage():
             log.engage(session, TransactionId(message.mark))
         case Repair():
@@ -401,7 +401,7 @@ def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared
     )
 
 
-def _with_start(prepared: Prepared, start: Marker) -> Prepared:
+def _with_start(prepared: Prepared, start: AckedMarker) -> Prepared:
     return replace(prepared, start=start.transaction_id, start_chain=start.chain)
 
 

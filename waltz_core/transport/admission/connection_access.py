@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
-from waltz_core.access.grants import NO_GRANT, Granted
+from waltz_core.access.grants import NO_GRANT, PrincipalGrants
 from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
@@ -80,7 +80,7 @@ class ConnectionAccess:
         self._token_hash: str | None = None
         self._granted = self._grants()
 
-    def _grants(self) -> Granted:
+    def _grants(self) -> PrincipalGrants:
         grants = self._port.grants
         return NO_GRANT if grants is None else grants.of(self.principal)
 

@@ -75,7 +75,7 @@ class _Account:
         return self.in_flight_bytes > self.count * REQUEST_OVERHEAD_BYTES
 
 
-class Flow:
+class FlowControl:
     """The accounts of all connections."""
 
     def __init__(self, limits: FlowLimits) -> None:

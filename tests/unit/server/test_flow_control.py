@@ -8,7 +8,12 @@ import pytest
 from tests.sample_messages import sample_of
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.server.process.flow import NUMBER_BYTES, REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
+from waltz_core.server.process.flow_control import (
+    NUMBER_BYTES,
+    REQUEST_OVERHEAD_BYTES,
+    FlowControl,
+    FlowLimits,
+)
 from waltz_core.wire.codec import message_classes
 from waltz_core.wire.messages import (
     ANSWER,
@@ -33,8 +38,8 @@ OVERHEAD = REQUEST_OVERHEAD_BYTES
 
 def flow(
     *, count: int = 100, in_flight_bytes: int = 100_000, memory_bytes: int = 1_000_000
-) -> Flow:
-    made = Flow(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
+) -> FlowControl:
+    made = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
     for connection in (A, B, C):
         made.open(connection)
     return made

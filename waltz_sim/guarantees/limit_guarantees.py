@@ -33,7 +33,7 @@ DIALS_MAX: Final = 50
 QUEUE_BYTES_MAX: Final = 64 * 1024
 
 
-class Bounds:
+class LimitGuarantees:
     """Checks all limits."""
 
     def __init__(self, evidence: "CheckerState") -> None:

@@ -26,7 +26,7 @@ LOCK_EVERY: Final = 4
 TABLE_EVERY: Final = 64
 
 
-class Locking:
+class LockGuarantees:
     """Checks all lock tables."""
 
     def __init__(self, evidence: "CheckerState") -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _CHANGING = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
 
 
-class Claimed(NamedTuple):
+class ClaimedMetadata(NamedTuple):
     """The metadata that the first compare-and-set of a session found and wrote."""
 
     server: str
@@ -70,20 +70,20 @@ class Claimed(NamedTuple):
         return len(self.states) // 2 + 1 if self.states else 0
 
 
-class Decided(NamedTuple):
+class DecidedMark(NamedTuple):
     """The minimum mark that the answers allow, and the number of unknown engaged replicas."""
 
     least: int
     unknown_count: int
 
 
-class Sessions:
+class SessionGuarantees:
     """Checks all store sessions of the partition."""
 
     def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
         self.is_rewritten = False  # a fault has changed ZooKeeper's data
-        self.claims: dict[SessionId, Claimed] = {}
+        self.claims: dict[SessionId, ClaimedMetadata] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
         # The end of the log then: an owner that opens late is fenced and must cover only that.
         self._last_at_open: dict[SessionId, int] = {}
@@ -102,7 +102,7 @@ class Sessions:
         # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._reached: dict[tuple[SessionId, str], int] = {}
-        self.decided: dict[SessionId, Decided] = {}
+        self.decided: dict[SessionId, DecidedMark] = {}
         self._marks: dict[SessionId, int] = {}
         self._submitted: dict[SessionId, None] = {}
 
@@ -150,7 +150,7 @@ class Sessions:
         if dict(after.states) != dict(before.states):
             self._bad(f"a claim changes states from {before.states} to {after.states}")
         self._nonces[marker.nonce] = session
-        self.claims[session] = Claimed(server, marker.nonce, after.states)
+        self.claims[session] = ClaimedMetadata(server, marker.nonce, after.states)
         if before.session_id in self.opened and before.session_id not in self._submitted:
             self._facts.count("session without appends")
         if len(self._tried.get(session, ())) > 1:
@@ -197,7 +197,7 @@ class Sessions:
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._facts.history.last)
 
-    def _check_previous_assignment(self, claim: Claimed, session: SessionId) -> None:
+    def _check_previous_assignment(self, claim: ClaimedMetadata, session: SessionId) -> None:
         """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
         marked = [
             str(name)
@@ -207,7 +207,7 @@ class Sessions:
         if len(marked) < claim.quorum:
             self._bad(f"{session} opens, but of {list(claim.states)} only {marked} have its mark")
 
-    def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
+    def _check_closed(self, claim: ClaimedMetadata, after: PartitionMetadata) -> None:
         """Replicas that are not ready are closed at the mark, or keep their closed state."""
         mark = self._marks.get(after.session_id, BEFORE_FIRST)
         for name, state in after.states.items():
@@ -285,7 +285,7 @@ class Sessions:
         if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
             self._facts.count("recovery waited for more trusted replicas")
 
-    def _known(self, session: SessionId, claim: Claimed) -> list[int]:
+    def _known(self, session: SessionId, claim: ClaimedMetadata) -> list[int]:
         """Return the last IDs of the trusted engaged replicas."""
         lasts = [
             self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
@@ -321,7 +321,7 @@ class Sessions:
         if late and replica not in self.ever_engaged[session]:
             self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
 
-    def _decide(self, session: SessionId) -> Decided:
+    def _decide(self, session: SessionId) -> DecidedMark:
         """5. FenceFirst and the formula of 6. DecisionCovers, computed independently."""
         found = self.decided.get(session)
         if found is not None:
@@ -345,7 +345,7 @@ class Sessions:
             least = TransactionId(known[quorum - unknown_count - 1])
         if unknown_count:
             self._facts.count("recovery decided without some replicas")
-        decided = self.decided[session] = Decided(least, unknown_count)
+        decided = self.decided[session] = DecidedMark(least, unknown_count)
         return decided
 
     def is_trusted(self, session: SessionId, name: str) -> bool:
