@@ -13,7 +13,7 @@ import waltz_core.local
 from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
-from waltz_core.cli.verbs import VerbFunction, verb
+from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -84,14 +84,14 @@ POSITIVE = (
 NOT_NEGATIVE = ("interval_ms", "lock_pool")
 
 
-def _load(function: VerbFunction) -> VerbFunction:
+def _load(function: SubcommandFunction) -> SubcommandFunction:
     for name, (kind, default, text) in reversed(LOAD.items()):
         shown = text if default is None else f"{text} [default: {default:g}]"
         function = click.option(name, type=kind, default=default, metavar="N", help=shown)(function)
     return function
 
 
-@verb
+@subcommand
 @options.argument(
     "workload",
     "WORKLOAD",

@@ -232,7 +232,7 @@ def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaS
     async def main():
         kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
         links = [await each.connect() for each in (kept, lost)]
-        without = tuple(each for each in PERMISSIONS.grants if each.holder != "read")
+        without = tuple(each for each in PERMISSIONS.grants if each.grantee != "read")
         await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
         assert not lost.is_passed(lost.ticket)
         assert kept.is_passed(kept.ticket)

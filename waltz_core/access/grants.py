@@ -75,9 +75,9 @@ class Grants:
     def __init__(self, permissions: Permissions) -> None:
         found: dict[str, dict[AccessVerb, Partitions]] = {}
         for grant in permissions.grants:
-            holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
-            for holder in holders:
-                verbs = found.setdefault(holder, {})
+            grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
+            for grantee in grantees:
+                verbs = found.setdefault(grantee, {})
                 verbs[grant.verb] = _joined(verbs.get(grant.verb, _NOTHING), grant.partitions)
         self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
 

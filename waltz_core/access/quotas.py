@@ -331,8 +331,8 @@ def _bucket(per_s: int | None) -> TokenBucket | None:
 def _labels(permissions: Permissions) -> dict[str, None]:
     found: dict[str, None] = {}
     for grant in permissions.grants:
-        holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
-        for each in holders:
+        grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
+        for each in grantees:
             if len(found) == LABELS_MAX:
                 return found
             found[each] = None

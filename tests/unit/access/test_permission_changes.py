@@ -20,8 +20,8 @@ ANN, SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
 TOKEN = KnownToken("t1", "ann", 5)
 
 
-def revoked(old, holder, verbs, partitions):
-    return changes.revoke(old, holder, verbs, partitions, partition_count=COUNT)
+def revoked(old, grantee, verbs, partitions):
+    return changes.revoke(old, grantee, verbs, partitions, partition_count=COUNT)
 
 
 def test_several_verbs_are_granted_at_once_and_merged_with_earlier_grants():
@@ -74,13 +74,13 @@ def test_a_revocation_leaves_the_other_partitions():
 
 def test_a_revocation_of_what_is_not_granted_is_an_error():
     old = changes.grant(EMPTY, ANN, [READ], ((0, 3),))
-    for holder, verbs, partitions in (
+    for grantee, verbs, partitions in (
         (ANN, [APPEND], None),
         (ANN, [READ], ((4, 5),)),
         (Grantee("bob", is_group=False), [READ], None),
     ):
         with pytest.raises(BadRequest, match=r"has no grant of \w+ for partitions"):
-            revoked(old, holder, verbs, partitions)
+            revoked(old, grantee, verbs, partitions)
     # One of several verbs is enough.
     assert revoked(old, ANN, [READ, APPEND], None).grants == ()
 

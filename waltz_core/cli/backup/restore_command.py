@@ -18,7 +18,7 @@ from waltz_core.cli.access.access_change import new_client_key
 from waltz_core.cli.access.access_export import described, revision_values
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.change_commands import Command, Result, changes
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import ids_from
@@ -72,7 +72,7 @@ def _time_ms(text: str) -> int:
     return int(found.timestamp() * 1000)
 
 
-@verb
+@subcommand
 @click.option(
     "--backup", "place", required=True, metavar="FILE", help="the file of the backup, or its URL"
 )

@@ -18,7 +18,7 @@ from waltz_core.cli.client import payload_columns
 from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, tables_in
 from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
@@ -64,7 +64,7 @@ class FollowCommand(NamedTuple):
     as_json: bool
 
 
-@verb
+@subcommand
 @options.gather_options(FollowCommand)
 @options.argument(
     "table", "[TABLE]", "directory of the table, or its URL in an object store", required=False

@@ -14,7 +14,7 @@ from waltz_core.cli.change_commands import (
 )
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.queries import answers
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
@@ -27,7 +27,7 @@ DETAILS = ("servers", "storages", "key")
 # --- list, show-key
 
 
-@verb
+@subcommand
 @with_cluster_argument
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:
@@ -72,7 +72,7 @@ def _place(text: str) -> tuple[str, str]:
     return f"{hosts}{ROOT_FOR_CONNECTING}{question}{query}", "/"
 
 
-@verb
+@subcommand
 @with_cluster_argument
 @options.as_json
 async def show_key(*, connect: str, as_json: bool) -> int:
@@ -88,7 +88,7 @@ async def show_key(*, connect: str, as_json: bool) -> int:
 # --- delete
 
 
-@verb
+@subcommand
 @options.argument("name", "NAME", "the name of the cluster, as `cluster show` prints it")
 @click.option(
     "--force",

@@ -30,7 +30,7 @@ from waltz_core.cli.storage.owner_requests import (
     log_of,
     open_links,
 )
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, RebuildDecision, ReportedLog
@@ -94,7 +94,7 @@ class _Answers:
             link.close()
 
 
-@verb
+@subcommand
 @options.argument(
     "partition",
     "PARTITION",
@@ -388,7 +388,7 @@ class FormerCluster(NamedTuple):
     access_file: Path | None
 
 
-@verb
+@subcommand
 @click.option("--name", default="waltz", help="the name of the cluster [default: waltz]")
 @click.option(
     "--storage",

@@ -1,7 +1,7 @@
-"""The options by which the verbs of `storage` select storages and partitions.
+"""The options by which the subcommands of `storage` select storages and partitions.
 
 A storage has two names, the address of its admin port and, within a cluster, the address for
-servers. All verbs accept both.
+servers. All subcommands accept both.
 """
 
 import os
@@ -13,7 +13,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audited, connected
-from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.config.connect_string import split_address
@@ -53,7 +53,7 @@ class StorageTarget(NamedTuple):
 
 
 class StorageChoice(NamedTuple):
-    """The options by which a verb finds its storages."""
+    """The options by which a subcommand finds its storages."""
 
     connect: str | None
     storage: str | None
@@ -82,8 +82,8 @@ partitions = click.option(
 
 def with_storages(
     *, is_cluster: bool = False, has_timeout: bool = False
-) -> Callable[[VerbFunction], VerbFunction]:
-    """Pass a `StorageChoice` to a verb; `is_cluster`: it works on all storages of a cluster."""
+) -> Callable[[SubcommandFunction], SubcommandFunction]:
+    """Pass a `StorageChoice` to a subcommand; `is_cluster`: it works on all of a cluster."""
     connect = click.option(
         "--connect",
         metavar="CONNECT",
@@ -107,7 +107,7 @@ def with_storages(
     declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
     declared += [options.connect] if is_cluster else [connect, options.tls, admin]
 
-    def decorate(function: VerbFunction) -> VerbFunction:
+    def decorate(function: SubcommandFunction) -> SubcommandFunction:
         for declare in declared:
             function = declare(function)
         return function

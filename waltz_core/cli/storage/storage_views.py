@@ -16,7 +16,7 @@ from waltz_core.cli.storage.storage_target import (
     targets_of,
     with_storages,
 )
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import StorageIdMismatch, WaltzError
 from waltz_core.records.record import ReplicaId
@@ -52,7 +52,7 @@ class ReplicaRow(NamedTuple):
 # list
 
 
-@verb
+@subcommand
 @with_storages()
 async def list_command(where: StorageChoice) -> int:
     rows: list[ReplicaRow] = []
@@ -127,7 +127,7 @@ def damaged_count(replica: ReplicaResponse) -> int:
 # validate
 
 
-@verb
+@subcommand
 @with_storages(is_cluster=True)
 async def validate(where: StorageChoice) -> int:
     facts = await read_facts(where)
@@ -185,7 +185,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: StorageTarget) 
 # max-transaction-id
 
 
-@verb
+@subcommand
 @partitions
 @with_storages()
 async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:

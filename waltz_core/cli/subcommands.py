@@ -1,10 +1,11 @@
-"""Nouns and verbs as classes of click, and the error messages for wrong usage.
+"""Groups and subcommands as classes of click, and the error messages for wrong usage.
 
-Click's own messages name neither the nearest verb nor the sources of a connect string.
+Click's own messages name neither the nearest subcommand nor the sources of a connect string.
 
 Rules:
-    1. A verb is imported when it is called; help and completion of its noun import nothing.
-    2. A verb is a function or a coroutine, takes its options as keywords and returns the exit code.
+    1. A subcommand is imported when it is called; help and completion of its group import nothing.
+    2. A subcommand is a function or a coroutine, takes its options as keywords and returns the exit
+       code.
 """
 
 import difflib
@@ -25,11 +26,11 @@ NO_CLUSTER_SPECIFIED = (
     "connect string"
 )
 
-VerbFunction: TypeAlias = Callable[..., Any]
+SubcommandFunction: TypeAlias = Callable[..., Any]
 
 
-class Verb(click.Command):
-    """A verb as its module declares it (rule 2); its help is in the table of `main.py`."""
+class Subcommand(click.Command):
+    """A subcommand as its module declares it (rule 2); its help is in the table of `main.py`."""
 
     allow_extra_args = True  # reported by `parse_args`
     details = ""  # the text of its help after that line
@@ -66,7 +67,7 @@ class Verb(click.Command):
         return "; and ".join(sentences)
 
     def invoke(self, ctx: click.Context) -> int:
-        """Run the verb; return the exit code."""
+        """Run the subcommand; return the exit code."""
         from waltz_core.cli import command_connections  # noqa: PLC0415 - help needs no sockets
         from waltz_core.transport import net  # noqa: PLC0415 - as above
 
@@ -78,28 +79,36 @@ class Verb(click.Command):
         return result
 
 
-def verb(function: VerbFunction) -> Verb:
-    """Declare a verb; the decorators below it declare its options."""
-    return click.command(cls=Verb, help="")(function)
+def subcommand(function: SubcommandFunction) -> Subcommand:
+    """Declare a subcommand; the decorators below it declare its options."""
+    return click.command(cls=Subcommand, help="")(function)
 
 
-class LazyVerb(click.Command):
-    """The name of a verb, its help, and its module, which has a function of its name (rule 1).
+class LazySubcommand(click.Command):
+    """The name, help and module of a subcommand; the module has a function of its name (rule 1).
 
     If the name would shadow a builtin, the function has a name like `list_command`.
     """
 
-    def __init__(self, name: str, module: str, text: str, *, verb: str = "", **rest: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        text: str,
+        *,
+        subcommand: str = "",
+        **rest: Any,  # noqa: ANN401
+    ) -> None:
         self._examples = rest.pop("examples", ())
         super().__init__(name, short_help=text, **rest)
-        self._module, self._text, self._verb = module, text, verb or name
+        self._module, self._text, self._subcommand = module, text, subcommand or name
 
-    def load(self) -> Verb:
-        """Import the verb."""
+    def load(self) -> Subcommand:
+        """Import the subcommand."""
         module = import_module(f"waltz_core.cli.{self._module}")
-        name = re.sub("[ -]", "_", self._verb)
+        name = re.sub("[ -]", "_", self._subcommand)
         found = getattr(module, f"{name}_command", None) or getattr(module, name)
-        assert isinstance(found, Verb)
+        assert isinstance(found, Subcommand)
         found.help = f"{sentence(self._text)} {found.details}"
         found.examples = self._examples
         return found
@@ -111,12 +120,12 @@ class LazyVerb(click.Command):
         parent: click.Context | None = None,
         **extra: Any,  # noqa: ANN401 - click's
     ) -> click.Context:
-        """Parse like the verb itself."""
+        """Parse like the subcommand itself."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
-class Noun(click.Group):
-    """A noun: verbs and examples."""
+class CommandGroup(click.Group):
+    """A group: subcommands and examples."""
 
     examples: Sequence[str] = ()
 
@@ -125,13 +134,13 @@ class Noun(click.Group):
         return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; a noun alone shows its help."""
+        """Parse; a group alone shows its help."""
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a verb; raises UsageError with the nearest one."""
+        """Find a subcommand; raises UsageError with the nearest one."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
             ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], list(self.commands))}")
         return super().resolve_command(ctx, args)
