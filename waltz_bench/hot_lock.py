@@ -54,7 +54,7 @@ class CounterView(NamedTuple):
 class _Increment(TransactionContext):
     """Increments the counter until it succeeds."""
 
-    follows = True
+    pipelined = True
 
     def __init__(
         self, client: AsyncWaltzClient, run: int, seen: CounterView, padding: bytes

@@ -86,7 +86,7 @@ class Owner:
         self.lock_loader = LockTableLoader(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
         self.lock_loader.begin(self.table, history.end)
 
-    def learn(self) -> Iterator[None]:
+    def load(self) -> Iterator[None]:
         """Ask for blocks and take them, until all is learned; yield before each turn."""
         replicas = [ReplicaId(str(each)) for each in range(3)]
         asked = self.lock_loader.query_locks(SessionId(1), replicas, 0, holds=True)
@@ -113,7 +113,7 @@ def learn_while_appending(rng: Random) -> None:
         for lock in range(LOCKS):
             assert history.last_writer(lock) <= table.estimate(lock) < next_id
 
-    for _ in owner.learn():
+    for _ in owner.load():
         check()
         if rng.random() < 0.3:
             lock = rng.randrange(LOCKS)
@@ -150,7 +150,7 @@ def test_most_locks_are_refilled_if_few_blocks_are_lost() -> None:
         for _ in range(20):
             history.append()
         owner = Owner(history)
-        for _ in owner.learn():
+        for _ in owner.load():
             pass
         floors.append(owner.lock_loader.floor / history.end.last)
     assert sum(floor < 0.5 for floor in floors) > 30

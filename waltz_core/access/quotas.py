@@ -260,7 +260,7 @@ class Quotas:
         self._labels: dict[str, None] = {}
         self.usage: dict[str, Usage] = {}  # by label
 
-    def learn(self, permissions: Permissions, grants: Grants) -> None:
+    def apply(self, permissions: Permissions, grants: Grants) -> None:
         """Take a revision (rules 5 and 6)."""
         self._limits, self._grants = dict(permissions.limits), grants
         self._labels = _labels(permissions)

@@ -165,18 +165,18 @@ def test_contexts_encrypt_their_transactions(directory: Path) -> None:
 
 
 def test_predecessors_are_decrypted(directory: Path) -> None:
-    hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "follows": True}
+    hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "pipelined": True}
     with clients(directory) as (waltz, client):
         client.append(b"before").result()
         client.append(b"first", header=3, **hot).result()
         with pytest.raises(errors.LockFailed) as failed:
             client.append(b"second", **hot).result()
-        following = failed.value.following
-        (found,) = following.predecessors
+        pipelined_state = failed.value.pipelined_state
+        (found,) = pipelined_state.predecessors
         assert (found.data, found.value(BYTES), found.data_error) == (b"first", b"first", None)
-        client.append(b"second", **hot | {"follows": following}).result()
+        client.append(b"second", **hot | {"pipelined": pipelined_state}).result()
 
-        @transactional(partition=0, follows=True)
+        @transactional(partition=0, pipelined=True)
         def third(builder: TransactionBuilder) -> bool:
             seen.append([each.data for each in builder.predecessors(0)])
             builder.set_write_locks(hot["write_locks"])
@@ -190,7 +190,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         keys.keys_of.cache_clear()
         with pytest.raises(errors.LockFailed) as failed:
             waltz.client(config(directory, key="b")).append(b"x", **hot).result()
-        found = failed.value.following.above(2)[0]
+        found = failed.value.pipelined_state.above(2)[0]
         assert (found.data, found.value(), found.data_error) == (
             None,
             None,

@@ -457,7 +457,7 @@ async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatc
         old = RegistryServer(coordinator, tasks)
         owner_of_old = await old.start()
         is_new = property(lambda link: link.address == owner_of_new.address)
-        monkeypatch.setattr(ServerLink, "knows_registry", is_new)
+        monkeypatch.setattr(ServerLink, "supports_registry", is_new)
         both, links = requests_of(Owners(owner_of_old, owner_of_new))
         alone, other_links = requests_of(Owners(owner_of_old))
         state = await both.begin("w", MARKS, 1_000)

@@ -66,8 +66,8 @@ def test_files_that_were_collected_are_counted():
     job = SimpleNamespace(partition_id=3)
     storage_metrics.count_collection(job, Collected(4, 900, 1, has_more=True))
     storage_metrics.count_collection(job, ArchiveUnavailable("cannot list m"))
-    assert metrics.value("waltz_storage_collected_files_total", partition=3) == 4
-    assert metrics.value("waltz_storage_collected_bytes_total", partition=3) == 900
+    assert metrics.value("waltz_storage_garbage_collected_files_total", partition=3) == 4
+    assert metrics.value("waltz_storage_garbage_collected_bytes_total", partition=3) == 900
 
 
 def test_gauges_return_the_current_values():

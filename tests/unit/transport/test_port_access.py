@@ -97,8 +97,8 @@ class Port:
     def __init__(self, context):
         self.context, self.peer, self.address = context, Peer(), ""
 
-    def learn(self, permissions):
-        self.context.access.learn(permissions)
+    def apply(self, permissions):
+        self.context.access.apply(permissions)
 
     @property
     def principals(self):
@@ -111,8 +111,8 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
     port = Port(tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked)))
     if port.context.access is not None:
         port.context.access._clock_ms = lambda: NOW_MS
-        port.learn(WITH_REVOKED)
-        port.learn(PERMISSIONS)
+        port.apply(WITH_REVOKED)
+        port.apply(PERMISSIONS)
     listener = await listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
     port.address = f"{ANY}:{listener.port}"
     try:
@@ -329,16 +329,16 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
         port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
             await dialed(port.address, connect)
-        port.learn(PERMISSIONS)
+        port.apply(PERMISSIONS)
         await dialed(port.address, connect)
 
 
 def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
-    access.learn(None)
-    access.learn(PERMISSIONS)
-    access.learn(None)
-    access.learn(Permissions(4, "ops", 0, bytes(32)))
+    access.apply(None)
+    access.apply(PERMISSIONS)
+    access.apply(None)
+    access.apply(Permissions(4, "ops", 0, bytes(32)))
     assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
         "access.permissions_missing revision=0",
@@ -346,7 +346,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
         "access.permissions_missing revision=5",
         "access.older_revision_ignored revision=4 known=5",
     ]
-    access.learn(Permissions(6, "ops", 0, bytes(32)))
+    access.apply(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
         access.known_token(hash_of(SECRET))
 
@@ -499,7 +499,7 @@ class AccessOfConnection:
         self.port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=clock)
         self.access = self.port.opened(None, "a:1", self.ended.append)
         if permissions is not None:
-            self.port.learn(permissions)
+            self.port.apply(permissions)
         if token is not None:
             self.access.take_token(token)
 
@@ -632,9 +632,9 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
     ):
         made = AccessOfConnection(permissions=accepting)
         made.access.binds(mount)
-        made.port.learn(dataclasses.replace(accepting, revision=7))
+        made.port.apply(dataclasses.replace(accepting, revision=7))
         assert made.ended == []
-        made.port.learn(dataclasses.replace(MOUNTING, revision=8))
+        made.port.apply(dataclasses.replace(MOUNTING, revision=8))
         assert made.ended == reason
 
 
@@ -698,7 +698,7 @@ async def test_before_the_permissions_are_known_requests_can_be_repeated(logged)
     assert (
         AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
     )
-    made.port.learn(GRANTED)
+    made.port.apply(GRANTED)
     assert made.denial(TransactionDataRequest(REQ_ID, 0)) is None
     assert "denied" not in logged()
 
@@ -713,7 +713,7 @@ async def test_the_first_revision_ends_connections_without_any_permission():
         known = made.port.opened(None, "a:2", made.ended.append)
         known.principal = "ann"
         assert made.access.has_permission
-        made.port.learn(OTHERS)
+        made.port.apply(OTHERS)
     assert enforced.ended == ["anonymous has no permission"]
     assert report.ended == []
     permitted = AccessOfConnection(
@@ -766,21 +766,21 @@ def revision(**changes):
 async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
     made = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
-    made.port.learn(permissions)
-    anonymous.port.learn(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
+    made.port.apply(permissions)
+    anonymous.port.apply(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
     assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
     assert reason is None or reason in made.ended[0]
     made.port.closed(made.access)
-    made.port.learn(revision(tokens={}))
+    made.port.apply(revision(tokens={}))
     assert len(made.ended) == (reason is not None)
 
 
 @on_loop
 async def test_a_report_ends_connections_only_because_of_tokens():
     made = AccessOfConnection(is_enforced=False)
-    made.port.learn(revision(grants=()))
+    made.port.apply(revision(grants=()))
     assert made.ended == []
-    made.port.learn(revision(tokens={}))
+    made.port.apply(revision(tokens={}))
     assert made.ended == ["token t1 of spark-etl is revoked"]
 
 
@@ -813,16 +813,16 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
     """Over a real socket: a peer that does not read gets none of them after the revocation."""
     connect = trusting(files, f"&token_file={token_file}")
     async with open_port(files, access="on") as port:
-        port.learn(GRANTED)
+        port.apply(GRANTED)
         link = await net.dial(
             WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), connect)
         )
         (server_side,) = port.peer.links
         assert server_side.denial(OpenRequest(-1, -1, -1, bytes(16), 4)) is not None
-        port.learn(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
+        port.apply(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
         assert server_side.denial(Heartbeat(1, 0, 3)) is None
         assert server_side.permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
-        port.learn(dataclasses.replace(GRANTED, revision=8))
+        port.apply(dataclasses.replace(GRANTED, revision=8))
         await link.wait_closed()
         assert server_side.closed_reason == "the permissions of spark-etl were changed"
 

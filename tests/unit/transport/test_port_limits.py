@@ -263,7 +263,7 @@ async def dialed_to(port, files):
 async def test_a_stranger_is_disconnected_after_its_denials(files, monkeypatch):
     monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
     async with open_port(files, access="on") as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         known = await dialed_to(port, files)
         known.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
         await known.receive()
@@ -293,7 +293,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     )
     monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
     async with open_port(files, access="on") as port:
-        port.learn(limited)
+        port.apply(limited)
         links = [await dialed_to(port, files) for _ in range(3)]
         sides = port.peer.links
         for side in (*sides, sides[0]):
@@ -317,7 +317,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
 @on_loop
 async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_closed):
     async with open_port(files, access=access) as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         link = await dialed_to(port, files)
         if secret is not None:
             link.send(authentication.credential(WireProtocol.STORAGE, 4, secret))
@@ -334,7 +334,7 @@ async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_c
 @on_loop
 async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         link = await dialed_to(port, files)
         link.send(authentication.credential(WireProtocol.STORAGE, 4, EXPIRED))
         await link.wait_closed()

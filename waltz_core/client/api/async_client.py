@@ -37,7 +37,7 @@ from waltz_core.client.links.directory import (
 from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.model.payloads import encrypted, encryption_of
-from waltz_core.client.model.predecessors import FollowedState, follow
+from waltz_core.client.model.predecessors import PipelinedState, initial_state
 from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
@@ -438,7 +438,7 @@ class AsyncWaltzClient(OpenedByConnect):
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
-        follows: FollowedState | bool = False,
+        pipelined: PipelinedState | bool = False,
         encryption_key_id: str | None = None,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its ID.
@@ -449,8 +449,8 @@ class AsyncWaltzClient(OpenedByConnect):
         OutcomeUnknown, another Unavailable if the append timed out, or the error that ended the
         stream. Only after OutcomeUnknown may the transaction be in the log.
 
-        With `follows`, LockFailed may be raised earlier and carry `following`: transactions in
-        flight. Compute as if they were in the log, and pass `following` as `follows`.
+        With `pipelined`, LockFailed may be raised earlier and carry `pipelined_state`: transactions
+        in flight. Compute as if they were in the log, and pass `pipelined_state` as `pipelined`.
 
         `encryption_key_id` is the ID of the key for the data [default: the client's setting].
         """
@@ -475,8 +475,10 @@ class AsyncWaltzClient(OpenedByConnect):
             )
         row = PendingRow(payload, header, mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
-        if follows:
-            row.follow(follow(self._encryption) if follows is True else follows, given)
+        if pipelined:
+            row.set_pipelined_state(
+                initial_state(self._encryption) if pipelined is True else pipelined, given
+            )
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()

@@ -99,12 +99,12 @@ class ServerLink:
         return self._link.address
 
     @property
-    def may_follow(self) -> bool:
+    def supports_pipelining(self) -> bool:
         """Whether the server knows pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
 
     @property
-    def knows_registry(self) -> bool:
+    def supports_registry(self) -> bool:
         """Whether the server carries out operations on the registry of writes."""
         return (self._link.version or 0) >= RegistryRequest.since
 

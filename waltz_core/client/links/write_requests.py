@@ -226,7 +226,7 @@ class WriteRequests:
         for address in self._addresses():
             try:
                 link = await self._links.get(address)
-                if link.knows_registry:
+                if link.supports_registry:
                     answer = await self._answer_of(link, make, deadline_s)
                     self._last_address = address
                     return answer

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.client.model.predecessors import PipelinedState
 from waltz_core.client.stream.outcome_tracker import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
@@ -81,7 +81,7 @@ class RowOutcome(NamedTuple):
     transaction_id: TransactionId
     conflicting: TransactionId
     high_water_mark: TransactionId
-    following: FollowedState | None = None
+    pipelined_state: PipelinedState | None = None
 
 
 class PendingRow:
@@ -92,12 +92,12 @@ class PendingRow:
         "data",
         "deadline_s",
         "flush_group",
-        "follows",
         "future",
         "header",
         "is_attempt",
         "mark",
         "number",
+        "pipelined_state",
         "read_locks",
         "size_bytes",
         "write_locks",
@@ -118,19 +118,21 @@ class PendingRow:
         # future gets the transaction ID, or an error.
         self.is_attempt = False
         # In-flight appends that it depends on, in addition to its mark; None without any.
-        self.follows: FollowedState | None = None
+        self.pipelined_state: PipelinedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-    def follow(self, following: FollowedState, mark: TransactionId | None) -> None:
+    def set_pipelined_state(
+        self, pipelined_state: PipelinedState, mark: TransactionId | None
+    ) -> None:
         """Make it depend on in-flight appends; `mark` is that of its state, if known."""
-        if mark is None and following.has_seen:
-            mark = following.base
+        if mark is None and pipelined_state.has_seen:
+            mark = pipelined_state.base
         mark = self.mark if mark is None else mark
-        if mark < following.base:  # the transactions between are not known
-            self.mark, self.follows = following.without(mark)
+        if mark < pipelined_state.base:  # the transactions between are not known
+            self.mark, self.pipelined_state = pipelined_state.without(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
-            self.mark, self.follows = following.claim(mark, locks)
+            self.mark, self.pipelined_state = pipelined_state.claim(mark, locks)
 
     @property
     def row_count(self) -> int:
@@ -140,7 +142,9 @@ class PendingRow:
     @property
     def may_resend(self) -> bool:
         """Whether it may be sent again as it is (rule 3)."""
-        return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
+        return not self.is_attempt and (
+            self.pipelined_state is None or not self.pipelined_state.has_seen
+        )
 
 
 class AppendWindow:
@@ -301,7 +305,7 @@ class Appends:
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
-        elif row.follows is not None:
+        elif row.pipelined_state is not None:
             self._send_gathered()  # Other writers of the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
@@ -396,7 +400,7 @@ class Appends:
         token = self._next_token()
         self._submissions[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
-        single = SingleRow(row.header, row.data, *locks, row.follows)
+        single = SingleRow(row.header, row.data, *locks, row.pipelined_state)
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
@@ -481,7 +485,7 @@ class Appends:
             if row.future.done():
                 continue
             ids = (TransactionId(transaction_id), TransactionId(conflicting))
-            result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
+            result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.pipelined_state)
             if row.is_attempt:
                 row.future.set_result(result)
             elif reason == Reason.COMMITTED:
@@ -490,9 +494,9 @@ class Appends:
                 error = error_of(self._partition_id, row, result, outcome.detail)
                 if isinstance(error, errors.Overloaded):
                     error.retry_after_ms = outcome.retry_after_ms
-                if isinstance(error, errors.LockFailed) and outcome.following is not None:
-                    error.following = outcome.following
-                    error.conflicting = outcome.following.mark
+                if isinstance(error, errors.LockFailed) and outcome.pipelined_state is not None:
+                    error.pipelined_state = outcome.pipelined_state
+                    error.conflicting = outcome.pipelined_state.mark
                 row.future.set_exception(error)
         if again:
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
@@ -581,7 +585,7 @@ def _kind(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     """Return whether it is a batch, and whether it is sent alone."""
     return isinstance(each, _BatchSubmission), isinstance(
         each, PendingRow
-    ) and each.follows is not None
+    ) and each.pipelined_state is not None
 
 
 def _parts(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:

@@ -126,7 +126,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
-        self._may_follow = self._reads_own = False
+        self._supports_pipelining = self._reads_own = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
@@ -259,7 +259,7 @@ class PartitionStream:
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link = event.link
-        self._may_follow, self._reads_own = event.may_follow, event.reads_own
+        self._supports_pipelining, self._reads_own = event.supports_pipelining, event.reads_own
         # Without the feed at first: the answer states how long it would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -529,7 +529,12 @@ class PartitionStream:
         self._tracker.register(
             Pending(submission, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        out.append(Send(self._link, submission.message(req_id, may_follow=self._may_follow)))
+        out.append(
+            Send(
+                self._link,
+                submission.message(req_id, supports_pipelining=self._supports_pipelining),
+            )
+        )
 
     def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:

@@ -367,7 +367,7 @@ class AppendPipeline:
         if not self._admission.admits(ticket, draft.out):
             return group
         ticket.session_id = self._session_id
-        if not ticket.follows:
+        if not ticket.is_dependent:
             group.append(ticket)
             return group
         self._validate_group(group, draft)

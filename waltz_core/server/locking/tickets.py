@@ -97,7 +97,7 @@ class SingleTicket:
         return self.cost_bytes >= LARGE_BYTES
 
     @property
-    def follows(self) -> bool:
+    def is_dependent(self) -> bool:
         """Whether it may depend on transactions in flight (`dependent_appends.py`)."""
         return isinstance(self.message, AppendFollowing)
 

@@ -100,8 +100,16 @@ class StorageMetrics:
         """Count the files that a collection has deleted from the archive."""
         if isinstance(outcome, Collected):
             add, partition = self._metrics.add, job.partition_id
-            add("waltz_storage_collected_files_total", outcome.file_count, partition=partition)
-            add("waltz_storage_collected_bytes_total", outcome.byte_count, partition=partition)
+            add(
+                "waltz_storage_garbage_collected_files_total",
+                outcome.file_count,
+                partition=partition,
+            )
+            add(
+                "waltz_storage_garbage_collected_bytes_total",
+                outcome.byte_count,
+                partition=partition,
+            )
 
     def count_archive_read(self, partition: int, outcome: WorkOutcome) -> None:
         """Count an answer from the archive."""

@@ -681,7 +681,7 @@ class StorageService:
         if isinstance(message, Engage):
             lane.engaged_session = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
-            self._archive_reads.learned(message)
+            self._archive_reads.set_mark(message)
             mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
             self._retention.archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
