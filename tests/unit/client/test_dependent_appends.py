@@ -50,7 +50,7 @@ def test_each_report_is_added_to_the_earlier_ones():
     assert ids(more.above(8)) == [11]
 
 
-def test_a_mark_between_the_first_and_last_predecessor_is_no_base():
+def test_a_mark_between_the_first_and_last_predecessor_is_a_base():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5) == (9, follow)
     assert follow.claim(8) == (9, follow)

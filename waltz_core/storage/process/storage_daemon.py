@@ -275,7 +275,7 @@ class StorageDaemon:
         identity = StorageIdentity(
             self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
         )
-        machine = await self._make_machine(engine, identity)
+        machine = await self._machine_of(engine, identity)
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
         self._storage_metrics.register(
@@ -338,9 +338,7 @@ class StorageDaemon:
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
-    async def _make_machine(
-        self, engine: StorageEngine, identity: StorageIdentity
-    ) -> StorageService:
+    async def _machine_of(self, engine: StorageEngine, identity: StorageIdentity) -> StorageService:
         config = self._config
         if config.archive_url:
             await self._in_thread(self._archive.open)
@@ -449,10 +447,7 @@ class StorageDaemon:
         serving: ServedReplicas,
         tasks: TaskGroup,
     ) -> None:
-        """Follow permissions and assignment; register again when this storage is added again.
-
-        Removing a storage from the cluster also removes its registration.
-        """
+        """Follow permissions and assignment; register again when this storage is added again."""
         tasks.create_task(follow_permissions(coordinator, self._ssl, storage_name(serving.address)))
         is_known = True
 
@@ -460,7 +455,7 @@ class StorageDaemon:
             nonlocal is_known
             was_known, is_known = is_known, serving.address in assignments.partitions
             if is_known and not was_known:
-                tasks.create_task(self._register(engine))
+                tasks.create_task(self._register(engine))  # its removal removed the registration
             serving.assigned(assignments)
 
         await follow_readable(coordinator.follow_replica_assignment, take)
