@@ -193,9 +193,9 @@ def _started(
     """Start a temporary cluster; for `flood` with TLS one in which greedy tenants have limits."""
     if workload != "flood" or tls_file is None:
         return stack.enter_context(waltz_core.local.running(tls=tls_file))
-    from waltz_bench.compared import greed  # noqa: PLC0415 - costs start-up time
+    from waltz_bench.compared import tenant_load  # noqa: PLC0415 - costs start-up time
 
-    running = greed.limited_tenants(tls_file)
+    running = tenant_load.limited_tenants(tls_file)
     cluster, load.connect, load.flood_connect = stack.enter_context(running)
     return cluster
 

@@ -1,8 +1,8 @@
 """The workload `flood`: the latency of single appends, in turn without and with a greedy tenant.
 
 Only the client with single appends is measured; each greedy tenant is a separate process
-(`compared/greed.py`). With `--tls` the temporary cluster has access control, and the greedy tenant
-has limits; with a connect string of its own it has those that the cluster gives it.
+(`compared/tenant_load.py`). With `--tls` the temporary cluster has access control, and the greedy
+tenant has limits; with a connect string of its own it has those that the cluster gives it.
 
 Rules:
     1. Each of `ROUNDS` rounds measures each kind of greed: first the calm phase, then the same
@@ -156,7 +156,7 @@ async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "waltz_bench.compared.greed", kind, connect, str(load.payload_bytes)),
+        *("-m", "waltz_bench.compared.tenant_load", kind, connect, str(load.payload_bytes)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

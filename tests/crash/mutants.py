@@ -100,9 +100,9 @@ NOT_NEEDED = {
     "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
     "cut where the next segment begins (test_layout.py)",
     "segments.renew > segment.sync#2": "as the line before",
-    "space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
+    "disk_space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
-    "space.release#1": "it makes space usable: a file system may free it only when the "
+    "disk_space.release#1": "it makes space usable: a file system may free it only when the "
     "removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
     "only",

@@ -20,8 +20,8 @@ from tests.crash.archive_recording import ARCHIVE, ROOT, Recorder
 from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
-from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect
 from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
 from waltz_core.archive.manifest_jobs import BatchRun, ExpiryJob, UploadJob
 from waltz_core.archive.upload import expire, upload
@@ -96,7 +96,7 @@ class Owner:
         self._record(first=made.first, manifest=made.name, crc=made.file_crc)
 
     def collect(self):
-        job = CollectionJob(*self._origin(), self.recorded.named)
+        job = GarbageCollectionJob(*self._origin(), self.recorded.named)
         return collect(self.store, KEY, job, now_ms=LATER_MS)
 
 

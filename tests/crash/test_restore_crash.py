@@ -25,7 +25,7 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cli import change_commands
 from waltz_core.cluster.change import creation
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
-from waltz_core.cluster.writes import BegunWrite, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, WriteState
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_sim.world.crash import DiskState, Keep, PositionMarker, changes_of

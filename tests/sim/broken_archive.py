@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.sim.broken_replication import as_written
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.archive import collection
+from waltz_core.archive import garbage_collection
 from waltz_core.archive.file_names import FileOrigin
 from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker
@@ -332,7 +332,7 @@ def collection_ignores_later_owners() -> Patches:
     def origin_of(name):
         return FileOrigin(-1, b"", -1)
 
-    yield instead(collection, "origin_of", origin_of)
+    yield instead(garbage_collection, "origin_of", origin_of)
 
 
 @switch
@@ -342,7 +342,7 @@ def replaced_manifests_are_deleted_at_once() -> Patches:
     def _recently_replaced(found, now_ms):
         return set()
 
-    yield instead(collection, "_recently_replaced", _recently_replaced)
+    yield instead(garbage_collection, "_recently_replaced", _recently_replaced)
 
 
 @switch

@@ -14,8 +14,8 @@ Rules (docs/decisions/055):
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
-       cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
-       rule 9).
+       cluster had archived after the end is garbage, and no sign of a rollback
+       (`garbage_collection.py`, rule 9).
     5. The caller pins the sources before the check of rule 2, which it repeats at its end
        (`pins.py`).
 """

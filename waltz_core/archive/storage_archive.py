@@ -8,7 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome, collect
+from waltz_core.archive.garbage_collection import (
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+    collect,
+)
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
@@ -84,7 +88,7 @@ class StorageArchive:
         self.failure, self.failure_count = None, 0
         return made
 
-    def collect(self, job: CollectionJob) -> CollectionOutcome:
+    def collect(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
         """Carry out a collection; return its error rather than raise it."""
         assert self._limited is not None
         try:

@@ -39,6 +39,6 @@ compare-and-set on R/store/partition/P, with which each session begins, decides.
 
 Start reading with `coordinator.py`: it has all operations of servers, storages, clients and
 commands. `znodes/` has paths, values and the interface to ZooKeeper, `membership/` the live servers
-and the assignment, `change/` the changes by commands, `zookeeper/` the sessions. `writes.py` has
-exactly-once writes.
+and the assignment, `change/` the changes by commands, `zookeeper/` the sessions.
+`write_registry.py` has exactly-once writes.
 """

@@ -34,7 +34,7 @@ from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import PublishedReachability
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
-from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.write_registry import WriteRegistry
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,

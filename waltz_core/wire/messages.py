@@ -807,7 +807,7 @@ class ClientIdResponse(ClientMessage):
 
 
 class RegistryOperation(IntEnum):
-    """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
+    """An operation on the registry of exactly-once writes (`cluster/write_registry.py`)."""
 
     BEGIN = 0
     READ = 1

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, GarbageCollectionOutcome
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import (
     CoordinatorUnavailable,
@@ -31,7 +31,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
@@ -418,7 +418,7 @@ class SimStorage(Process):
         self.is_uploading = False
         self._step(archive_jobs.ExpiryWritten(job, outcome))
 
-    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
         self._step(archive_jobs.FilesCollected(job, outcome))
 
     def archive_progressed(self) -> None:

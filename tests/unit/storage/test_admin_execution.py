@@ -16,7 +16,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.storage.files.space import SAMPLE_MS
+from waltz_core.storage.files.disk_space import SAMPLE_MS
 from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.admin_execution import carry_out, disk_status_of, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy

@@ -7,7 +7,7 @@ import pytest
 
 from tests.storage_owner import NONCE, STAMP_MS, Owner
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
-from waltz_core.archive.collection import Collected, CollectionJob
+from waltz_core.archive.garbage_collection import CollectedGarbage, GarbageCollectionJob
 from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.archive.manifest_jobs import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.archive.objects import ArchiveObject
@@ -360,8 +360,8 @@ def collected(bench, connection=1):
 
 
 OUTCOMES = {
-    "some": (Collected(3, 700, 1, True), (True, "")),
-    "none": (Collected(0, 0, 0, False), (False, "")),
+    "some": (CollectedGarbage(3, 700, 1, True), (True, "")),
+    "none": (CollectedGarbage(0, 0, 0, False), (False, "")),
     "error": (ArchiveUnavailable("cannot list x"), (False, "cannot list x")),
 }
 
@@ -374,7 +374,7 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     assert isinstance(bench.ask(1, collection_of(owner)), SuccessResponse)
     (effect,) = bench.only(service_effects.CollectFiles)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
-    assert effect.job == CollectionJob(5, NONCE, 3, recorded)
+    assert effect.job == GarbageCollectionJob(5, NONCE, 3, recorded)
     bench.step(service.FilesCollected(effect.job, outcome))
     assert collected(bench) == [GarbageCollected(5, 0, 0, 3, *expected)]
     assert reports(bench, "storage.garbage_collected") == (
@@ -412,7 +412,7 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     bench.send(1, collection_of(owner))
     assert request(bench, second, range_to(second, 1)) is None
     (effect,) = bench.only(service_effects.CollectFiles)
-    bench.step(service.FilesCollected(effect.job, Collected(0, 0, 0, False)))
+    bench.step(service.FilesCollected(effect.job, CollectedGarbage(0, 0, 0, False)))
     bench.finish()
     (upload,) = bench.only(service_effects.UploadRange)
     bench.send(1, collection_of(owner, attempt=4))

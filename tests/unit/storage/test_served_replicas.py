@@ -11,7 +11,7 @@ from tests.loops import on_loop, until
 from tests.patience import HANG_S
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.process.served_replicas import (
     OPENERS_COUNT,
     REOPEN_S_MAX,

@@ -12,8 +12,8 @@ from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, RealFile
+from waltz_core.storage.files.disk_space import FILES_BYTES, DiskSpace
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
-from waltz_core.storage.files.space import FILES_BYTES, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.storage.service import work

@@ -50,11 +50,11 @@ from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.append_times import AppendTime, AppendTimes
+from waltz_core.server.process.client_id_queue import ClientIdQueue
 from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.failure_detector import FailureDetector
 from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
-from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
 from waltz_core.server.process.registry_requests import RegistryRequests
@@ -177,7 +177,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
-        self._client_ids = IdQueue(coordinator.issued_ids.allocate)
+        self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf

@@ -38,7 +38,7 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, GarbageCollectionOutcome
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.cluster.coordinator import Coordinator
@@ -52,7 +52,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
+from waltz_core.storage.files.disk_space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
@@ -651,7 +651,7 @@ class StorageDaemon:
         self._storage_metrics.count_upload(job, outcome)
         self._post(archive_jobs.Uploaded(job, outcome))
 
-    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
         self._storage_metrics.count_collection(job, outcome)
         self._post(archive_jobs.FilesCollected(job, outcome))
 

@@ -21,7 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, assert_never
 
-from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
+from waltz_core.archive.garbage_collection import (
+    CollectedGarbage,
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+)
 from waltz_core.archive.manifest import RecordedManifest
 from waltz_core.archive.manifest_jobs import (
     BatchRun,
@@ -68,7 +72,7 @@ STALLED_MS: Final = 60_000
 REPLACED_BYTES_MAX: Final = (1 << 30) + (1 << 26)
 RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
 ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
-_ArchiveTask: TypeAlias = UploadJob | CollectionJob | ExpiryJob
+_ArchiveTask: TypeAlias = UploadJob | GarbageCollectionJob | ExpiryJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,8 @@ class Uploaded:
 class FilesCollected:
     """`CollectFiles` is done."""
 
-    job: CollectionJob
-    outcome: CollectionOutcome
+    job: GarbageCollectionJob
+    outcome: GarbageCollectionOutcome
 
 
 @value(frozen=True, slots=True)
@@ -288,13 +292,13 @@ class ArchiveJobs:
         return effects + _range_ended(job, job.message, outcome)
 
     def _collected(
-        self, collection: CollectionJob, outcome: CollectionOutcome, now_ms: int
+        self, collection: GarbageCollectionJob, outcome: GarbageCollectionOutcome, now_ms: int
     ) -> list[Effect]:
         """Take the result of a collection (rule 2)."""
         job = self._ended(collection)
         effects = self.progressed(now_ms)
         partition = ("partition", collection.partition_id)
-        if isinstance(outcome, Collected) and (outcome.file_count or outcome.unknown_count):
+        if isinstance(outcome, CollectedGarbage) and (outcome.file_count or outcome.unknown_count):
             fields = (
                 partition,
                 ("files", outcome.file_count),
@@ -310,7 +314,7 @@ class ArchiveJobs:
             effects.append(
                 Report("storage.garbage_collection_failed", (partition, ("error", error)))
             )
-        has_more = isinstance(outcome, Collected) and outcome.has_more
+        has_more = isinstance(outcome, CollectedGarbage) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
 
@@ -406,9 +410,9 @@ def _upload_job(job: _ArchiveJob, message: RangeToWrite) -> UploadJob:
     )
 
 
-def _collection_job(job: _ArchiveJob, message: CollectGarbage) -> CollectionJob:
+def _collection_job(job: _ArchiveJob, message: CollectGarbage) -> GarbageCollectionJob:
     recorded = _recorded(job, message)
-    return CollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
+    return GarbageCollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
 
 
 def _expiry_job(job: _ArchiveJob, message: ExpireObjects) -> ExpiryJob:

@@ -64,9 +64,9 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.files.format import AckedMarker, Promise
 from waltz_core.storage.files.id_ranges import ranges_text
-from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog

@@ -9,7 +9,8 @@ Rules:
     2. The storage ID is created with the directory and never changes.
     3. If a partition cannot be opened, the others are still served; `failed` has the partition with
        its error.
-    4. When the disk is full, there is still space for truncation, repair and slots (`space.py`).
+    4. When the disk is full, there is still space for truncation, repair and slots
+       (`disk_space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
        it again. A removal that was begun is finished before anything is opened.
     6. If the control file has a greater sequence than the slot, Waltz 0.13 has written to the
@@ -48,6 +49,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import NO_SESSION, Chain, PartitionId, TransactionId
 from waltz_core.storage.disk.file_system import Disk, File, create_durably
 from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.files.disk_space import DiskSpace, append_bytes
 from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
@@ -61,7 +63,6 @@ from waltz_core.storage.files.format import (
     errors_with_path,
     segment_name,
 )
-from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log import removal
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -370,7 +371,7 @@ class StorageEngine:
         """Add whole batches of another replica to a log that is not served; return the last ID.
 
         Nothing is truncated, and no mark is set: the evidence of the replica does not change. The
-        reserve is not used for this (`space.py`, rule 2).
+        reserve is not used for this (`disk_space.py`, rule 2).
 
         Raises:
             NoSpace: there is not enough room without the reserve; nothing of it was written.

@@ -1,8 +1,8 @@
 """The greedy tenants of the workload `flood`, and a cluster in which they have limits.
 
 Each is a process of its own, which never pauses unless it must:
-`python -m waltz_bench.compared.greed KIND CONNECT PAYLOAD_BYTES`. It begins after a line on its
-standard input, ends its connections after the next one, and so on, and ends with the input. It
+`python -m waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. It begins after a line on
+its standard input, ends its connections after the next one, and so on, and ends with the input. It
 prints every second how much it got.
 
 Rules:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.loops import on_virtual_loop, until
 from waltz_core.errors import CoordinatorUnavailable
-from waltz_core.server.process.id_queue import IdQueue
+from waltz_core.server.process.client_id_queue import ClientIdQueue
 
 
 class Counter:
@@ -28,7 +28,7 @@ class Counter:
 @on_virtual_loop
 async def test_requests_that_wait_at_the_same_time_share_a_write():
     counter = Counter()
-    queue = IdQueue(counter.allocate)
+    queue = ClientIdQueue(counter.allocate)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(queue.next()) for _ in range(100)]
         cancelled = group.create_task(queue.next())
@@ -43,7 +43,7 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
 @on_virtual_loop
 async def test_an_error_is_that_of_each_request_that_has_met_it():
     counter = Counter()
-    queue = IdQueue(counter.allocate)
+    queue = ClientIdQueue(counter.allocate)
     counter.may_write.set()
     counter.error = CoordinatorUnavailable("no ZooKeeper")
     for _ in range(2):

@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core.errors import NoSpace
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.space import (
+from waltz_core.storage.files.disk_space import (
     DAY_MS,
     RESERVE_NAME,
     SAMPLE_MS,

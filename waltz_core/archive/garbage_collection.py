@@ -60,7 +60,7 @@ DELETES_MAX: Final = 200
 
 
 @value(frozen=True, slots=True)
-class CollectionJob:
+class GarbageCollectionJob:
     """A collection for the owner with this session and nonce, by the recorded manifest.
 
     All attempts of the owner below `attempt` have ended (rule 3).
@@ -77,7 +77,7 @@ class CollectionJob:
         return self.recorded.partition_id
 
 
-class Collected(NamedTuple):
+class CollectedGarbage(NamedTuple):
     """The files that were deleted, and their bytes.
 
     `unknown_count` files have names of no attempt; `has_more`: there is more garbage.
@@ -89,17 +89,17 @@ class Collected(NamedTuple):
     has_more: bool
 
 
-CollectionOutcome: TypeAlias = Collected | WaltzError
+GarbageCollectionOutcome: TypeAlias = CollectedGarbage | WaltzError
 
 
 def collect(
     store: "ArchiveStore",
     cluster_key: bytes,
-    job: CollectionJob,
+    job: GarbageCollectionJob,
     *,
     now_ms: int,
     on_progress: Callable[[], None] = lambda: None,
-) -> Collected:
+) -> CollectedGarbage:
     """Delete at most `DELETES_MAX` files; blocks. `on_progress` is called after each store call.
 
     Raises:
@@ -144,12 +144,12 @@ def collect(
         store.delete(file.name)
         sizes.append(file.byte_count)
         on_progress()
-    return Collected(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
+    return CollectedGarbage(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
 
 
 def _listed(
     store: "ArchiveStore",
-    job: CollectionJob,
+    job: GarbageCollectionJob,
     manifest: Manifest,
     now_ms: int,
     on_progress: Callable[[], None],
@@ -222,7 +222,7 @@ def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
     }
 
 
-def _check_origin(name: str, origin: FileOrigin, job: CollectionJob) -> None:
+def _check_origin(name: str, origin: FileOrigin, job: GarbageCollectionJob) -> None:
     """Raise BadRequest if a file is of a later or another owner (rule 4)."""
     is_own = (origin.session_id, origin.nonce) == (job.session_id, job.nonce)
     if origin.session_id >= job.session_id and not is_own:

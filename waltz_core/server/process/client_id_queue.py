@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from waltz_core.records.record import ClientId
 
 
-class IdQueue:
+class ClientIdQueue:
     """Callers that wait for an ID; `allocate` returns up to a number of IDs, at least one."""
 
     def __init__(self, allocate: Callable[[int], Awaitable[Sequence[int]]]) -> None:

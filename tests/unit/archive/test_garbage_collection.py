@@ -9,10 +9,15 @@ import pytest
 
 from tests.unit.archive.test_upload import CLUSTER, KEY, NONCE, job_after, read_manifest
 from tests.unit.archive.test_upload_faults import Crash, FailingStore
-from waltz_core.archive import collection, manifest
+from waltz_core.archive import garbage_collection, manifest
 from waltz_core.archive.archive_cache import ArchiveCache
-from waltz_core.archive.collection import GRACE_MS, Collected, CollectionJob, collect
 from waltz_core.archive.file_names import FileOrigin, origin_of
+from waltz_core.archive.garbage_collection import (
+    GRACE_MS,
+    CollectedGarbage,
+    GarbageCollectionJob,
+    collect,
+)
 from waltz_core.archive.manifest import RecordedManifest, decode_page
 from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
 from waltz_core.archive.reader import ArchiveReader
@@ -67,7 +72,7 @@ def listed_files(store, made):
 
 def request(made, *, session=10, nonce=OTHER, attempt=1, **changes):
     recorded = RecordedManifest(3, made.last, made.chain, made.name, made.file_crc)
-    return CollectionJob(session, nonce, attempt, recorded._replace(**changes))
+    return GarbageCollectionJob(session, nonce, attempt, recorded._replace(**changes))
 
 
 def run(store, job, *, now_ms=LATER_MS):
@@ -127,10 +132,10 @@ def test_files_of_the_recorded_manifest_remain_readable(archived):
     assert set(after) == kept
     assert after.items() <= before.items()
     garbage = [len(data) for name, data in before.items() if name not in kept]
-    assert found == Collected(len(garbage), sum(garbage), 0, has_more=False)
+    assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
     reader = ArchiveReader(ArchiveStore(store.url), made.name, made.file_crc, ArchiveCache(1 << 20))
     assert reader.read_range(0, made.last, 1 << 20).lengths.size == made.last + 1
-    assert run(store, request(made)) == Collected(0, 0, 0, has_more=False)
+    assert run(store, request(made)) == CollectedGarbage(0, 0, 0, has_more=False)
 
 
 def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
@@ -348,7 +353,7 @@ def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived,
 
 
 def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
-    monkeypatch.setattr(collection, "DELETES_MAX", 5)
+    monkeypatch.setattr(garbage_collection, "DELETES_MAX", 5)
     store, made = archived
     garbage = len(all_files(store)) - len(listed_files(store, made))
     assert garbage > 10

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.cluster.writes`: the scenarios over memory, lost answers, the bytes."""
+"""Unit tests of the registry of writes: the scenarios over memory, lost answers, the bytes."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_
 from tests.writes_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
+from waltz_core.cluster.write_registry import TaskState, WriteRegistry, WriteState, check_name
 from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
