@@ -31,8 +31,8 @@ from waltz_core.wire.admin_messages import (
 )
 from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 from waltz_sim.cluster.administration import Operator
+from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
-from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
@@ -327,7 +327,7 @@ class ScenarioRunner:
             log = self.narrator.span(0, verdict.log.synced_max)
             self.narrator.narrate(f"the log of {verdict.source} is the log: {log}")
 
-        Rescue(self.cluster, on_answer)
+        DisasterRecovery(self.cluster, on_answer)
 
     def outsider_requests(self, name: str, session_id: str) -> None:
         """Let a process that owns no partition request a session from a storage."""

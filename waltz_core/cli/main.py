@@ -99,7 +99,7 @@ GROUPS: Mapping[str, GroupEntry] = {
                 "unprefer": "remove a server's preference for some partitions",
                 "audit": "list the changes by commands: user, time and outcome",
             },
-            "cluster.cluster_rescue": {
+            "cluster.cluster_disaster_recovery": {
                 "accept-replicas": "accept one replica's log if there is no trusted quorum",
                 "rebuild-metadata": "rebuild the znodes of a cluster from the data of its storages",
             },

@@ -27,7 +27,7 @@ from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
-from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.restored_log import restore
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_archive import SimArchive
@@ -90,9 +90,9 @@ class SimCluster:
         self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
         self.held_down: dict[str, None] = {}  # machines that must stay down for a while
         self.is_recovering = False
-        # The replica whose log an unfinished command has accepted (rescue.py).
-        self.unfinished_rescue: ReplicaId | None = None
-        self.rescue_count = 0
+        # The replica whose log an unfinished command has accepted (disaster_recovery.py).
+        self.unfinished_recovery: ReplicaId | None = None
+        self.disaster_recovery_count = 0
         self._unreadable: dict[str, int] = {}  # how often a log could not be read completely
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
@@ -211,8 +211,8 @@ class SimCluster:
                 self.replace(storage)
             elif not waits and self._cannot_be_repaired(storage):
                 self.replace(storage)
-        if self.unfinished_rescue is not None:
-            Rescue(self, lambda _: None, accepted=self.unfinished_rescue)
+        if self.unfinished_recovery is not None:
+            DisasterRecovery(self, lambda _: None, accepted=self.unfinished_recovery)
         if not waits:
             self.read_all()
             self._checkpoint()

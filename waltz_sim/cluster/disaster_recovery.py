@@ -53,7 +53,7 @@ class CommandDied(Exception):
     """The command has died, or cannot continue."""
 
 
-class Rescue:
+class DisasterRecovery:
     """One command; `on_verdict` gets the decision, or None if the command has died.
 
     It accepts the log of a replica, with `BEST` the longest one, or (`accepted` is None) the one
@@ -71,8 +71,10 @@ class Rescue:
     ) -> None:
         assert dies_after in {"", *STEPS}
         self._cluster = cluster
-        cluster.rescue_count += 1  # each has its own random numbers, and so its own nonces
-        self._peer = SimPeer(cluster, f"operator{cluster.rescue_count}")
+        cluster.disaster_recovery_count += (
+            1  # each has its own random numbers, and so its own nonces
+        )
+        self._peer = SimPeer(cluster, f"operator{cluster.disaster_recovery_count}")
         self._loop = loop_of(self._peer)
         self._on_verdict = prepared
         self._accepted = accepted
@@ -83,12 +85,12 @@ class Rescue:
         self._partition_id = PartitionId(cluster.partition_id)
         self._session_id: SessionId = NO_SESSION
         self._received: dict[ReplicaId, StorageMessage | None] = {}
-        self._loop.enter(lambda: self._loop.create_task(self._run(), name="rescue"))
+        self._loop.enter(lambda: self._loop.create_task(self._run(), name="disaster recovery"))
 
     async def _run(self) -> None:
         verdict: RebuildDecision | None = None
         try:
-            verdict = await self._rescue()
+            verdict = await self._recover()
         except CommandDied as died:
             self._cluster.world.note(f"the operator's command has died: {died}")
         except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
@@ -100,7 +102,7 @@ class Rescue:
         if step == self._dies_after and not self._cluster.is_recovering:
             raise CommandDied(f"after {step}")
 
-    async def _rescue(self) -> RebuildDecision:
+    async def _recover(self) -> RebuildDecision:
         """Raises CommandDied, and BadRequest if a silent storage may have acknowledged data."""
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
@@ -193,7 +195,7 @@ class Rescue:
                 raise CommandDied("ZooKeeper does not answer, or was changed meanwhile")
             if not (self._is_below_the_archive() if self._loses else self._has_all()):
                 raise CommandDied("the accepted log lacks acknowledged transactions (rule 3)")
-            self._cluster.unfinished_rescue = None if self._loses else self._accepted
+            self._cluster.unfinished_recovery = None if self._loses else self._accepted
             self._cluster.checks.count("replica accepted")
         before = coordinator.marker
         archived = None if before is None else before.archived
@@ -216,7 +218,7 @@ class Rescue:
     def assign(self, verdict: RebuildDecision) -> None:
         """Assign the first replicas."""
         self._cluster.reassign(verdict.first_members)
-        self._cluster.unfinished_rescue = None
+        self._cluster.unfinished_recovery = None
         self._passed("assign")
 
     async def _add(self, others: "Sequence[ReplicaId]") -> None:
@@ -270,27 +272,29 @@ class Rescue:
         is_longest = all(log.rank <= logs[accepted].rank for log in logs.values())
         if not (is_whole and is_longest):
             return False
-        is_run_again = cluster.unfinished_rescue == accepted
+        is_run_again = cluster.unfinished_recovery == accepted
         return is_run_again or len(engaged) >= quorum_size(len(metadata.states))
 
 
 class _SimulatedOperations:
     """See `rebuilding.RebuildOperations`."""
 
-    def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:
-        self._rescue, self._verdict, self._source = rescue, verdict, source
+    def __init__(
+        self, recovery: DisasterRecovery, verdict: RebuildDecision, source: Prepared
+    ) -> None:
+        self._recovery, self._verdict, self._source = recovery, verdict, source
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write ZooKeeper."""
-        self._rescue.write(metadata)
+        self._recovery.write(metadata)
 
     async def mark(self) -> None:
         """Mark the replica."""
-        await self._rescue.mark(self._verdict, self._source)
+        await self._recovery.mark(self._verdict, self._source)
 
     async def assign(self) -> None:
         """Assign the first replicas."""
-        self._rescue.assign(self._verdict)
+        self._recovery.assign(self._verdict)
 
 
 def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:

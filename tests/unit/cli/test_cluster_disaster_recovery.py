@@ -9,8 +9,8 @@ import pytest
 
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import Permissions
-from waltz_core.cli.cluster import cluster_rescue
-from waltz_core.cli.cluster.cluster_rescue import _chosen
+from waltz_core.cli.cluster import cluster_disaster_recovery
+from waltz_core.cli.cluster.cluster_disaster_recovery import _chosen
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import access_node
@@ -79,7 +79,7 @@ def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_wa
         BadRequest, match=r"nothing was changed: .* of 3 replicas have a trusted"
     )
     with refusal if is_refused else contextlib.nullcontext():
-        cluster_rescue._check_needed(0, answered)
+        cluster_disaster_recovery._check_needed(0, answered)
 
 
 class Died(Exception):
@@ -101,7 +101,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
 
     metadata = SimpleNamespace(generation=1)
     answered = SimpleNamespace(
-        session=cluster_rescue.ClaimedSession(8, bytes(16)),
+        session=cluster_disaster_recovery.ClaimedSession(8, bytes(16)),
         view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
         prepared={A: None},
         links={A: Link()},
@@ -109,7 +109,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     )
     command = SimpleNamespace(coordinator=Coordinator())
     with pytest.raises(Died):
-        asyncio.run(cluster_rescue._declare(command, 0, answered, A, None))
+        asyncio.run(cluster_disaster_recovery._declare(command, 0, answered, A, None))
     assert not marked
 
 
@@ -162,7 +162,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             wait_for=lambda *_: None,
             carry_out=lambda _: asyncio.sleep(0),
         )
-        chosen = cluster_rescue.FormerCluster(
+        chosen = cluster_disaster_recovery.FormerCluster(
             name="w",
             storage=(f"{address}:5281",),
             missing=(),
@@ -175,7 +175,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             access_file=access_file,
         )
         # A server has registered as soon as there were nodes, and owns the partition.
-        make_nodes = cluster_rescue._make_nodes
+        make_nodes = cluster_disaster_recovery._make_nodes
 
         async def make_nodes_and_register(*its):
             await make_nodes(*its)
@@ -189,13 +189,13 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             )
             zookeeper.apply([SetNode(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
 
-        monkeypatch.setattr(cluster_rescue, "_make_nodes", make_nodes_and_register)
+        monkeypatch.setattr(cluster_disaster_recovery, "_make_nodes", make_nodes_and_register)
         for name in dies_at:
             with monkeypatch.context() as patch:
-                patch.setattr(cluster_rescue, name, die)
+                patch.setattr(cluster_disaster_recovery, name, die)
                 with pytest.raises(Died):
-                    await cluster_rescue._rebuild(command, chosen)
-        await cluster_rescue._rebuild(command, chosen)
+                    await cluster_disaster_recovery._rebuild(command, chosen)
+        await cluster_disaster_recovery._rebuild(command, chosen)
         replicas = await command.coordinator.read_replica_assignment()
         assert replicas.replicas_of(0) == (address,)
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
@@ -204,9 +204,9 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         ids = await coordinator.next_client_id(), await coordinator.issued_ids.next()
         return ids, assignment.servers[1][0], metadata.generation, notes
 
-    monkeypatch.setattr(cluster_rescue, "open_links", open_links)
-    monkeypatch.setattr(cluster_rescue, "url_of_archive", no_archive)
-    monkeypatch.setattr(cluster_rescue.time, "time", lambda: now_s)
+    monkeypatch.setattr(cluster_disaster_recovery, "open_links", open_links)
+    monkeypatch.setattr(cluster_disaster_recovery, "url_of_archive", no_archive)
+    monkeypatch.setattr(cluster_disaster_recovery.time, "time", lambda: now_s)
     return asyncio.run(scenario())
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.sim.broken_replication import marked_before_zookeeper
 from tests.sim.switches import broken
 from tests.sim.test_faults import at_rest, cluster_of, repair_and_count
-from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
+from waltz_sim.cluster.disaster_recovery import BEST, STEPS, DisasterRecovery
 from waltz_sim.cluster.simulated_cluster import MS
 from waltz_sim.guarantees.history import Violation
 from waltz_sim.world.simulated_disk import Survival
@@ -17,7 +17,7 @@ A, B, C = "storage0:1", "storage1:1", "storage2:1"
 def accept(cluster, replica=BEST, *, dies_after=""):
     """Run the command to its end, and return what it has declared."""
     ended = []
-    Rescue(cluster, ended.append, accepted=replica, dies_after=dies_after)
+    DisasterRecovery(cluster, ended.append, accepted=replica, dies_after=dies_after)
     assert cluster.world.run(20_000 * MS, until=lambda: bool(ended))
     return ended[0]
 
@@ -27,7 +27,7 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
     last = cluster.checks.history.last
     assert accept(cluster).log.synced_max == last
     assert set(cluster.replicas) == {A, B, C}
-    assert cluster.unfinished_rescue is None
+    assert cluster.unfinished_recovery is None
     repair_and_count(cluster)
 
 
@@ -37,12 +37,12 @@ def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeat
     assert accept(cluster, dies_after=step) is None
     # From the write to the assignment it has decided, and nothing is opened meanwhile.
     is_undecided = step in {"write", "mark"}
-    assert (cluster.unfinished_rescue is not None) == is_undecided
+    assert (cluster.unfinished_recovery is not None) == is_undecided
     assert cluster.coordinator.is_rewritten == (step not in {"claim", "fence"})
     if step == "write":
         assert not cluster.world.run(5_000 * MS, until=cluster.is_whole)
     repair_and_count(cluster)
-    assert cluster.unfinished_rescue is None
+    assert cluster.unfinished_recovery is None
 
 
 def lost_end():
