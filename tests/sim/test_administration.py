@@ -31,7 +31,7 @@ SEEDS = 30 + int(os.environ.get("WALTZ_ADMIN_SEEDS", "0"))
 PAUSE_MS = (50, 600)
 
 
-class DeclareOperations:
+class OperatorRequests:
     """What the operator does, again and again, until it is stopped."""
 
     def __init__(self, cluster, rng):
@@ -101,7 +101,7 @@ def run(seed):
 def admin_connection(cluster, schedule):
     faults.plan(cluster, schedule)
     cluster.start_clients()
-    hands = DeclareOperations(cluster, Random(schedule.seed))
+    hands = OperatorRequests(cluster, Random(schedule.seed))
     setup = schedule.setup
     cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
     cluster.repair()
