@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from waltz_core.access.client_ids import FIRST_ISSUED
-from waltz_core.cli.storage.owner_requests import (
+from waltz_core.cli.storage.owner_connection import (
     ClaimedSession,
     ExpectedCluster,
     OwnerConnection,

@@ -23,7 +23,7 @@ from waltz_core.cli.archive.archive_status import archive_url
 from waltz_core.cli.change_commands import Command, Result, changes, now_ms, user_name
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
-from waltz_core.cli.storage.owner_requests import (
+from waltz_core.cli.storage.owner_connection import (
     ClaimedSession,
     ExpectedCluster,
     OwnerConnection,
