@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.server.locking.tickets import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_sim.world.world import chance_of
 

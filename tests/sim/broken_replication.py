@@ -14,7 +14,7 @@ from waltz_core.replication.partition_store import PartitionStore, _PendingReque
 from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
-from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, ReplicaStage
+from waltz_core.replication.replica_session import NO_CORRELATION_ID, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
 from waltz_core.replication.session_recovery import Origin, Recovery
 from waltz_core.replication.settlement import Settlement
@@ -292,7 +292,7 @@ def connections_are_replaced() -> Patches:
     """
 
     def _forget(self):
-        self.stage, self.repair, self.ticket = ReplicaStage.ABSENT, None, NO_TICKET
+        self.stage, self.repair, self.correlation_id = ReplicaStage.ABSENT, None, NO_CORRELATION_ID
         self.unanswered_bytes = 0
         self._requests.clear()
 

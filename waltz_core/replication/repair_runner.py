@@ -53,7 +53,12 @@ from waltz_core.replication.replica_repair import (
     verify_batches,
     verify_records,
 )
-from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, ReplicaStage
+from waltz_core.replication.replica_session import (
+    MARKED,
+    NO_CORRELATION_ID,
+    ReplicaSession,
+    ReplicaStage,
+)
 from waltz_core.replication.session_events import Effect
 from waltz_core.replication.session_recovery import Origin, Recovery
 from waltz_core.wire import messages
@@ -93,7 +98,7 @@ class RepairRunner:
         self._limits = limits
         self._running: dict[int, RunningStep] = {}
         self._fills_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
-        self._ticket = 0
+        self._correlation_id = 0
         self._avoided_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
     # -----------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ class RepairRunner:
         assert self.goal is not None
         self._find_chain()
         for each in self._replicas.values():
-            if each.repair is None or each.ticket != NO_TICKET:
+            if each.repair is None or each.correlation_id != NO_CORRELATION_ID:
                 continue
             if each.stage is ReplicaStage.REPAIRING:
                 self._next_step(each, each.repair, now_ms)
@@ -216,7 +221,10 @@ class RepairRunner:
         """Copy the next committed batches, up to `last`, to a marked replica."""
         assert each.is_marked
         assert each.next_id <= last
-        if each.ticket != NO_TICKET or each.unanswered_bytes > self._limits.range_bytes_max:
+        if (
+            each.correlation_id != NO_CORRELATION_ID
+            or each.unanswered_bytes > self._limits.range_bytes_max
+        ):
             return
         for source in self._possible_sources(each, now_ms):
             if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
@@ -240,11 +248,11 @@ class RepairRunner:
         fields: tuple[object, ...],
         now_ms: int,
     ) -> None:
-        assert target.ticket == NO_TICKET, "rule 1"
-        self._ticket += 1
-        target.ticket = self._ticket
-        self._running[self._ticket] = RunningStep(target, source, step)
-        source.send_request(kind, *fields, now_ms=now_ms, ticket=self._ticket)
+        assert target.correlation_id == NO_CORRELATION_ID, "rule 1"
+        self._correlation_id += 1
+        target.correlation_id = self._correlation_id
+        self._running[self._correlation_id] = RunningStep(target, source, step)
+        source.send_request(kind, *fields, now_ms=now_ms, correlation_id=self._correlation_id)
 
     # -----------------------------------------------------------------------------------------
     # sources
@@ -301,24 +309,24 @@ class RepairRunner:
 
     def expire_slow_sources(self, now_ms: int) -> None:
         """Abandon steps whose source has timed out (rule 3)."""
-        for ticket, running in list(self._running.items()):
+        for correlation_id, running in list(self._running.items()):
             oldest_ms = running.source.oldest_ms
             if running.source is running.target or oldest_ms is None:
                 continue
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._avoid_source(ticket, running.source.replica, "no answer", now_ms)
+                self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
     def connection_lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
-        for ticket, running in list(self._running.items()):
+        for correlation_id, running in list(self._running.items()):
             if running.source is each or running.target is each:
-                self._drop(ticket)
+                self._drop(correlation_id)
 
     def source_rejected(
-        self, ticket: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
+        self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
     ) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
-        running = self._running.get(ticket)
+        running = self._running.get(correlation_id)
         if running is None or running.source is not each or running.target is each:
             return False
         if (
@@ -328,22 +336,24 @@ class RepairRunner:
         ):
             # It has removed archived segments meanwhile: how many is not known.
             each.repair.start = self.archived.last
-            self._drop(ticket)
+            self._drop(correlation_id)
             return True
-        self._avoid_source(ticket, each.replica, reason, now_ms)
+        self._avoid_source(correlation_id, each.replica, reason, now_ms)
         return True
 
-    def fill_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+    def fill_rejected(
+        self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
+    ) -> bool:
         """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
-        running = self._running.get(ticket)
+        running = self._running.get(correlation_id)
         if running is None or not isinstance(running.step, FillDamage):
             return False
         assert each.repair is not None
         if each.repair.not_filled(running.step):
             # The records may be bad: another source may have better ones.
-            self._avoid_source(ticket, self._fills_from[each.replica], reason, now_ms)
+            self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
         else:
-            self._drop(ticket)
+            self._drop(correlation_id)
         return True
 
     def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
@@ -358,8 +368,10 @@ class RepairRunner:
         each.repair.damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
-    def _avoid_source(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
-        target = self._running[ticket].target
+    def _avoid_source(
+        self, correlation_id: int, source: ReplicaId, reason: str, now_ms: int
+    ) -> None:
+        target = self._running[correlation_id].target
         self._outbox.append(
             Report(
                 "replica.source_unusable",
@@ -368,12 +380,12 @@ class RepairRunner:
         )
         until_ms = now_ms + self._limits.answer_ms_max
         self._avoided_until_ms[target.replica, source] = until_ms
-        self._drop(ticket)
+        self._drop(correlation_id)
 
-    def _drop(self, ticket: int) -> None:
-        target, _, _ = self._running.pop(ticket)
-        if target.ticket == ticket:
-            target.ticket = NO_TICKET
+    def _drop(self, correlation_id: int) -> None:
+        target, _, _ = self._running.pop(correlation_id)
+        if target.correlation_id == correlation_id:
+            target.correlation_id = NO_CORRELATION_ID
         if target.repair is not None:
             target.repair.restart()
 
@@ -381,29 +393,29 @@ class RepairRunner:
     # answers
 
     def answered(
-        self, each: ReplicaSession, ticket: int, answer: StorageMessage, now_ms: int
+        self, each: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
     ) -> None:
         """Process the answer to a step.
 
         Raises:
             RemoteProtocolError, Damaged: the answer of the replica is invalid.
         """
-        running = self._running.get(ticket)
+        running = self._running.get(correlation_id)
         if running is None:
             return  # Rule 1: its step was dropped or has timed out.
         target, source, step = running
         assert source is each
-        assert target.ticket == ticket
+        assert target.correlation_id == correlation_id
         if isinstance(step, FetchSourceLineage | FetchCopy):
             try:
                 self._supplied(target, source.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
-                self._avoid_source(ticket, source.replica, str(error), now_ms)
+                self._avoid_source(correlation_id, source.replica, str(error), now_ms)
                 return
         else:
             self._done(target, step, answer)
-        del self._running[ticket]
-        target.ticket = NO_TICKET
+        del self._running[correlation_id]
+        target.correlation_id = NO_CORRELATION_ID
 
     def _supplied(
         self,

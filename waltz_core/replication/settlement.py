@@ -32,8 +32,8 @@ from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
-# The ticket of its requests; `RepairRunner` has those from 0 on.
-SETTLEMENT_TICKET: Final = -2
+# The correlation_id of its requests; `RepairRunner` has those from 0 on.
+SETTLEMENT_CORRELATION_ID: Final = -2
 
 
 class Settlement:
@@ -56,7 +56,11 @@ class Settlement:
         """Query a replica, or set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
             self._replicas[0].send_request(
-                LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLEMENT_TICKET
+                LineageRequest,
+                self._mark,
+                self._mark,
+                now_ms=now_ms,
+                correlation_id=SETTLEMENT_CORRELATION_ID,
             )
             return
         in_doubt = self._claim.in_doubt
@@ -133,7 +137,7 @@ class Settlement:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
         self._replicas[0].send_request(
-            LineageRequest, first, last, now_ms=now_ms, ticket=SETTLEMENT_TICKET
+            LineageRequest, first, last, now_ms=now_ms, correlation_id=SETTLEMENT_CORRELATION_ID
         )
 
     def _settle(self, committed_last: TransactionId, *, has_expired: bool = False) -> None:

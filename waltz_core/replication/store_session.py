@@ -36,8 +36,8 @@ from waltz_core.errors import (
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.archiving import (
+    ARCHIVE_CORRELATION_ID,
     ARCHIVE_NOTICES,
-    ARCHIVE_TICKET,
     ExpiryBounds,
     SessionArchiver,
 )
@@ -63,7 +63,7 @@ from waltz_core.replication.session_events import (
     SessionOpened,
 )
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
-from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
+from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -71,8 +71,8 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# Tickets of requests are those of `RepairRunner`, except for heartbeats (the proof's token) and
-# `SETTLEMENT_TICKET`.
+# Correlation IDs of requests are those of `RepairRunner`, except for heartbeats (the proof's token)
+# and `SETTLEMENT_CORRELATION_ID`.
 
 # A stalled replica answers hundreds of appends late, all at once: one report a second is enough.
 SLOW_REPORT_MS: Final = 1_000
@@ -515,17 +515,17 @@ class StoreSession:
             case messages.Prepared():
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
-                self._proofs.vote(request.ticket, each.replica)
-            case messages.LineageResponse() if request.ticket == SETTLEMENT_TICKET:
+                self._proofs.vote(request.correlation_id, each.replica)
+            case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
                 assert self._settlement is not None
                 self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
-            case _ if request.ticket == ARCHIVE_TICKET:
+            case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
                 self._archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
-                self.repairs.answered(each, request.ticket, answer, now_ms)
+                self.repairs.answered(each, request.correlation_id, answer, now_ms)
 
     def _archive_answered(
         self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
@@ -543,7 +543,7 @@ class StoreSession:
         now_ms: int,
     ) -> bool:
         """Return whether a rejected request was one of the archive; most end no session."""
-        if request.ticket != ARCHIVE_TICKET:
+        if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
             self._archiving.rejected(each, request.message, reason, now_ms)
@@ -581,14 +581,14 @@ class StoreSession:
             pass
         elif self._is_unreadable_doubt(request, error, now_ms):
             self._note_settled()
-        elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
+        elif self.repairs.fill_rejected(request.correlation_id, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
-        elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):
+        elif not self.repairs.source_rejected(request.correlation_id, each, error, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
     def _is_unreadable_doubt(self, request: SessionRequest, error: WaltzError, now_ms: int) -> bool:
         """Whether the settlement continues without a replica that cannot return its batches."""
-        if request.ticket != SETTLEMENT_TICKET or self._settlement is None:
+        if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
         return self._settlement.unreadable(error, now_ms)
 

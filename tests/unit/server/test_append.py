@@ -40,7 +40,7 @@ from waltz_core.server.append.outcomes import (
 )
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.lock_table_loader import HELD_MS_MAX
-from waltz_core.server.locking.tickets import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -204,8 +204,8 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.ticket for each in outcomes if isinstance(each, AheadOfLog)]
-    answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
+    found = [each.pending for each in outcomes if isinstance(each, AheadOfLog)]
+    answers_ahead = [world.pipeline.answer_ahead(pending, is_proved=True) for pending in found]
     return [
         each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
     ]
@@ -432,7 +432,7 @@ def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -
     (found,) = [each for each in world.turn() if isinstance(each, AheadOfLog)]
     world.mounts.begin(ALICE, A, 2)
     world.mounts.finish(ALICE, A)
-    world.pipeline.answer_ahead(found.ticket, is_proved=False)
+    world.pipeline.answer_ahead(found.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())
@@ -734,12 +734,12 @@ def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     flood = flooded(world)
     queued = world.single()
     first, second, _ = world.pipeline.abandon()
-    assert [ticket.req_id for ticket in first] == [queued]
-    assert [ticket.req_id for ticket in second] == [flood]
+    assert [pending.req_id for pending in first] == [queued]
+    assert [pending.req_id for pending in second] == [flood]
     world = World()
     flood = flooded(world)
     world.commit()
-    assert [ticket.req_id for ticket in world.pipeline.abandon()[1]] == [flood]
+    assert [pending.req_id for pending in world.pipeline.abandon()[1]] == [flood]
 
 
 def test_a_closed_connection_drops_its_unsubmitted_appends() -> None:
@@ -905,8 +905,8 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
     queued = world.single()
     world.pipeline.flush(4)
     first, second, out = world.pipeline.abandon()
-    assert [ticket.req_id for ticket in first] == [queued]
-    assert [ticket.req_id for ticket in second] == [in_flight]
+    assert [pending.req_id for pending in first] == [queued]
+    assert [pending.req_id for pending in second] == [in_flight]
     assert out == [BarrierReached(4)]
     assert world.pipeline.flush(5) == [BarrierReached(5)]
     assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0

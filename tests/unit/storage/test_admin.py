@@ -94,7 +94,7 @@ class Terminal:
         value = values[0] if values else self.answers.get(type(run.task).__name__)
         if callable(value):
             value = value(run.task)
-        self.take(self.machine.step(AdminTaskDone(run.ticket, value), 0))
+        self.take(self.machine.step(AdminTaskDone(run.task_id, value), 0))
         return run.task
 
     def ask(self, message, **options):

@@ -26,8 +26,8 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.outcomes import AppendOutcome
+from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.locking.single_records import joined
-from waltz_core.server.locking.tickets import Ticket
 
 # A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
 _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
@@ -40,7 +40,7 @@ class InFlightBatch:
     entry: LineageEntry
     batch: Batch
     submitted_ms: int
-    tickets: list[Ticket]
+    appends: list[PendingAppend]
     is_large: bool = False
     waiting: list[int] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Draft:
     parts: list[EncodedBatch] = field(default_factory=list)
     locks: list[bytes] = field(default_factory=list)
     writers: list[bytes] = field(default_factory=list)  # of each lock, its row in its part
-    tickets: list[Ticket] = field(default_factory=list)
+    appends: list[PendingAppend] = field(default_factory=list)
     out: list[AppendOutcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
@@ -157,9 +157,9 @@ class InFlightBatches:
     ) -> Batch | None:
         """Make a batch of a draft's records, if there are any, and count it as in flight."""
         if not draft.parts:
-            if draft.tickets:
+            if draft.appends:
                 # Rejected for an ID in flight, so there is a batch: they are final with it.
-                self._batches[-1].tickets.extend(draft.tickets)
+                self._batches[-1].appends.extend(draft.appends)
             return None
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
@@ -170,12 +170,12 @@ class InFlightBatches:
         assert last + 1 == self.next_id
         self._submitted, self.submitted_ms = last, now_ms
         self._batches.append(
-            InFlightBatch(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
+            InFlightBatch(entry, batch, now_ms, draft.appends, draft.is_large, draft.waiting)
         )
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
             self._large_count += 1
-            self._pace.started(draft.tickets[0].connection, now_ms)
+            self._pace.started(draft.appends[0].connection, now_ms)
         return batch
 
     def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
@@ -187,8 +187,8 @@ class InFlightBatches:
             if oldest.is_large:
                 self._large_count -= 1
                 self._pace.finished(oldest.submitted_ms, now_ms)
-            elif oldest.tickets:
-                self._pace.small_finished(oldest.tickets[0].received_ms, now_ms)
+            elif oldest.appends:
+                self._pace.small_finished(oldest.appends[0].received_ms, now_ms)
             assert oldest.entry.last < last or oldest.entry.chain == chain
             committed.append(oldest)
         assert self.submitted_bytes >= 0

@@ -60,7 +60,12 @@ from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.lock_table_loader import LockTableLoader
-from waltz_core.server.locking.tickets import AppendCounters, BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.pending_appends import (
+    AppendCounters,
+    PendingAppend,
+    PendingBatch,
+    PendingSingle,
+)
 from waltz_core.server.locking.validation import (
     InFlightRange,
     ValidatedPiece,
@@ -84,7 +89,7 @@ class AppendPipeline:
         self._limits = limits
         self._mounts = mounts
         self._pace = pace
-        self._lanes: Lanes[Ticket] = Lanes()
+        self._lanes: Lanes[PendingAppend] = Lanes()
         self._lock_queues = LockQueues(expects_return=False)
         self._dependent = DependentAppends()
         self.counters = AppendCounters()
@@ -166,10 +171,10 @@ class AppendPipeline:
             self._finish_batch(settled, out, now_ms=None, is_owner=unbroken)
         lost, submitted = self._in_flight.pop_lost()
         for each in lost:
-            for ticket in each.tickets:
-                if ticket.settle(min(last, submitted), self._loss):
-                    self._mounts.invalidate(ticket.req_id.client_id)
-                self._finish_part(ticket, out)
+            for pending in each.appends:
+                if pending.settle(min(last, submitted), self._loss):
+                    self._mounts.invalidate(pending.req_id.client_id)
+                self._finish_part(pending, out)
             out.extend(BarrierReached(token) for token in each.waiting)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
@@ -195,8 +200,8 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         for each in self._in_flight.pop_committed(last, chain, now_ms):
             self.proved_ms = each.submitted_ms
-            if each.tickets:
-                self.counters.took_ms.append(now_ms - each.tickets[0].received_ms)
+            if each.appends:
+                self.counters.took_ms.append(now_ms - each.appends[0].received_ms)
             self._finish_batch(each, out, now_ms=now_ms)
         return out
 
@@ -219,27 +224,27 @@ class AppendPipeline:
             self._dependent.waiting.all()
         )
 
-    def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
+    def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
         self.lock_loader.stop()
         self._dependent.session_closed()
         out: list[AppendOutcome] = []
-        queued: list[Ticket] = []
+        queued: list[PendingAppend] = []
         # By identity: a batch may be in several batches in flight, and the rest of it in its lane.
-        doubtful: dict[int, Ticket] = {}
+        doubtful: dict[int, PendingAppend] = {}
         for each in self._in_flight.pop_lost()[0]:
-            for ticket in each.tickets:
-                if isinstance(each, Draft) and isinstance(ticket, SingleTicket):
-                    queued.append(ticket)  # It was not submitted.
+            for pending in each.appends:
+                if isinstance(each, Draft) and isinstance(pending, PendingSingle):
+                    queued.append(pending)  # It was not submitted.
                 else:
-                    doubtful[id(ticket)] = ticket
+                    doubtful[id(pending)] = pending
             out.extend(BarrierReached(token) for token in each.waiting)
-        for ticket in self._lanes.drop_all():
-            if isinstance(ticket, BatchTicket) and ticket.validated_count:
-                doubtful[id(ticket)] = ticket
+        for pending in self._lanes.drop_all():
+            if isinstance(pending, PendingBatch) and pending.validated_count:
+                doubtful[id(pending)] = pending
             else:
-                queued.append(ticket)
+                queued.append(pending)
         # Rejected, so they are not in the log either.
         queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
@@ -259,35 +264,35 @@ class AppendPipeline:
     ) -> list[AppendOutcome]:
         """Queue a request; reject it when the queue is full, or its principal is over a limit."""
         flush_group = self._completions.enter()
-        ticket: Ticket
+        pending: PendingAppend
         req_id = message.req_id
         mount = self._mounts.number_on_arrival(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
-            ticket = SingleTicket(connection, cost_bytes, message, flush_group, now_ms, mount)
+            pending = PendingSingle(connection, cost_bytes, message, flush_group, now_ms, mount)
         else:
-            ticket = BatchTicket(
+            pending = PendingBatch(
                 connection, cost_bytes, message, req_id, flush_group, now_ms, mount
             )
         out: list[AppendOutcome] = []
         if over_limit is not None:
             self._mounts.overrun(req_id.client_id, connection)
-            self._completions.fail(ticket, over_limit, out)  # It is not worth the decoding.
+            self._completions.fail(pending, over_limit, out)  # It is not worth the decoding.
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             self._mounts.overrun(req_id.client_id, connection)
-            self._admission.reject(ticket, Reason.OVERLOADED, out)
+            self._admission.reject(pending, Reason.OVERLOADED, out)
             return out
-        self._lanes.push(ticket)
+        self._lanes.push(pending)
         return out
 
     def close(self, connection: ConnectionId) -> list[AppendOutcome]:
         """Drop the queued requests of a closed connection; its batches in flight continue."""
         out: list[AppendOutcome] = []
-        for ticket in self._lanes.drop(connection):
-            if isinstance(ticket, BatchTicket) and ticket.in_flight_count:
-                ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last batch in flight.
+        for pending in self._lanes.drop(connection):
+            if isinstance(pending, PendingBatch) and pending.in_flight_count:
+                pending.reject(Reason.NOT_MOUNTED)  # It leaves with its last batch in flight.
             else:
-                self._completions.leave(ticket, out)
+                self._completions.leave(pending, out)
         for rejected in (
             *self._lock_queues.drop(connection),
             *self._dependent.waiting.drop(connection),
@@ -303,9 +308,9 @@ class AppendPipeline:
         last.waiting.append(token)
         return []
 
-    def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 9)."""
-        return self._completions.answer_ahead(ticket, is_proved=is_proved)
+        return self._completions.answer_ahead(pending, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything received up to now is final."""
@@ -335,43 +340,43 @@ class AppendPipeline:
 
     def _take_slice(self, draft: Draft, now_ms: int) -> None:
         """Take requests from their lanes and validate them, up to about one slice."""
-        group: list[SingleTicket] = []
+        group: list[PendingSingle] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
-            ticket, _ = self._next(now_ms)
-            if ticket is None:
+            pending, _ = self._next(now_ms)
+            if pending is None:
                 break
-            if ticket.is_large and (group or draft.tickets):
+            if pending.is_large and (group or draft.appends):
                 draft.is_urgent = True
                 break
-            bytes_left -= ticket.cost_bytes
-            if not ticket.is_large:
-                self._pace.small(ticket.connection, now_ms)
-            if isinstance(ticket, SingleTicket):
+            bytes_left -= pending.cost_bytes
+            if not pending.is_large:
+                self._pace.small(pending.connection, now_ms)
+            if isinstance(pending, PendingSingle):
                 rows_left -= 1
-                group = self._take_single(ticket, group, draft, now_ms)
+                group = self._take_single(pending, group, draft, now_ms)
             else:
                 self._validate_group(group, draft)
                 group = []
-                rows_left -= self._take_rows(ticket, draft, now_ms)
-            if ticket.is_large:
+                rows_left -= self._take_rows(pending, draft, now_ms)
+            if pending.is_large:
                 draft.is_large = draft.is_urgent = True
                 break
         self._validate_group(group, draft)
 
     def _take_single(
-        self, ticket: SingleTicket, group: list[SingleTicket], draft: Draft, now_ms: int
-    ) -> list[SingleTicket]:
+        self, pending: PendingSingle, group: list[PendingSingle], draft: Draft, now_ms: int
+    ) -> list[PendingSingle]:
         """Take a single append from its lane; return the group that is validated together next."""
-        self._lanes.take(with_large=ticket.is_large)
-        if not self._admission.admits(ticket, draft.out):
+        self._lanes.take(with_large=pending.is_large)
+        if not self._admission.admits(pending, draft.out):
             return group
-        ticket.session_id = self._session_id
-        if not ticket.is_dependent:
-            group.append(ticket)
+        pending.session_id = self._session_id
+        if not pending.is_dependent:
+            group.append(pending)
             return group
         self._validate_group(group, draft)
-        self._validate_dependent(ticket, draft, now_ms)
+        self._validate_dependent(pending, draft, now_ms)
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
@@ -385,7 +390,7 @@ class AppendPipeline:
         until_ms = self._dependent.gathers_until_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
-    def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
+    def _next(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
@@ -406,66 +411,66 @@ class AppendPipeline:
             return head, now_ms
         return None, at_ms
 
-    def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
+    def _take_rows(self, pending: PendingBatch, draft: Draft, now_ms: int) -> int:
         """Take a batch or a piece of it from its lane, validate it, and return its number of rows.
 
         Only large batches are split; a small one is taken whole, together with other requests.
         """
-        piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
-        if not self._admission.opens(ticket, draft.out):
-            self._lanes.take(with_large=ticket.is_large)
+        piece_bytes = self._pace.piece_bytes(now_ms) if pending.is_large else None
+        if not self._admission.opens(pending, draft.out):
+            self._lanes.take(with_large=pending.is_large)
             return 0
-        start, stop = ticket.validated_count, ticket.stop_within(piece_bytes)
-        if reason := self._admission.stale(ticket):
-            self._lanes.take(with_large=ticket.is_large)
-            ticket.reject(reason)
-            self._completions.finish_if_final(ticket, draft.out)
+        start, stop = pending.validated_count, pending.stop_within(piece_bytes)
+        if reason := self._admission.stale(pending):
+            self._lanes.take(with_large=pending.is_large)
+            pending.reject(reason)
+            self._completions.finish_if_final(pending, draft.out)
             return 0
-        if stop < ticket.ids.size:
-            self._lanes.take_part(ticket.cost_up_to(stop) - ticket.cost_up_to(start))
+        if stop < pending.ids.size:
+            self._lanes.take_part(pending.cost_up_to(stop) - pending.cost_up_to(start))
         else:
-            self._lanes.take(with_large=ticket.is_large)
+            self._lanes.take(with_large=pending.is_large)
         assert self._table is not None
         if not start:
-            ticket.session_id = self._session_id
+            pending.session_id = self._session_id
         draft.is_urgent = True
-        self._add(validate_rows(ticket, stop, self._table, self._place), draft)
+        self._add(validate_rows(pending, stop, self._table, self._place), draft)
         return stop - start
 
-    def _validate_group(self, group: list[SingleTicket], draft: Draft) -> None:
+    def _validate_group(self, group: list[PendingSingle], draft: Draft) -> None:
         if group:
             assert self._table is not None
             draft.is_urgent = True
             self._add(validate_singles(group, self._table, self._place), draft)
 
-    def _validate_dependent(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
+    def _validate_dependent(self, pending: PendingSingle, draft: Draft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
         assert self._table is not None
-        message = ticket.message
+        message = pending.message
         assert isinstance(message, AppendFollowing)
         last = TransactionId(self._in_flight.next_id - 1)
         self._dependent.begin(last)
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._dependent.holds(message, last):
-            ticket.reject_for(self._high_water_mark)
-            self._completions.finish(ticket, draft.out)
+            pending.reject_for(self._high_water_mark)
+            self._completions.finish(pending, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
         piece = validate_singles(
-            [ticket], self._table, InFlightRange(mark, self._in_flight.next_id)
+            [pending], self._table, InFlightRange(mark, self._in_flight.next_id)
         )
-        if ticket.reason is Reason.LOCK and self._dependent.has_predecessors(ticket):
-            notified = self._dependent.waiting.rejected(ticket, now_ms)
+        if pending.reason is Reason.LOCK and self._dependent.has_predecessors(pending):
+            notified = self._dependent.waiting.rejected(pending, now_ms)
             draft.out += self._notify_dependent(notified)
             return
-        if ticket.conflict > self._high_water_mark:
-            piece = ValidatedPiece(None, [ticket], [])
+        if pending.conflict > self._high_water_mark:
+            piece = ValidatedPiece(None, [pending], [])
         self._add(piece, draft)
         if piece.part is not None:
-            notified = self._dependent.waiting.admitted(ticket, now_ms)
+            notified = self._dependent.waiting.admitted(pending, now_ms)
             draft.out += self._notify_dependent(notified)
 
-    def _notify_dependent(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
+    def _notify_dependent(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
         return self._completions.answer_dependent(
             rejected, self._dependent, self._in_flight.next_id
         )
@@ -479,12 +484,12 @@ class AppendPipeline:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
             self._dependent.added(piece)
-        for ticket in piece.doubtful:
-            if isinstance(ticket, BatchTicket):
-                ticket.in_flight_count += 1
-            draft.tickets.append(ticket)
-        for ticket in piece.rejected:
-            self._completions.finish_if_final(ticket, draft.out)
+        for pending in piece.doubtful:
+            if isinstance(pending, PendingBatch):
+                pending.in_flight_count += 1
+            draft.appends.append(pending)
+        for pending in piece.rejected:
+            self._completions.finish_if_final(pending, draft.out)
 
     # -----------------------------------------------------------------------------------------
     # endings
@@ -502,27 +507,29 @@ class AppendPipeline:
         self.counters.committed_bytes += len(batch.records)
         if is_owner:  # Otherwise another owner may have truncated and extended the log since.
             out.append(BatchCommitted(finished.entry, batch))
-        held: list[SingleTicket] = []
-        for ticket in finished.tickets:
-            if now_ms is not None and self._may_be_held(ticket):
-                held.append(ticket)
+        held: list[PendingSingle] = []
+        for pending in finished.appends:
+            if now_ms is not None and self._may_be_held(pending):
+                held.append(pending)
             else:
-                self._finish_part(ticket, out)
+                self._finish_part(pending, out)
         if now_ms is not None:
             took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
-                self._lock_queues.committed(finished.tickets, held, took_ms=took_ms, now_ms=now_ms)
+                self._lock_queues.committed(finished.appends, held, took_ms=took_ms, now_ms=now_ms)
             )
         out.extend(BarrierReached(token) for token in finished.waiting)
 
-    def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
-        if not is_contending(ticket):
+    def _may_be_held(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
+        if not is_contending(pending):
             return False
         # Its writer must still be mounted, or it could not be notified later.
-        return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
+        return (
+            pending.mount == self._mounts.number(pending.req_id.client_id, pending.connection) > 0
+        )
 
-    def _finish_part(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
+    def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """One of the batches with rows of this request is final."""
-        if isinstance(ticket, BatchTicket):
-            ticket.in_flight_count -= 1
-        self._completions.finish_if_final(ticket, out)
+        if isinstance(pending, PendingBatch):
+            pending.in_flight_count -= 1
+        self._completions.finish_if_final(pending, out)

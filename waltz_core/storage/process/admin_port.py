@@ -192,7 +192,7 @@ class AdminPort:
             value = await self._carry_out(effect.task)
         except errors.WaltzError as error:
             value = error
-        self._driver.post(AdminTaskDone(effect.ticket, value))
+        self._driver.post(AdminTaskDone(effect.task_id, value))
 
     async def _carry_out(self, task: AdminTask) -> object:
         match task:

@@ -104,7 +104,7 @@ class AdminRequest:
 class AdminTaskDone:
     """The result of a task, or its error."""
 
-    ticket: int
+    task_id: int
     value: object
 
 
@@ -131,7 +131,7 @@ class SendAdminResponse:
 class RunAdminTask:
     """Carry out a task and return its outcome as an event."""
 
-    ticket: int
+    task_id: int
     task: AdminTask
 
 
@@ -154,9 +154,9 @@ class AdminService:
     def __init__(self, identity: StorageIdentity, *, address: str) -> None:
         self._identity = identity
         self._address = address
-        self._tickets = 0
+        self._task_count = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
-        # The tickets after which a request ends (rule 6).
+        # The task_ids after which a request ends (rule 6).
         self._ending: set[int] = set()
         self._waiting: deque[AdminRequest] = deque()
         self._changing: AdminRequest | None = None
@@ -191,9 +191,9 @@ class AdminService:
             case AdminRequest():
                 self._receive(event)
             case AdminTaskDone():
-                request, script = self._scripts.pop(event.ticket)
-                ends = event.ticket in self._ending
-                self._ending.discard(event.ticket)
+                request, script = self._scripts.pop(event.task_id)
+                ends = event.task_id in self._ending
+                self._ending.discard(event.task_id)
                 self._continue(request, script, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
@@ -229,8 +229,8 @@ class AdminService:
             else:
                 self._waiting.append(request)
         self._ending |= {
-            ticket
-            for ticket, (request, _) in self._scripts.items()
+            task_id
+            for task_id, (request, _) in self._scripts.items()
             if request.connection == connection
         }
 
@@ -252,9 +252,9 @@ class AdminService:
         except WaltzError as error:
             self._reject(request, error)
         else:
-            self._tickets += 1
-            self._scripts[self._tickets] = (request, script)
-            self._effects.append(RunAdminTask(self._tickets, task))
+            self._task_count += 1
+            self._scripts[self._task_count] = (request, script)
+            self._effects.append(RunAdminTask(self._task_count, task))
             return
         if request is self._changing:
             self._changing = self._waiting.popleft() if self._waiting else None

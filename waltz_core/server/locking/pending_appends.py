@@ -1,4 +1,4 @@
-"""Tickets: append requests on their way through the server, with the outcome of each row.
+"""Pending appends: append requests on their way through the server, with the outcome of each row.
 
 The reported outcome of an append must never change. A row's outcome is set in two places, both in
 this file: when the row is validated, and when a lost session is settled.
@@ -70,7 +70,7 @@ class FlushGroup:
 
 
 @dataclass(slots=True)
-class SingleTicket:
+class PendingSingle:
     """One transaction, sent alone."""
 
     connection: ConnectionId
@@ -140,7 +140,7 @@ class SingleTicket:
 
 
 @dataclass(slots=True)
-class BatchTicket:
+class PendingBatch:
     """Many transactions in one request; rows below `validated_count` have an outcome (rule 4).
 
     `message` is dropped when it is decoded, and `rows` when all are validated: both pin the frame.
@@ -246,7 +246,7 @@ class BatchTicket:
         return SendToClient(self.connection, message, self.cost_bytes)
 
 
-Ticket: TypeAlias = SingleTicket | BatchTicket
+PendingAppend: TypeAlias = PendingSingle | PendingBatch
 
 
 @dataclass(slots=True)

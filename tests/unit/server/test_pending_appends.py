@@ -1,4 +1,4 @@
-"""Batch tickets: rows that are not validated yet, and boundaries of pieces."""
+"""Batch appends: rows that are not validated yet, and boundaries of pieces."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.locking.tickets import BatchTicket, FlushGroup
+from waltz_core.server.locking.pending_appends import FlushGroup, PendingBatch
 from waltz_core.server.partition_events import MIB, ConnectionId
 from waltz_core.wire.messages import AppendBatch, Reason
 
@@ -19,8 +19,8 @@ REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 7)
 A = ConnectionId(1)
 
 
-def outcomes(ticket: BatchTicket) -> list[tuple[int, Reason]]:
-    answer = ticket.answer(TransactionId(99))
+def outcomes(pending: PendingBatch) -> list[tuple[int, Reason]]:
+    answer = pending.answer(TransactionId(99))
     assert (answer.connection, answer.cost_bytes) == (A, 60)
     message = answer.message
     assert (message.req_id, message.high_water_mark) == (REQ, 99)
@@ -28,17 +28,17 @@ def outcomes(ticket: BatchTicket) -> list[tuple[int, Reason]]:
     return list(zip(ids, map(Reason, bytes(message.reasons)), strict=True))
 
 
-def opened(data: list[bytes]) -> BatchTicket:
+def opened(data: list[bytes]) -> PendingBatch:
     """A batch that was decoded and of which no row is validated."""
     none: list[list[int]] = [[] for _ in data]
     payload = encode_append(
         [0] * len(data), data, write_locks=none, read_locks=none, append_locks=none
     )
-    ticket = BatchTicket(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, FlushGroup(), 0)
-    assert not ticket.is_validated
-    ticket.open(decode_append(payload, rows_max=100, bytes_max=MIB))
-    assert (ticket.message, ticket.mark, ticket.validated_count) == (None, 5, 0)
-    return ticket
+    pending = PendingBatch(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, FlushGroup(), 0)
+    assert not pending.is_validated
+    pending.open(decode_append(payload, rows_max=100, bytes_max=MIB))
+    assert (pending.message, pending.mark, pending.validated_count) == (None, 5, 0)
+    return pending
 
 
 def test_rows_that_are_not_validated_are_not_lost() -> None:
