@@ -516,7 +516,7 @@ class Coordinator:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow_servers` registers the
-        same server ID again. From now on it also fulfills the lead server's duty whenever this
+        same server ID again. From now on it also fulfills the leader's duty whenever this
         process has the smallest live server ID.
         """
         await self._membership.register(descriptor)
@@ -526,13 +526,13 @@ class Coordinator:
         await self._membership.prefer(descriptor)
 
     def keep_assignment(self) -> None:
-        """From now on, as the lead, keep the assignment: partitions move by load."""
+        """From now on, as the leader, keep the assignment: partitions move by load."""
         self._membership.keeps_all = True
 
     async def move_partitions(
         self, seen: ServersView, moves: Mapping[PartitionId, ServerId]
     ) -> bool:
-        """As the lead, move partitions; return False if servers or ownership have changed."""
+        """As the leader, move partitions; return False if servers or ownership have changed."""
         return await self._membership.move(seen, moves)
 
     async def unregister_server(self) -> None:

@@ -248,7 +248,7 @@ class SimCluster:
         former = self.coordinator.storage_ids.get(storage.replica)
         if former is not None:
             self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
-        storage.reseed()
+        storage.re_seed()
         self.coordinator.storage_ids[storage.replica] = storage.storage_id
         self.restart_later(storage)
 

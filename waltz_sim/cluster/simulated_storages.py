@@ -296,7 +296,7 @@ class SimStorage(Process):
         self.disk.power_loss(survival, self.rng)
         self._cluster.restart_later(self)
 
-    def reseed(self) -> None:
+    def re_seed(self) -> None:
         """Get an empty disk and a new storage ID; the process is down."""
         assert not self.is_up
         self.disk.become(NO_CONTENTS)

@@ -138,7 +138,7 @@ def test_an_unobserved_imbalance_moves_nothing(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers reports its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
-    else:  # another server was the lead, or servers have started or ended
+    else:  # another server was the leader, or servers have started or ended
         balancer.reset_history()
     assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
@@ -167,7 +167,7 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
 
 
 class Cluster:
-    """Servers with meters, the lead's book and planner, and partitions with loads; virtual time."""
+    """Servers with meters, the leader's book and planner, and partitions with loads; virtual time."""
 
     def __init__(self, rates, server_count, seed, noise):
         self.now_ms = 0

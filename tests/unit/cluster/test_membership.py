@@ -1,4 +1,4 @@
-"""Live servers: registration, the lead server, and the assignment in force."""
+"""Live servers: registration, the leader, and the assignment in force."""
 
 import asyncio
 import contextlib
@@ -208,7 +208,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     seen = Inbox()
     async with running(onlooker.follow(seen)):
         await seen.until(lambda view: not view.servers)
-        # No lead does its duty yet, so the registration is not called back.
+        # No leader does its duty yet, so the registration is not called back.
         await two.register(descriptor(2))
         assert not (await onlooker.read()).is_settled
         async with running(two.follow(Inbox())):
@@ -252,7 +252,7 @@ async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
         await at_two.until(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
-        assert not await two.move(seen, {0: 2})  # it is not the lead
+        assert not await two.move(seen, {0: 2})  # it is not the leader
         assert await one.move(seen, {0: 2})
         await at_two.until(lambda view: view.owners[0] == Ownership(2, 2))
         await at_one.until(lambda view: view.owners[0] == Ownership(2, 2))
@@ -393,7 +393,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
         if end == "session timeout":
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
-            # The other servers report the lead, although its node is already deleted.
+            # The other servers report the leader, although its node is already deleted.
             await two.remove_dead(descriptor(1))
         else:
             again, _ = cluster.member()

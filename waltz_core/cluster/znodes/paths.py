@@ -60,7 +60,7 @@ ZNODES = (
         "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
     ),
     Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
-    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
+    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the leader", _PUBLIC),
     Znode(
         "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
     ),

@@ -16,7 +16,7 @@ Rules:
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
        less than `RETRY_PAUSE_S`, and after an attempt that fails in another way, the server
        connects again soon, and then with growing pauses, up to `RETRY_PAUSE_S`.
-    6. The results are published for the lead, which assigns no partitions to a server to which no
+    6. The results are published for the leader, which assigns no partitions to a server to which no
        other server can connect (`cluster/membership/reachability.py`). An accepted connection
        counts even if the peer closes it at once: it may be a server of another version, or at its
        connection limit.

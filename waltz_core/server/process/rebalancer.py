@@ -1,10 +1,10 @@
-"""Balance by load: a server measures and publishes its loads; the lead also moves partitions.
+"""Balance by load: a server measures and publishes its loads; the leader also moves partitions.
 
 Periodically this code runs the planner with the loads from ZooKeeper;
 `cluster/membership/balance.py` decides which moves are useful.
 
 Rules:
-    1. Only the lead moves partitions, and only with a compare-and-set on the version of the
+    1. Only the leader moves partitions, and only with a compare-and-set on the version of the
        assignment that it has read. After a concurrent change it tries again in the next interval.
     2. No other code depends on this one. Failures are retried in the next interval.
     3. After the set of servers has changed, nothing moves until the loads of a window are known.
@@ -94,7 +94,7 @@ class Rebalancer:
         await self._balance(view)
 
     async def _balance(self, view: ServersView) -> None:
-        """Plan and write moves, as the lead."""
+        """Plan and write moves, as the leader."""
         now_ms = loop_clock_ms()
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
