@@ -257,10 +257,10 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     process = cluster.servers[0]
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
     assert own_ms == start_ms
-    process.set_pace(1.2)
+    process.set_clock_rate(1.2)
     cluster.world.run(1_000 * MS)
     assert process.now_ms - own_ms == pytest.approx(1_200, abs=2)
-    process.set_pace(0.8)
+    process.set_clock_rate(0.8)
     seen = process.now_ms
     assert seen >= own_ms + 1_198
     cluster.world.run(1_000 * MS)

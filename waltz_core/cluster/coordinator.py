@@ -111,7 +111,7 @@ class Coordinator:
         self.storages = StorageChanges(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
-        self.reach = PublishedReachability(self._nodes)
+        self.reachability = PublishedReachability(self._nodes)
         self.permissions = StoredPermissions(self._nodes)
         self._applied = AppliedRevisions(self._nodes)
         self.paths = self._nodes.paths
@@ -141,7 +141,7 @@ class Coordinator:
         after two session timeouts an operator should look.
         """
         limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
-        return self._nodes.contact.disconnected_ms < limit_ms
+        return self._nodes.connection_history.disconnected_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
         """Call back, on the event loop, at each change of the session's state."""

@@ -293,7 +293,7 @@ class SimCluster:
             server.dies_at = None
         for process in self.processes:
             process.slow_us = 0
-            process.set_pace(1.0)
+            process.set_clock_rate(1.0)
             if not (isinstance(process, SimServer) and process.is_hanging):
                 process.resume()
             if not process.is_up and not isinstance(process, SimClient):

@@ -260,5 +260,5 @@ def clock_jump(cluster: SimCluster, rng: "Random") -> bool:
 
 def clock_drift(cluster: SimCluster, rng: "Random") -> bool:
     """Let a machine's monotonic clock and all its timers run fast or slow."""
-    rng.choice(list(cluster.processes)).set_pace(rng.choice((0.8, 0.9, 1.1, 1.2)))
+    rng.choice(list(cluster.processes)).set_clock_rate(rng.choice((0.8, 0.9, 1.1, 1.2)))
     return True

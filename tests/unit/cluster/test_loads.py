@@ -65,18 +65,18 @@ def test_a_restarted_counter_gives_no_negative_load():
 
 
 def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
-    book = LoadAverages(WINDOW_MS)
-    assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
-    assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
+    averages = LoadAverages(WINDOW_MS)
+    assert averages.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
+    assert averages.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
+    assert averages.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
+    assert averages.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
 def test_a_young_load_of_an_unknown_partition_is_not_trusted():
-    book = LoadAverages(WINDOW_MS)
-    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
-    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
-    assert book.take({}, {8: 1}) == {}
+    averages = LoadAverages(WINDOW_MS)
+    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
+    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
+    assert averages.take({}, {8: 1}) == {}
 
 
 @given(all_loads)

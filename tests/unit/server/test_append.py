@@ -62,9 +62,9 @@ class World:
 
     def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
-        self.pace = LargeBatchThrottle()
+        self.throttle = LargeBatchThrottle()
         limits = limits or PartitionLimits(lock_slot_count=1009)
-        self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
+        self.pipeline = AppendPipeline(limits, self.mounts, self.throttle, PartitionId(0))
         self.session = 0
         self.now_ms = 0
         self.submitted: list[Batch] = []
@@ -143,10 +143,10 @@ class World:
         return req_id
 
     def share(self) -> None:
-        """Make the pace assume that a small request has met another client's large ones."""
-        self.pace.started(ConnectionId(99), self.now_ms)
-        self.pace.forgotten()
-        self.pace.small(B, self.now_ms)
+        """Make the throttle assume that a small request has met another client's large ones."""
+        self.throttle.started(ConnectionId(99), self.now_ms)
+        self.throttle.forgotten()
+        self.throttle.small(B, self.now_ms)
 
     @property
     def wants_turn(self) -> bool:
@@ -166,7 +166,7 @@ class World:
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait for the pause of the pace, take a turn, and return what it submitted."""
+        """Wait for the pause of the throttle, take a turn, and return what it submitted."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -586,9 +586,9 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
     world.piece()
     at_ms = PAUSE_MS_MAX  # the pause after `share` has been committed is over
-    assert world.pace.large_at_ms(at_ms) > at_ms
+    assert world.throttle.large_at_ms(at_ms) > at_ms
     world.pipeline.closed()
-    assert world.pace.large_at_ms(at_ms) == at_ms
+    assert world.throttle.large_at_ms(at_ms) == at_ms
     world.open(-1, settled=-1)
 
 

@@ -307,7 +307,7 @@ class _ClusterSnapshot:
             await coordinator.storages.read(),
             {address: storage_id.hex for address, storage_id in ids.items()},
             await _concurrently(numbers, coordinator.read_partition),
-            await coordinator.reach.read(servers.servers),
+            await coordinator.reachability.read(servers.servers),
         )
 
     async def probe(

@@ -105,7 +105,7 @@ class Membership:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._reach = PublishedReachability(nodes)
+        self._reachability = PublishedReachability(nodes)
         # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
         # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
@@ -392,7 +392,7 @@ class Membership:
         live = membership.servers.keys()
         if len(live) < 2:
             return frozenset(live)  # the last one takes over without another read
-        reports = await self._reach.read(live, signal)
+        reports = await self._reachability.read(live, signal)
         return eligible(live, membership.assignment.servers.keys(), reports)
 
     def _is_leader(self, view: ServersView) -> bool:
@@ -422,7 +422,7 @@ class Membership:
 
     def _grace_left_ms(self, membership: _Membership) -> int:
         """Return for how long owners may still register again; 0 if none is awaited."""
-        reconnected_ms = self._nodes.contact.reconnected_ms
+        reconnected_ms = self._nodes.connection_history.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
         if (
             reconnected_ms is None

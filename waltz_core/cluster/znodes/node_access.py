@@ -31,7 +31,7 @@ class ClusterNodes:
 
     def __init__(self, znodes: Znodes, root: str) -> None:
         self.znodes = znodes
-        self.contact = ConnectionHistory(znodes)
+        self.connection_history = ConnectionHistory(znodes)
         self.paths = ClusterPaths(root)
 
     @property

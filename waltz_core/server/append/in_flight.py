@@ -84,8 +84,8 @@ class Draft:
 class InFlightBatches:
     """The batches in flight of one partition, and the draft that is gathered meanwhile."""
 
-    def __init__(self, pace: LargeBatchThrottle) -> None:
-        self._pace = pace
+    def __init__(self, throttle: LargeBatchThrottle) -> None:
+        self._throttle = throttle
         self._batches: deque[InFlightBatch] = deque()
         self.gathered: Draft | None = None  # admitted, not submitted yet
         self.submitted_bytes = 0
@@ -147,7 +147,7 @@ class InFlightBatches:
 
     def stop(self) -> None:
         """The session has ended: large batches of other partitions need not wait for these."""
-        self._pace.forgotten(self._large_count)
+        self._throttle.forgotten(self._large_count)
         self._large_count = 0
 
     # ---- batches
@@ -175,7 +175,7 @@ class InFlightBatches:
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
             self._large_count += 1
-            self._pace.started(draft.appends[0].connection, now_ms)
+            self._throttle.started(draft.appends[0].connection, now_ms)
         return batch
 
     def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
@@ -186,9 +186,9 @@ class InFlightBatches:
             self.submitted_bytes -= len(oldest.batch.records)
             if oldest.is_large:
                 self._large_count -= 1
-                self._pace.finished(oldest.submitted_ms, now_ms)
+                self._throttle.finished(oldest.submitted_ms, now_ms)
             elif oldest.appends:
-                self._pace.small_finished(oldest.appends[0].received_ms, now_ms)
+                self._throttle.small_finished(oldest.appends[0].received_ms, now_ms)
             assert oldest.entry.last < last or oldest.entry.chain == chain
             committed.append(oldest)
         assert self.submitted_bytes >= 0

@@ -83,19 +83,19 @@ class AppendPipeline:
         self,
         limits: PartitionLimits,
         mounts: Mounts,
-        pace: LargeBatchThrottle,
+        throttle: LargeBatchThrottle,
         partition_id: PartitionId,
     ) -> None:
         self._limits = limits
         self._mounts = mounts
-        self._pace = pace
+        self._throttle = throttle
         self._lanes: Lanes[PendingAppend] = Lanes()
         self._lock_queues = LockQueues(expects_return=False)
         self._dependent = DependentAppends()
         self.counters = AppendCounters()
         self._completions = Completions(mounts, self.counters)
         self._admission = Admission(limits, mounts, self._completions)
-        self._in_flight = InFlightBatches(pace)
+        self._in_flight = InFlightBatches(throttle)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
@@ -351,7 +351,7 @@ class AppendPipeline:
                 break
             bytes_left -= pending.cost_bytes
             if not pending.is_large:
-                self._pace.small(pending.connection, now_ms)
+                self._throttle.small(pending.connection, now_ms)
             if isinstance(pending, PendingSingle):
                 rows_left -= 1
                 group = self._take_single(pending, group, draft, now_ms)
@@ -402,7 +402,7 @@ class AppendPipeline:
         bytes_max, at_ms = self._limits.in_flight_bytes_max, None
         if head.is_large:
             if self._in_flight.submitted_bytes < bytes_max:
-                at_ms = self._pace.large_at_ms(now_ms)
+                at_ms = self._throttle.large_at_ms(now_ms)
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
@@ -416,7 +416,7 @@ class AppendPipeline:
 
         Only large batches are split; a small one is taken whole, together with other requests.
         """
-        piece_bytes = self._pace.piece_bytes(now_ms) if pending.is_large else None
+        piece_bytes = self._throttle.piece_bytes(now_ms) if pending.is_large else None
         if not self._admission.opens(pending, draft.out):
             self._lanes.take(with_large=pending.is_large)
             return 0

@@ -71,13 +71,13 @@ class Partition:
         limits: PartitionLimits,
         transactions: TransactionCache,
         feed_cache: FeedCache,
-        pace: LargeBatchThrottle,
+        throttle: LargeBatchThrottle,
     ) -> None:
         self._identity = identity
         self._store = store
         self._limits = limits
         self._mounts = Mounts(limits.fences_max)
-        self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
+        self.pipeline = AppendPipeline(limits, self._mounts, throttle, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
         self._linearizable: LinearizableRequests[Received | PendingAppend] = LinearizableRequests(

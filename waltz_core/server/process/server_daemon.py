@@ -149,7 +149,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._pace = LargeBatchThrottle(is_on=config.small_requests_first)
+        self._throttle = LargeBatchThrottle(is_on=config.small_requests_first)
         # The budget is for all partitions of the cluster, since one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -240,7 +240,9 @@ class Server:
                 tasks.create_task(self._publish())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
-                tasks.create_task(self._failure_detector.report(coordinator.reach, self._is_open))
+                tasks.create_task(
+                    self._failure_detector.report(coordinator.reachability, self._is_open)
+                )
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
@@ -256,15 +258,15 @@ class Server:
     def _balancing(self) -> Rebalancer:
         config = self._config
         self._coordinator.keep_assignment()
-        pace = BalanceTimes(
+        times = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_cooldown_ms
         )
         return Rebalancer(
             self._server_id,
             self._coordinator,
             lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
-            pace,
-            lambda: time.monotonic() >= self._without_quorum_s + pace.cooldown_ms / 1000,
+            times,
+            lambda: time.monotonic() >= self._without_quorum_s + times.cooldown_ms / 1000,
         )
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -357,7 +359,7 @@ class Server:
             self._limits,
             TransactionCache(self._budget),
             FeedCache(self._feed_cache_bytes),
-            self._pace,
+            self._throttle,
         )
         partition.reads.nearby = self._nearby
         services = ServerServices(
