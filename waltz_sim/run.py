@@ -73,10 +73,10 @@ PLAIN: Final = ScheduleGenerator()
 
 
 def run_seed(
-    seed: int, drawing: ScheduleGenerator = PLAIN, *, is_traced: bool = False
+    seed: int, generator: ScheduleGenerator = PLAIN, *, is_traced: bool = False
 ) -> RunVerdict:
     """Draw a schedule from a seed and run it."""
-    return run(drawing.schedule_of(seed), is_traced=is_traced)
+    return run(generator.schedule_of(seed), is_traced=is_traced)
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> RunVerdict:
