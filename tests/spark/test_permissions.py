@@ -124,7 +124,8 @@ def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> 
 
 def test_a_revoked_permission_ends_a_stream(spark: SparkSession, places: Places) -> None:
     grant = ("tenant", "read", "--partitions", "1", "--connect", places.administrator)
-    stream = spark.readStream.format("waltz").options(**OWN_PARTITIONS).load(places.tenant)
+    source = spark.readStream.format("waltz").options(**OWN_PARTITIONS, pollInterval=0)
+    stream = source.load(places.tenant)
     query = stream.writeStream.format("memory").queryName("revoked").start()
     try:
         query.processAllAvailable()  # It has determined where it starts.

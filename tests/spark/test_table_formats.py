@@ -400,7 +400,8 @@ def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
 @pytest.mark.skipif(bool(table_jars.ICEBERG.jars()), reason="there is a library")
 @pytest.mark.core
 def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: Written) -> None:
-    with pytest.raises(BadConfig, match=r"no library of Iceberg, .*\. Hint: there are libraries"):
+    problem = r"no library of Iceberg that works with it \(.*\)\. Hint: there are libraries"
+    with pytest.raises(BadConfig, match=problem):
         follow(spark, written.connect, "lake.shop.accounts", format="iceberg")
 
 
