@@ -105,11 +105,11 @@ def rejection(
         )
     states = nodes.metadata.states
     quorum = quorum_size(len(replicas))
-    strangers = [name for name in replicas if name not in states]
-    if states and len(strangers) >= quorum:
+    new_replicas = [name for name in replicas if name not in states]
+    if states and len(new_replicas) >= quorum:
         return (
             f"expected fewer than {quorum} new replicas at once, found "
-            f"{', '.join(strangers)} among {', '.join(replicas)}"
+            f"{', '.join(new_replicas)} among {', '.join(replicas)}"
         )
     known = nodes.metadata.session_id
     ahead = [name for name in replicas if promised.get(name, known) > known]
