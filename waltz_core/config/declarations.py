@@ -588,7 +588,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "The number of the group of storages in which this server runs. The server prefers "
         "storages of this group for reads. -1: it reads from all storages in turn."
     )
-    partition_fetches_max: int = setting(
+    partition_storage_reads_max: int = setting(
         8,
         "Maximum number of concurrent reads from storages for one partition.",
         minimum=1,

@@ -548,7 +548,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         feed_frame_count_max=config.feed_frame_count_max,
         feed_request_count_min=config.feed_request_count_min,
         range_bytes_max=config.range_bytes_max,
-        fetches_max=config.partition_fetches_max,
+        fetches_max=config.partition_storage_reads_max,
         fences_max=config.remembered_clients_max,
         high_water_mark_staleness_ms_max=config.high_water_mark_staleness_ms_max,
         session_wait_ms_max=config.session_wait_ms_max,
