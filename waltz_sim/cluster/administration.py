@@ -85,7 +85,7 @@ class Operator:
 
     def _change(self, task: admin_tasks.ReplicaChange) -> object:
         self._cluster.world.note(f"{self._storage.name}: {task}")
-        if isinstance(task, admin_tasks.ReSeed | admin_tasks.Unassign):
+        if isinstance(task, admin_tasks.ReSeedTask | admin_tasks.Unassign):
             self._cluster.budget.spend(self._storage)
         return admin_execution.carry_out(self._engine, task)
 

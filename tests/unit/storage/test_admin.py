@@ -146,13 +146,15 @@ def test_partitions_are_assigned_and_switched_one_by_one():
     assert desk.changes == [
         Assign(2),
         Assign(1),
-        admin_tasks.SetAvailable(1, False),
-        admin_tasks.SetAvailable(3, False),
+        admin_tasks.SetAvailableTask(1, False),
+        admin_tasks.SetAvailableTask(3, False),
     ]
 
 
 def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
-    desk = Terminal(SetAvailable=lambda task: DiskFailed("no") if task.partition_id == 2 else None)
+    desk = Terminal(
+        SetAvailableTask=lambda task: DiskFailed("no") if task.partition_id == 2 else None
+    )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
     assert [each.partition_id for each in desk.changes] == [0, 1, 2]
@@ -273,7 +275,7 @@ def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_f
 def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     desk = Terminal(FindZooKeeperState=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.ReSeed(2)]
+    assert desk.changes == [admin_tasks.ReSeedTask(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     desk = Terminal(FindZooKeeperState=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
@@ -281,13 +283,13 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert "offline first" in text
     assert desk.changes == []
     assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.ReSeed(2)]
+    assert desk.changes == [admin_tasks.ReSeedTask(2)]
 
 
 def test_a_replica_is_suspect_unless_it_is_the_only_one():
     desk = Terminal(FindZooKeeperState=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.MarkSuspect(2)]
+    assert desk.changes == [admin_tasks.MarkSuspectTask(2)]
     desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
     assert "the only replica in sync" in refused(
         desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
@@ -365,13 +367,13 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
     desk.post(wire.MarkSuspect(3, 2, True))
     desk.post(wire.SessionInfoRequest(4, 2))
-    assert [type(run.task) for run in desk.open] == [admin_tasks.SetAvailable, InspectReplica]
+    assert [type(run.task) for run in desk.open] == [admin_tasks.SetAvailableTask, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
     assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
     desk.carry_out(DiskFailed("no"))  # a waiting request continues all the same
-    assert desk.carry_out() == admin_tasks.SetAvailable(1, False)
-    assert desk.carry_out() == admin_tasks.MarkSuspect(2)
+    assert desk.carry_out() == admin_tasks.SetAvailableTask(1, False)
+    assert desk.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [
         (1, 1),
         (2, 2),
@@ -388,13 +390,15 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     desk.post(wire.RemovePartition(4, 1, True, False))
     desk.carry_out()
     desk.take(desk.machine.step(AdminDisconnected(1), 0))
-    assert [type(run.task) for run in desk.open] == [admin_tasks.SetAvailable]  # it is under way
+    assert [type(run.task) for run in desk.open] == [
+        admin_tasks.SetAvailableTask
+    ]  # it is under way
     while desk.open:
         desk.carry_out()
     done = [
-        admin_tasks.SetAvailable(0, False),
-        admin_tasks.SetAvailable(1, False),
-        admin_tasks.MarkSuspect(3),
+        admin_tasks.SetAvailableTask(0, False),
+        admin_tasks.SetAvailableTask(1, False),
+        admin_tasks.MarkSuspectTask(3),
     ]
     assert desk.changes == done
     assert (2, wire.Done(3)) in desk.answered
@@ -486,7 +490,7 @@ def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_
     assert [each.name for each in desk.reports] == ["storage.admin_request_completed"]
     desk.answered.clear()
     assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
-    assert desk.changes == [admin_tasks.MarkSuspect(2), admin_tasks.MarkSuspect(2)]
+    assert desk.changes == [admin_tasks.MarkSuspectTask(2), admin_tasks.MarkSuspectTask(2)]
 
 
 def test_waiting_requests_are_limited():

@@ -102,7 +102,7 @@ class FailureDetector:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("failure_detector.report_failed error=%s", error)
+                _log.info("server.reachability_publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._results.is_changed.wait()
@@ -200,11 +200,11 @@ class _Watch:
             await self._remove_dead(dead)
         except WaltzError as error:
             _log.warning(
-                "failure_detector.server_removal_failed server=%s error=%s", dead.server_id, error
+                "server.dead_peer_removal_failed server=%s error=%s", dead.server_id, error
             )
             return False
         _log.warning(
-            "failure_detector.server_removed server=%s address=%s "
+            "server.dead_peer_removed server=%s address=%s "
             "reason='nothing listens at this address'",
             dead.server_id,
             dead.address,

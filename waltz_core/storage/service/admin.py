@@ -301,7 +301,7 @@ class AdminService:
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
-            yield admin_tasks.SetAvailable(partition_id, message.is_available)
+            yield admin_tasks.SetAvailableTask(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
@@ -335,7 +335,7 @@ class AdminService:
                     f"{state.session_id}. If it becomes suspect, no replica proves which appends "
                     "were acknowledged. Hint: use --force to accept that."
                 )
-        yield admin_tasks.MarkSuspect(partition_id)
+        yield admin_tasks.MarkSuspectTask(partition_id)
         return wire.Done(message.sequence)
 
     def _re_seed(self, message: wire.ReSeed) -> Script:
@@ -349,7 +349,7 @@ class AdminService:
                     "(`storage availability`), so that the session continues without it, or "
                     "use --force."
                 )
-        yield admin_tasks.ReSeed(partition_id)
+        yield admin_tasks.ReSeedTask(partition_id)
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:

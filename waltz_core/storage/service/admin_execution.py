@@ -49,20 +49,20 @@ def _carry_out(
     engine: StorageEngine,
     change: admin_tasks.Assign
     | admin_tasks.Unassign
-    | admin_tasks.SetAvailable
-    | admin_tasks.MarkSuspect
-    | admin_tasks.ReSeed,
+    | admin_tasks.SetAvailableTask
+    | admin_tasks.MarkSuspectTask
+    | admin_tasks.ReSeedTask,
 ) -> None:
     match change:
         case admin_tasks.Assign():
             engine.assign(change.partition_id)
         case admin_tasks.Unassign():
             engine.unassign(change.partition_id, deletes_files=change.deletes_files)
-        case admin_tasks.SetAvailable():
+        case admin_tasks.SetAvailableTask():
             engine.set_available(change.partition_id, is_available=change.is_available)
-        case admin_tasks.MarkSuspect():
+        case admin_tasks.MarkSuspectTask():
             engine.mark_suspect(change.partition_id)
-        case admin_tasks.ReSeed():
+        case admin_tasks.ReSeedTask():
             engine.re_seed(change.partition_id)
         case _:
             assert_never(change)

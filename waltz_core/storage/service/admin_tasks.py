@@ -90,7 +90,7 @@ class Unassign:
 
 
 @value(frozen=True, slots=True)
-class SetAvailable:
+class SetAvailableTask:
     """Take a partition offline, or online again."""
 
     partition_id: PartitionId
@@ -98,14 +98,14 @@ class SetAvailable:
 
 
 @value(frozen=True, slots=True)
-class MarkSuspect:
+class MarkSuspectTask:
     """Mark a replica as suspect."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
-class ReSeed:
+class ReSeedTask:
     """Delete a replica's log; it starts again, empty and suspect."""
 
     partition_id: PartitionId
@@ -127,7 +127,9 @@ AdminQuery: TypeAlias = (
     | ReadRange
     | FindScrubState
 )
-ReplicaChange: TypeAlias = Assign | Unassign | SetAvailable | MarkSuspect | ReSeed | PutCopy
+ReplicaChange: TypeAlias = (
+    Assign | Unassign | SetAvailableTask | MarkSuspectTask | ReSeedTask | PutCopy
+)
 AdminTask: TypeAlias = AdminQuery | ReplicaChange
 
 
