@@ -108,8 +108,8 @@ def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
     pending.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     validate_rows(pending, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
-    pending = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
-    assert (pending.part, pending.doubtful, pending.rejected) == (None, [pending], [])
+    doubtful = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
+    assert (doubtful.part, doubtful.doubtful, doubtful.rejected) == (None, [pending], [])
     ahead = validate_rows(pending, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
     assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [pending])
 

@@ -728,7 +728,7 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
         assert made.denial(message) is None
-    (line,) = [each for each in logged().splitlines() if "deny" in each]
+    (line,) = [each for each in logged().splitlines() if "violation" in each]
     assert line.startswith(
         "access.violation_reported peer=a:1 error=AppendRequest requires the verb append for "
     )
