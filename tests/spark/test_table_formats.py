@@ -245,6 +245,37 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
 
 @pytest.mark.core
 @with_iceberg
+@pytest.mark.parametrize("step", ["create", "append"])
+def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
+    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Also in a table of the user. The second follower commits during the pause."""
+    table = f"{CATALOG}.shop.paused_{step}"
+    if step == "append":
+        columns = "id BIGINT, _log_partition INT, _transaction_id BIGINT"
+        lake.sql(f"CREATE TABLE {table} ({columns}) USING iceberg")
+    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
+    if first.marks(NAME) is None:
+        first.create(NAME)
+    write = getattr(DataFrameWriterV2, step)
+
+    def written(self: DataFrameWriterV2) -> None:
+        write(self)
+        patch.undo()
+        second.marks(NAME)
+        assert second.apply(changes(lake, 1), up_to(5))
+        first._session.sql(f"REFRESH TABLE {table}")  # as after 30 s
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFrameWriterV2, step, written)
+        with pytest.raises(Superseded, match="another commit came first"):
+            first.apply(changes(lake, 0), up_to(0))
+    assert decode(first.marks(NAME).metadata) == up_to(5)
+    assert ids(lake, table) == [1]
+
+
+@pytest.mark.core
+@with_iceberg
 def test_a_second_follower_keeps_branches_that_may_become_main(
     lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """Delta tables that follow the log in Spark: they equal a replay, and continue after kills."""
 
+import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import msgpack
@@ -181,6 +183,62 @@ def test_a_start_and_a_table_with_a_name(
         follow(spark, written.connect, "named.accounts", start=start)
     assert follow(spark, written.connect, "named.created", start="2100-01-01") == ends(written)
     assert content(tmp_path / "named" / "created") == {}
+
+
+@with_delta
+@pytest.mark.parametrize("text", ["", "__HIVE_DEFAULT_PARTITION__"])
+def test_a_text_that_delta_reads_as_null_fails(
+    spark: SparkSession, tmp_path: Path, connect: str, text: str
+) -> None:
+    """Delta writes it as null, so the next change of this key would insert a second row."""
+    table = tmp_path / "table"
+    columns = "day STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
+    spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (day)")
+    with WaltzClient(connect, PATIENT) as client:
+        call = {"table": str(table), "key": "day", "schema": "day string, value long"}
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        for day, more in (("mon", {"start": start}), ("tue", {})):
+            client.append(msgpack.packb({"day": day, "value": 1}), partition=0).result()
+            waltz_spark.follow(spark, connect, **call, **more, until="now")
+        client.append(msgpack.packb({"day": text, "value": 1}), partition=0).result()
+        place = f"partition 0, transaction {start[0] + 3}: expected null or another text"
+        with pytest.raises(BadRequest, match=f"{place} .* column 'day' .* found '{text}', which"):
+            waltz_spark.follow(spark, connect, **call, until="now")
+    rows = spark.read.format("delta").load(str(table)).collect()
+    assert {row["day"] for row in rows} == {"mon", "tue"}
+
+
+@with_delta
+def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_time(
+    spark: SparkSession, tmp_path: Path, connect: str
+) -> None:
+    session = spark.newSession()
+    session.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    table = tmp_path / "table"
+    columns = "seen TIMESTAMP, _partition INT, _transaction_id BIGINT"
+    spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (seen)")
+    texts = [f"2026-10-25T0{hour}:30:00Z" for hour in range(2)]
+    call = {"table": str(table), "key": "seen", "schema": "seen timestamp", "dataFormat": "json"}
+    with WaltzClient(connect, PATIENT) as client:
+        start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+        for text in texts:
+            client.append(json.dumps({"seen": text}).encode(), partition=0).result()
+    waltz_spark.follow(session, connect, **call, start=start, until="now")
+    seen = spark.read.format("delta").load(str(table)).selectExpr("unix_micros(seen) AS at")
+    found = sorted(row["at"] // 1_000_000 for row in seen.collect())
+    assert found == [int(datetime.fromisoformat(text).timestamp()) for text in texts]
+
+
+@with_delta
+def test_the_end_of_a_call_is_checked(
+    spark: SparkSession, written: Written, tmp_path: Path
+) -> None:
+    """Marks of JSON have partitions as text."""
+    table = str(tmp_path / "table")
+    with pytest.raises(BadConfig, match="until: expected 'now' or the mark of each partition"):
+        follow(spark, written.connect, table, until="later")
+    end = {str(partition): mark for partition, mark in ends(written).items()}
+    assert follow(spark, written.connect, table, until=end) == ends(written)
 
 
 @with_delta

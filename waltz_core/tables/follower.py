@@ -9,7 +9,8 @@ Rules:
     2. A batch is one commit, on top of the version of the table that the follower has read. If
        another commit came first, the follower reads the table again.
     3. A batch without changes writes no commit. The follower commits the marks alone when they have
-       moved, and its last commit is old or it ends.
+       moved, and its last commit is old or it ends. At its end it also stores the start in a table
+       of the user, which has no marks yet: the next run may have no start.
     4. A commit that replaces the rows of the table after the last commit of the follower, such as
        a `RESTORE`, is an error. So is a commit of a follower with another name: each would apply
        old changes over the rows of the other one. Other commits, except maintenance, are reported
@@ -199,6 +200,7 @@ class TableProgress(Generic[ChangesT]):
         self._committed_s = clock_s()
         self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
         self._is_created = False  # as far as it has read or committed
+        self._has_marks = False  # the table, of this follower; or it has lost them
         self._stored = name  # the marks in the table
         self._marks = name  # those up to which there are no more changes (rule 1)
         self._warned: set[int] = set()  # versions of other programs
@@ -279,6 +281,7 @@ class TableProgress(Generic[ChangesT]):
             self._seen, self._conflicts = seen, 0
             self._stored = self._marks = stored
         self._is_created = not state.is_due
+        self._has_marks = state.metadata is not None or state.version is not None
 
     def _continued(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
@@ -339,7 +342,7 @@ class TableProgress(Generic[ChangesT]):
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
         self._is_created = True
-        if self.is_due or (is_end and self.has_moved):
+        if self.is_due or (is_end and (self.has_moved or not self._has_marks)):
             self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
@@ -352,7 +355,7 @@ class TableProgress(Generic[ChangesT]):
         if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
             self._stored = after
-            self._is_created = True
+            self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
             self._conflicts = 0
 

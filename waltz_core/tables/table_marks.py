@@ -85,7 +85,9 @@ class LogState(NamedTuple):
 
 
 def encode(table: TableMarks) -> str:
-    """Return the metadata of a commit."""
+    """Return the metadata of a commit; raises BadConfig if the follower has no name (rule 1)."""
+    if not table.follower:
+        raise BadConfig("follower: expected a name, found ''")
     marks = {str(partition): mark for partition, mark in sorted(table.marks.items())}
     default = StoredRules()
     rules = {

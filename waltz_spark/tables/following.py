@@ -154,9 +154,10 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             once for all of them; each has its own commits and marks, which are returned by table.
         follower: the name of the follower in the commits of the table.
         start: for a new table, the mark of each partition before its first transaction, or a
-            commit time. Without it, the table begins at the first available transaction.
-        until: "now" ends at the marks of the call, a mapping at its marks. Without it, the function
-            returns only with an error.
+            commit time (in UTC if it has no time zone). Without it, the table begins at the first
+            available transaction.
+        until: "now" ends at the marks of the call, a mapping at its marks, or at the end of the log
+            if this comes first. Without it, the function returns only with an error.
         batch_transactions: the maximum number of transactions of a commit.
         interval_s: seconds between requests for new transactions.
         on_progress: is called with two numbers of transactions: those that the call has applied,
@@ -203,9 +204,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             batch_transactions=batch_transactions,
             on_progress=on_progress,
         )
-        end = dict(position.state().marks) if until == "now" else until
         try:
-            found = loop.run(end)
+            found = loop.run(_end_marks(position, until))
         finally:
             log.release()
     by_table = {each.place: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
@@ -461,3 +461,18 @@ def _start_marks(
     wanted = parse_read({**options, "startingTimestamp": text})
     client, sources = sources_of(connect, range, linearizable=True)
     return starts(client, wanted, sources)
+
+
+def _end_marks(position: LogPosition, until: object) -> Mapping[int, int] | None:
+    """Return the marks at which a call ends; None if it does not end.
+
+    Raises:
+        BadConfig: it is neither "now" nor marks.
+    """
+    if until is None:
+        return None
+    if until == "now":
+        return position.state().marks
+    if not isinstance(until, Mapping):
+        raise BadConfig(f"until: expected 'now' or the mark of each partition, found {until!r}")
+    return {int(partition): int(mark) for partition, mark in until.items()}

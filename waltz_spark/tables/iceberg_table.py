@@ -128,7 +128,7 @@ class MergedIcebergTable:
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
             self._start = None
-            self._snapshot, self._new_columns = self._branches()["main"], []
+            self._snapshot, self._new_columns = self._first_snapshot(), []
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest snapshot, or that of a table that is due.
@@ -226,8 +226,19 @@ class MergedIcebergTable:
         if self._snapshot is None:
             self._session.conf.unset(_SETTING)
             self._session.createDataFrame([], self._schema).writeTo(self._name).append()
-            self._snapshot = self._branches()["main"]
+            self._snapshot = self._first_snapshot()
         return self._snapshot
+
+    def _first_snapshot(self) -> int:
+        """Return the snapshot that was committed to a table without any.
+
+        Raises:
+            Superseded: `main` has another one, with marks that were not read (rule 1).
+        """
+        head = self._heads()["main"]
+        if head.parent is not None:
+            raise Superseded(f"table {self._name}: another commit came first")
+        return head.snapshot
 
     def _branches(self) -> dict[str, int]:
         """Return the newest snapshot of each branch."""

@@ -77,6 +77,9 @@ def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
 def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
     """Reject a schema that lacks a key column, or has a reserved name, also in another case.
 
+    A key with a collation is rejected, too: a task compares texts by their bytes, and Spark would
+    not.
+
     Args:
         schema: the declared columns.
         key: the key columns.
@@ -90,6 +93,13 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
             f"key: expected columns of the table, found {missing[0]!r}. Hint: declare this column, "
             "or correct the key."
         )
+    for name in key:
+        kind = schema[name].dataType.simpleString()
+        if kind.startswith("string collate"):
+            raise BadConfig(
+                f"key column {name!r}: expected text without a collation, found {kind}. Hint: "
+                "declare it as string."
+            )
     # A column of the log may be declared; the `MERGE` has it as another column than the place.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
     taken = {*reserved, *log, DELETED}

@@ -15,6 +15,10 @@ Rules:
        change of the row.
     4. Auto compaction is off: Delta would run an `OPTIMIZE` in the session after the `MERGE`, and
        commit it with the metadata of the follower.
+    5. Delta stores values of partition columns as texts, which it takes from names of directories.
+       An empty text is read as null, and so is the name that stands for null. Both are rejected: a
+       row with such a key would be inserted again by each change. The time zone is UTC: in another
+       one, two timestamps have the same text when daylight saving time ends.
 """
 
 import contextlib
@@ -25,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
@@ -41,12 +45,14 @@ from waltz_spark.tables.merge_statement import (
     parts_of_name,
     quoted,
 )
-from waltz_spark.tables.spark_errors import reported
+from waltz_spark.tables.spark_errors import NULL_TEXT, reported
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
 _AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
+_TIME_ZONE = "spark.sql.session.timeZone"
+_NULL_TEXTS = ("", "__HIVE_DEFAULT_PARTITION__")  # rule 5
 # How Spark and Delta report that there is no table.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
@@ -89,6 +95,7 @@ class MergedDeltaTable:
         self._stored = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
         self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
+        self._partition_columns: list[str] | None = None  # of a table that exists
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without those of the place."""
@@ -188,6 +195,7 @@ class MergedDeltaTable:
         else:
             self._add_key(schema)
             merge = self._merge(into, schema)
+            changes = self._with_checked_texts(changes)
         self._set_identifier(marks, self._next_version)
         # The changes may be of another session, which shares the global views.
         changes.createOrReplaceGlobalTempView(view)
@@ -195,6 +203,21 @@ class MergedDeltaTable:
             return bool(self._session.sql(merge).collect())
         finally:
             self._session.catalog.dropGlobalTempView(view)
+
+    def _with_checked_texts(self, changes: DataFrame) -> DataFrame:
+        """Return changes, which fail if a partition column has a text for null (rule 5)."""
+        if self._partition_columns is None:
+            detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
+            self._partition_columns = list(detail["partitionColumns"])
+        checked = {}
+        for part in changes.schema:
+            if part.name in self._partition_columns and isinstance(part.dataType, StringType):
+                text, place = F.col(quoted(part.name)), map(F.col, ("partition", "transaction_id"))
+                start = F.format_string(f"{NULL_TEXT}%d, transaction %d", *place)
+                rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
+                error = F.raise_error(F.concat(start, *rest)).cast("string")
+                checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
+        return changes.withColumns(checked) if checked else changes
 
     def _add_key(self, schema: StructType) -> None:
         """Add key columns to a table without columns: the condition of a `MERGE` needs them."""
@@ -219,6 +242,7 @@ class MergedDeltaTable:
         self._session.conf.set(_APPLICATION, marks.application)
         self._session.conf.set(_VERSION, str(version))
         self._session.conf.set(_AUTO_COMPACTION, "false")
+        self._session.conf.set(_TIME_ZONE, "UTC")
 
     def _merge(self, into: str, schema: StructType) -> str:
         is_new = _types(schema).items() - _types(self._stored).items()

@@ -19,8 +19,9 @@ from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable, Wa
 from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.worker_errors import error_of
 
-# The start of the message of an error that Spark raises, and of what follows it.
+# The starts of messages of errors that Spark raises, and of what follows them.
 TWO_PARTITIONS = "a key in two partitions: "
+NULL_TEXT = "a text that Delta reads as null: partition "
 
 
 class Library(NamedTuple):
@@ -64,6 +65,9 @@ _NO_LIBRARY = re.compile(
 _FOUND_TWICE = re.compile(
     rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
+_FOUND_NULL = re.compile(
+    rf"{NULL_TEXT}(\d+, transaction \d+), column ('.*?'|\".*?\"), found ('\w*')\."
+)
 _TEMPORARY = re.compile(
     r"java\.net\.(?:Connect|NoRouteToHost|Socket|SocketTimeout)Exception|ConnectTimeoutException|"
     r"ExecutorLostFailure|FetchFailed|ServiceUnavailable|SlowDown"
@@ -93,11 +97,8 @@ def _error_of(
 ) -> WaltzError | None:
     if _CONSTRAINT.search(text):
         return None  # rule 3
-    if twice := _FOUND_TWICE.search(text):
-        return BadRequest(
-            f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
-            "that includes the column that chooses the partition."
-        )
+    if of_row := _raised(text, what):
+        return of_row
     if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
         return Superseded(f"{what}: another commit came first ({conflict[0]})")
     if library is not None and (missing := _NO_LIBRARY.search(text)):
@@ -108,4 +109,20 @@ def _error_of(
     if cause := _TEMPORARY.search(text):
         line = next(line for line in text.splitlines() if cause[0] in line)
         return Unavailable(f"{what}: {line.strip():.300}")
+    return None
+
+
+def _raised(text: str, what: str) -> BadRequest | None:
+    """Return the error of a row for which our statements raise one."""
+    if twice := _FOUND_TWICE.search(text):
+        return BadRequest(
+            f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
+            "that includes the column that chooses the partition."
+        )
+    if null := _FOUND_NULL.search(text):
+        return BadRequest(
+            f"{what}: partition {null[1]}: expected null or another text in partition column "
+            f"{null[2]} of the table, found {null[3]}, which Delta reads as null. Hint: use a "
+            "table with another partition column."
+        )
     return None

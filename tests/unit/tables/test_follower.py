@@ -8,7 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.tables.fake_table import Changes, Killed, LogInMemory, OpenTable, StoredVersions
+from tests.unit.tables.fake_table import (
+    Changes,
+    Killed,
+    LogInMemory,
+    OpenTable,
+    StoredVersions,
+    Version,
+)
 from waltz_core.errors import (
     BadConfig,
     BadFormat,
@@ -326,6 +333,15 @@ def test_a_start_is_for_a_table_without_marks():
     assert table[-1].rows == {"b": 2, "c": 3}
     with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:2. Hint: omit the st"):
         follower(log, table, start).run({0: 2})
+
+
+def test_a_start_is_stored_in_a_table_of_the_user_also_without_transactions():
+    log = LogInMemory([("a", 1), ("b", 2)])
+    table = StoredVersions([Version({}, {}, "CREATE TABLE")])
+    follower(log, table, TableMarks("f", KEY, {0: 1})).run({0: 1})
+    for _ in range(2):
+        follower(log, table).run({0: 1})
+        assert (marks_of(table), table[-1].rows) == ([None, {0: 1}], {})
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_marks_and_rules_survive_a_commit(follower, marks, rules):
     assert decode(encode(table)) == table
 
 
+def test_a_follower_has_a_name():
+    with pytest.raises(BadConfig, match="follower: expected a name, found ''"):
+        encode(TableMarks("", KEY, {}))
+
+
 def test_the_form_of_marks_is_stable():
     rules = '{"key":["a","b"],"headers":[],"delete_headers":[9],"delete_where":"c = 1",'
     rules += '"changes":"m:f"}'
