@@ -453,7 +453,7 @@ def two_clients_with_one_lock_lose_nothing(world: World) -> None:
 
 def dependent_appends_continue_from_those_in_flight(world: World) -> None:
     class Increment(RecordingContext):
-        follows = True
+        pipelined = True
 
         def __init__(self, partition: int, counter: Ledger) -> None:
             super().__init__(partition, name="followed")
@@ -482,19 +482,19 @@ def dependent_appends_continue_from_those_in_flight(world: World) -> None:
         assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
 
 
-def an_append_rejected_for_one_in_flight_may_follow_it(world: World) -> None:
+def an_append_rejected_for_one_in_flight_may_depend_on_it(world: World) -> None:
     with world.open() as client:
         hot = [lock("in flight")]
         mark = appended(client, world.partition)
-        asked = {"partition": world.partition, "write_locks": hot, "follows": True}
+        asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
         first = client.append(b"first", **asked, client_high_water_mark=mark)
         late = client.append(b"late", **asked, client_high_water_mark=mark)
         assert first.result(HANG_S) == mark + 1
         with pytest.raises(errors.LockFailed) as refused:
             late.result(HANG_S)
-        following = refused.value.following
-        assert [each.data for each in following.predecessors] == [b"first"]
-        again = client.append(b"second", **{**asked, "follows": following})
+        pipelined_state = refused.value.pipelined_state
+        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
+        again = client.append(b"second", **{**asked, "pipelined": pipelined_state})
         assert again.result(HANG_S) == mark + 2
 
 
@@ -502,22 +502,22 @@ def a_dependent_append_is_not_ahead_of_other_locks(world: World) -> None:
     with world.open() as client:
         hot, other = [lock("in flight")], [lock("not asked for")]
         mark = appended(client, world.partition)
-        asked = {"partition": world.partition, "write_locks": hot, "follows": True}
+        asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
         first = client.append(b"first", **asked, client_high_water_mark=mark)
         assert first.result(HANG_S) == mark + 1
         appended(client, world.partition, b"other", write_locks=other)
         late = client.append(b"late", **asked, client_high_water_mark=mark)
         with pytest.raises(errors.LockFailed) as refused:
             late.result(HANG_S)
-        following = refused.value.following
-        assert [each.data for each in following.predecessors] == [b"first"]
+        pipelined_state = refused.value.pipelined_state
+        assert [each.data for each in pipelined_state.predecessors] == [b"first"]
         asked["write_locks"] = [*hot, *other]
-        again = client.append(b"again", **{**asked, "follows": following})
+        again = client.append(b"again", **{**asked, "pipelined": pipelined_state})
         with pytest.raises(errors.LockFailed) as refused:
             again.result(HANG_S)
-        following = refused.value.following
-        assert [each.data for each in following.predecessors] == [b"first", b"other"]
-        at_last = client.append(b"at last", **{**asked, "follows": following})
+        pipelined_state = refused.value.pipelined_state
+        assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
+        at_last = client.append(b"at last", **{**asked, "pipelined": pipelined_state})
         assert at_last.result(HANG_S) == mark + 3
 
 
@@ -578,7 +578,7 @@ IN_CALM = (
     a_context_without_a_feed_also_applies_the_winner,
     a_context_ends_with_its_retries,
     a_context_ends_with_its_time,
-    an_append_rejected_for_one_in_flight_may_follow_it,
+    an_append_rejected_for_one_in_flight_may_depend_on_it,
     a_dependent_append_is_not_ahead_of_other_locks,
 )
 ALWAYS = (

@@ -24,9 +24,9 @@ from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     CreateNode,
-    Delete,
+    DeleteNode,
     SessionState,
-    Set,
+    SetNode,
     Znodes,
 )
 
@@ -178,7 +178,7 @@ async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> N
         await coordinator.read_cluster()
     with pytest.raises(errors.CoordinatorConflict, match="remains of an unfinished one"):
         await coordinator.create_cluster(NewCluster("payments", 4, KEY))
-    await znodes.write([Delete(f"{root}/ids", 0)])
+    await znodes.write([DeleteNode(f"{root}/ids", 0)])
     await coordinator.create_cluster(NewCluster("payments", 4, KEY))
     assert (await coordinator.read_cluster()).store.cluster_key == KEY
 
@@ -186,7 +186,7 @@ async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> N
 async def a_damaged_node_is_named(world: World, root: str) -> None:
     coordinator = await created(world, root)
     znodes = await world.znodes()
-    await znodes.write([Set(f"{root}/store", b"\7nonsense", 0)])
+    await znodes.write([SetNode(f"{root}/store", b"\7nonsense", 0)])
     with pytest.raises(
         errors.BadFormat, match=f"{root}/store: znode data of a StoreParams: expected version 1"
     ):
@@ -247,8 +247,8 @@ async def a_partition_of_0_13_is_adopted(world: World, root: str) -> None:
         "partition",
         "storage",
     ):
-        await znodes.write([Delete(f"{root}/x/{name}", 0)])
-    await znodes.write([Delete(f"{root}/x", 0)])
+        await znodes.write([DeleteNode(f"{root}/x/{name}", 0)])
+    await znodes.write([DeleteNode(f"{root}/x", 0)])
     metadata = model.PartitionMetadata(3, 9, {})
     await znodes.write([CreateNode(f"{root}/store/partition/0", metadata.to_bytes(0))])
     view = await coordinator.read_partition(0)
@@ -302,9 +302,9 @@ async def the_permissions_are_followed(world: World, root: str) -> None:
         first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (1, 2))
         await znodes.write([CreateNode(path, access_node.encode(first))])
         assert await inbox.until(lambda found: found is not None) == first
-        await znodes.write([Set(path, access_node.encode(second), 0)])
+        await znodes.write([SetNode(path, access_node.encode(second), 0)])
         assert await inbox.until(lambda found: found.revision == 2) == second
-        await znodes.write([Delete(path, 1)])
+        await znodes.write([DeleteNode(path, 1)])
         assert await inbox.until(lambda found: found is None) is None
     assert len(inbox.all) == 4
     await znodes.write([CreateNode(path, b"{}")])
@@ -372,7 +372,7 @@ async def imported_permissions_have_a_later_revision(world: World, root: str) ->
     assert seen == [(10, 11)]
     znodes, path = await world.znodes(), coordinator.paths.access
     found = await znodes.get(path)
-    await znodes.write([Set(path, b"{}", found.stat.version)])
+    await znodes.write([SetNode(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
         await coordinator.permissions.require()
     third = await coordinator.permissions.replace(saved, author, note, new_key=key)
@@ -553,14 +553,14 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     assert await znodes.children(base) is None
     assert await znodes.write([CreateNode(base), CreateNode(f"{base}/a", b"1")]) == [0, 0]
     assert await znodes.write(
-        [Set(f"{base}/a", b"2", 0), Set(f"{base}/a", b"3", 1), CreateNode(f"{base}/b", b"")]
+        [SetNode(f"{base}/a", b"2", 0), SetNode(f"{base}/a", b"3", 1), CreateNode(f"{base}/b", b"")]
     ) == [1, 2, 0]
     refused = [
-        [Set(f"{base}/a", b"4", 2), Set(f"{base}/b", b"4", 7)],
-        [Set(f"{base}/a", b"4", 2), CreateNode(f"{base}/b")],
-        [Set(f"{base}/a", b"4", 2), CreateNode(f"{base}/none/c")],
-        [Set(f"{base}/a", b"4", 2), Delete(f"{base}/none", 0)],
-        [Delete(f"{base}/a", 1)],
+        [SetNode(f"{base}/a", b"4", 2), SetNode(f"{base}/b", b"4", 7)],
+        [SetNode(f"{base}/a", b"4", 2), CreateNode(f"{base}/b")],
+        [SetNode(f"{base}/a", b"4", 2), CreateNode(f"{base}/none/c")],
+        [SetNode(f"{base}/a", b"4", 2), DeleteNode(f"{base}/none", 0)],
+        [DeleteNode(f"{base}/a", 1)],
     ]
     for operations in refused:
         with pytest.raises(errors.CoordinatorConflict, match=base):
@@ -575,7 +575,7 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     assert (await znodes.children(base)).names == ("a", "b", "s_0000000002", "s_0000000003")
     owner = (await znodes.get(f"{base}/s_0000000003")).stat.owner
     assert owner == znodes.session_number != 0
-    assert await znodes.write([Delete(f"{base}/a", 2)]) == [NO_NODE]
+    assert await znodes.write([DeleteNode(f"{base}/a", 2)]) == [NO_NODE]
     assert (await znodes.get(base)).stat.cversion == 5
     await znodes.close()
     other = await world.znodes()
@@ -599,13 +599,13 @@ async def each_kind_of_change_is_signaled(world: World, root: str) -> None:
     assert await watcher.children(f"{base}/a", signal) is None
     await notified_after(CreateNode(f"{base}/a"))
     assert (await watcher.get(base, signal)).data == b"1"
-    await notified_after(Set(base, b"2", 0))
+    await notified_after(SetNode(base, b"2", 0))
     assert (await watcher.children(base, signal)).names == ("a",)
     await notified_after(CreateNode(f"{base}/b"))
     assert (await watcher.children(base, signal)).names == ("a", "b")
-    await notified_after(Delete(f"{base}/b", 0))
+    await notified_after(DeleteNode(f"{base}/b", 0))
     assert (await watcher.get(f"{base}/a", signal)).data == b""
-    await notified_after(Delete(f"{base}/a", 0))
+    await notified_after(DeleteNode(f"{base}/a", 0))
     watcher.drop_signal(signal)
 
 

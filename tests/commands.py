@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import click
 
-from waltz_core.cli.main import NAME, NOUNS, main, program
-from waltz_core.cli.verbs import LazyVerb, Noun, Verb
+from waltz_core.cli.main import GROUPS, NAME, main, program
+from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,34 +29,34 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([NAME, *words], code, out.getvalue(), error.getvalue())
 
 
-def verbs_of(noun: str) -> dict[str, Verb]:
-    """Return the verbs of a noun with aliases; a noun that is a verb itself is its only one."""
-    found = program.commands[noun]
-    stubs = found.commands if isinstance(found, Noun) else {noun: found}
-    loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazyVerb)}
+def subcommands_of(group: str) -> dict[str, Subcommand]:
+    """Return the subcommands of a group with aliases; a command without a group is its only one."""
+    found = program.commands[group]
+    stubs = found.commands if isinstance(found, CommandGroup) else {group: found}
+    loaded = {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazySubcommand)}
     for word, inner in stubs.items():
-        if isinstance(inner, Noun):  # a verb of two words
+        if isinstance(inner, CommandGroup):  # a subcommand of two words
             loaded |= {f"{word} {name}": stub.load() for name, stub in inner.commands.items()}
     return loaded
 
 
-def is_verb(noun: str) -> bool:
-    """Whether a noun is a command itself, without verbs."""
-    return isinstance(NOUNS[noun].verbs, str)
+def is_subcommand(group: str) -> bool:
+    """Whether a group is a command itself, without subcommands."""
+    return isinstance(GROUPS[group].subcommands, str)
 
 
 def parsed(words: list[str]) -> dict[str, object]:
-    """Return the arguments with which a command's verb would be called; raises UsageError."""
+    """Return the arguments with which a command's subcommand would be called; raises UsageError."""
     with (
-        patch.object(Verb, "invoke", lambda _verb, context: context.params),
+        patch.object(Subcommand, "invoke", lambda _subcommand, context: context.params),
         program.make_context(NAME, list(words)) as context,
     ):
         return program.invoke(context)
 
 
-def work_of(verb: Verb) -> object:
-    """Return the function of a verb below the decorators that declare its options."""
-    return inspect.unwrap(verb.callback)
+def work_of(subcommand: Subcommand) -> object:
+    """Return the function of a subcommand below the decorators that declare its options."""
+    return inspect.unwrap(subcommand.callback)
 
 
 def option_names(command: click.Command) -> set[str]:

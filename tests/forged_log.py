@@ -34,12 +34,12 @@ from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import (
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
-    Marker,
+    AckedMarker,
     SegmentHeader,
 )
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 STAMP_MS = 1_700_000_000_000
 SESSION, GENERATION = 0, 1
@@ -95,7 +95,7 @@ async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
 def _into_storage(directory: Path, key: UUID, partition_count: int, last: int) -> None:
     disk = UnsyncedDisk()
     settings = LogSettings(key.bytes, 1 << 30, lambda: STAMP_MS)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         disk,
         directory,
         settings,
@@ -125,7 +125,7 @@ def _into_partition(disk, directory, key, partition, last, chain):
     Segment.create(disk, directory, header, chain).close()
     slots = SlotFile.open(disk, directory, partition)
     slots.write(
-        replace(slots.slot, promised=SESSION, last_session=SESSION, acked=Marker(last, chain))
+        replace(slots.slot, promised=SESSION, last_session=SESSION, acked=AckedMarker(last, chain))
     )
     slots.close()
 

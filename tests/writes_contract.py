@@ -8,7 +8,7 @@ from tests import cluster_contract
 from tests.cluster_contract import World
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.writes import REMOVALS_MAX
+from waltz_core.cluster.write_registry import REMOVALS_MAX
 
 MARKS = {0: 41, 3: -1}
 KEEP_MS = 1 << 34

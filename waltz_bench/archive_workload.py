@@ -89,7 +89,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         for name, settings in (("archived", with_archive), ("plain", without))
     ]
     try:
-        run = _Run(load, clusters[0], where)
+        run = _ArchiveRun(load, clusters[0], where)
         uvloop.run(run.compare_rates(clusters[1]))
         clusters[1].down()
         shutil.rmtree(where / "plain", ignore_errors=True)
@@ -104,7 +104,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         shutil.rmtree(where, ignore_errors=True)
 
 
-class _Run:
+class _ArchiveRun:
     """One run, and its figures."""
 
     def __init__(self, load: BenchLoad, cluster: LocalCluster, where: Path) -> None:
@@ -213,7 +213,7 @@ class _Run:
                 rows += chunk.count
             self._note("read_range", rows, began)
             began = time.perf_counter()
-            feed = _Feed(self._count, self._load.payload_bytes)
+            feed = _ComparedFeed(self._count, self._load.payload_bytes)
             await client.subscribe(feed, [PARTITION])
             await feed.done.wait()
             self._wrong += feed.wrong
@@ -263,7 +263,7 @@ class _Run:
         )
 
 
-class _Feed(AsyncCallbacks):
+class _ComparedFeed(AsyncCallbacks):
     """Compares the rows of the feed."""
 
     def __init__(self, count: int, payload_bytes: int) -> None:

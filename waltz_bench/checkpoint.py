@@ -34,7 +34,7 @@ WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.01
 
 
-class _Run:
+class _AnswerTimes:
     """The times of answers, and the times at which a new session was seen."""
 
     def __init__(self, seconds: float) -> None:
@@ -71,7 +71,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))
         start = await client.high_water_mark(PARTITION)
-        run = _Run(load.seconds)
+        run = _AnswerTimes(load.seconds)
         meter.start()
         async with asyncio.TaskGroup() as group:
             group.create_task(_watch(client, run))
@@ -100,7 +100,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
+async def _watch(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
     """Poll the session."""
     seen = (await client.replicas(PARTITION)).session_id
     looked_s = time.perf_counter()
@@ -113,7 +113,7 @@ async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
         seen, looked_s = found, now
 
 
-async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
+async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
     """Keep some batches in flight (rule 1)."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
@@ -146,7 +146,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
         mark = outcome.high_water_mark
 
 
-async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, int]:
+async def _check(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
     """Read the rows back; return how many IDs are lost, and how many rows duplicated."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []

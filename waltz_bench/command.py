@@ -13,7 +13,7 @@ import waltz_core.local
 from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
-from waltz_core.cli.verbs import VerbFunction, verb
+from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -84,14 +84,14 @@ POSITIVE = (
 NOT_NEGATIVE = ("interval_ms", "lock_pool")
 
 
-def _load(function: VerbFunction) -> VerbFunction:
+def _load(function: SubcommandFunction) -> SubcommandFunction:
     for name, (kind, default, text) in reversed(LOAD.items()):
         shown = text if default is None else f"{text} [default: {default:g}]"
         function = click.option(name, type=kind, default=default, metavar="N", help=shown)(function)
     return function
 
 
-@verb
+@subcommand
 @options.argument(
     "workload",
     "WORKLOAD",
@@ -193,9 +193,9 @@ def _started(
     """Start a temporary cluster; for `flood` with TLS one in which greedy tenants have limits."""
     if workload != "flood" or tls_file is None:
         return stack.enter_context(waltz_core.local.running(tls=tls_file))
-    from waltz_bench.compared import greed  # noqa: PLC0415 - costs start-up time
+    from waltz_bench.compared import tenant_load  # noqa: PLC0415 - costs start-up time
 
-    running = greed.limited_tenants(tls_file)
+    running = tenant_load.limited_tenants(tls_file)
     cluster, load.connect, load.flood_connect = stack.enter_context(running)
     return cluster
 

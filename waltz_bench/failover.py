@@ -54,7 +54,7 @@ OUTAGE_S = 15.0
 
 
 @dataclass
-class _Lane:
+class _WriterAnswers:
     """The answers to the writer of one partition."""
 
     partition: int
@@ -69,7 +69,7 @@ class _Lane:
         return max((b - a for a, b in around if a <= ended), default=ended - began)
 
 
-class _Run:
+class _FailoverRun:
     """A cluster under load; see the module's rules."""
 
     def __init__(
@@ -77,13 +77,13 @@ class _Run:
     ) -> None:
         self.cluster = cluster
         self.client = client
-        self.lanes = [_Lane(partition) for partition in range(client.partition_count)]
+        self.lanes = [_WriterAnswers(partition) for partition in range(client.partition_count)]
         self.gaps_s: dict[str, list[float]] = {}
         self.extra: dict[str, float] = {}
         self._coordinator = coordinator
         self._is_over = False
 
-    async def write(self, lane: _Lane) -> None:
+    async def write(self, lane: _WriterAnswers) -> None:
         """Append until the run is over (rules 1 and 2)."""
         count = 0
         while not self._is_over:
@@ -93,7 +93,7 @@ class _Run:
                 rows = await self._append(lane, rows)
             await asyncio.sleep(PAUSE_S)
 
-    async def _append(self, lane: _Lane, rows: list[bytes]) -> list[bytes]:
+    async def _append(self, lane: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
         """Send rows once; return those to send again."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
@@ -216,7 +216,7 @@ class _Run:
         return lost, duplicated
 
 
-async def _kill(run: _Run) -> None:
+async def _kill(run: _FailoverRun) -> None:
     """Kill a server, and start it again."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
@@ -224,7 +224,7 @@ async def _kill(run: _Run) -> None:
         await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _term(run: _Run) -> None:
+async def _term(run: _FailoverRun) -> None:
     """Stop a server, and start it again."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
@@ -232,7 +232,7 @@ async def _term(run: _Run) -> None:
         await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _freeze(run: _Run) -> None:
+async def _freeze(run: _FailoverRun) -> None:
     """Freeze a server; it continues when others have its partitions."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
@@ -240,12 +240,12 @@ async def _freeze(run: _Run) -> None:
         await run.step("wake", lambda name=name: _wake(run, name))  # type: ignore[misc]
 
 
-async def _wake(run: _Run, name: str) -> None:
+async def _wake(run: _FailoverRun, name: str) -> None:
     await run.signal(name, signal.SIGCONT)
     await run.await_whole()
 
 
-async def _rolling(run: _Run) -> None:
+async def _rolling(run: _FailoverRun) -> None:
     """Restart all servers and all storages, one after the other."""
     names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
     for name in sorted(names):
@@ -254,7 +254,7 @@ async def _rolling(run: _Run) -> None:
         await run.step(f"{kind}-start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _lose_zookeeper(run: _Run) -> None:
+async def _lose_zookeeper(run: _FailoverRun) -> None:
     """Kill all of ZooKeeper, and start it again after the outage; no partition may move."""
     before = await run.owners()
     names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
@@ -304,7 +304,10 @@ def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _measured(
-    load: BenchLoad, meter: Meter, scenario: Callable[[_Run], Awaitable[None]], only: str | None
+    load: BenchLoad,
+    meter: Meter,
+    scenario: Callable[[_FailoverRun], Awaitable[None]],
+    only: str | None,
 ) -> Measured:
     """Run the steps; `only` is the kind of step whose gaps are reported, None for all."""
 
@@ -317,7 +320,7 @@ async def _measured(
         AsyncWaltzClient.connect(load.connect) as client,
         connected(load.connect) as coordinator,
     ):
-        run = _Run(meter.cluster, client, coordinator)
+        run = _FailoverRun(meter.cluster, client, coordinator)
         await run.await_whole()
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:

@@ -1,8 +1,8 @@
 """The workload `flood`: the latency of single appends, in turn without and with a greedy tenant.
 
 Only the client with single appends is measured; each greedy tenant is a separate process
-(`compared/greed.py`). With `--tls` the temporary cluster has access control, and the greedy tenant
-has limits; with a connect string of its own it has those that the cluster gives it.
+(`compared/tenant_load.py`). With `--tls` the temporary cluster has access control, and the greedy
+tenant has limits; with a connect string of its own it has those that the cluster gives it.
 
 Rules:
     1. Each of `ROUNDS` rounds measures each kind of greed: first the calm phase, then the same
@@ -130,7 +130,7 @@ async def _probe(
     return taken_s
 
 
-class _Tenant:
+class _TenantProcess:
     """The process of a greedy tenant."""
 
     def __init__(self, kind: str, process: Process) -> None:
@@ -151,16 +151,16 @@ class _Tenant:
 
 
 @asynccontextmanager
-async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_Tenant]:
+async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
     """Run a greedy tenant; it pauses at first."""
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "waltz_bench.compared.greed", kind, connect, str(load.payload_bytes)),
+        *("-m", "waltz_bench.compared.tenant_load", kind, connect, str(load.payload_bytes)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    tenant = _Tenant(kind, process)
+    tenant = _TenantProcess(kind, process)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(tenant.read())
         try:
@@ -171,7 +171,7 @@ async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_Tenant]:
             await process.wait()
 
 
-async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _Tenant) -> None:
+async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _TenantProcess) -> None:
     """Append until the tenant gets something, and `START_S` longer (rule 2)."""
     before, until = tenant.got, time.perf_counter() + START_S_MAX
     while tenant.got == before:

@@ -43,7 +43,7 @@ PARTITION: Final = 0
 _COUNT: Final = struct.Struct(">QQq")
 
 
-class Seen(NamedTuple):
+class CounterView(NamedTuple):
     """A client's view of the counter: its value, the transaction that wrote it, and the mark."""
 
     value: int
@@ -54,9 +54,11 @@ class Seen(NamedTuple):
 class _Increment(TransactionContext):
     """Increments the counter until it succeeds."""
 
-    follows = True
+    pipelined = True
 
-    def __init__(self, client: AsyncWaltzClient, run: int, seen: Seen, padding: bytes) -> None:
+    def __init__(
+        self, client: AsyncWaltzClient, run: int, seen: CounterView, padding: bytes
+    ) -> None:
         super().__init__()
         self._client = client
         self._run = run
@@ -106,12 +108,12 @@ def _count_in(data: bytes, run: int) -> int | None:
     return value if found == run else None
 
 
-async def _read(client: AsyncWaltzClient, run: int, seen: Seen, last: int) -> Seen:
+async def _read(client: AsyncWaltzClient, run: int, seen: CounterView, last: int) -> CounterView:
     """Return the counter at a mark, read from the last known position on."""
     value, writer = seen.value, seen.writer
     async for transaction_id, found, _ in _counts(client, run, seen.mark + 1, last):
         value, writer = found, transaction_id
-    return Seen(value, writer, max(seen.mark, last))
+    return CounterView(value, writer, max(seen.mark, last))
 
 
 async def _counts(
@@ -139,7 +141,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
     outcomes: dict[int, int] = {}
     attempts = followed = reads = 0
 
-    async def write(client: AsyncWaltzClient, seen: Seen, until: float) -> None:
+    async def write(client: AsyncWaltzClient, seen: CounterView, until: float) -> None:
         nonlocal attempts, followed, reads
         while (sent := time.perf_counter()) < until:
             context = _Increment(client, run, seen, padding)
@@ -147,7 +149,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
             assert transaction_id is not None, "it never aborts"
             latencies.append(time.perf_counter() - sent)
             outcomes[transaction_id] = context.value
-            seen = Seen(context.value, transaction_id, transaction_id)
+            seen = CounterView(context.value, transaction_id, transaction_id)
             attempts += context.attempts
             followed += context.has_followed
             reads += context.reads
@@ -164,7 +166,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for client in clients:
-                group.create_task(write(client, Seen(0, -1, start), began + load.seconds))
+                group.create_task(write(client, CounterView(0, -1, start), began + load.seconds))
         took = time.perf_counter() - began
         meter.stop()
         wrong = await _check(clients[0], run, start, outcomes)

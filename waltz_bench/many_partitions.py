@@ -60,7 +60,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
         server_count=SERVERS,
         storage_count=STORAGES,
     )
-    run = _Run(cluster)
+    run = _ManyPartitionsRun(cluster)
     # Otherwise each of a thousand streams would log that its partition has moved.
     logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
     try:
@@ -88,7 +88,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
 
 
 @dataclass
-class _Run:
+class _ManyPartitionsRun:
     cluster: LocalCluster
     figures: dict[str, object] = field(default_factory=dict)
     acknowledged: dict[int, int] = field(default_factory=dict)

@@ -45,7 +45,7 @@ POLL_INTERVAL_S = 0.02
 _DECIDED = (Reason.COMMITTED, Reason.LOCK)
 
 
-class _Run:
+class _RejectionRun:
     """One partition, its log, and its client."""
 
     def __init__(
@@ -164,7 +164,7 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
         AsyncWaltzClient.connect(load.connect) as client,
         connected(load.connect) as coordinator,
     ):
-        run = _Run(meter.cluster, client, coordinator, load.batch_rows)
+        run = _RejectionRun(meter.cluster, client, coordinator, load.batch_rows)
         await run.await_whole()
         began = time.perf_counter()
         rejected = {

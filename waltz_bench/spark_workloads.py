@@ -157,7 +157,7 @@ def _total(marks: Mapping[int, int]) -> int:
 
 
 @dataclass
-class _Part(InputPartition):
+class _IdRangePartition(InputPartition):
     """Transactions first..last."""
 
     first: int
@@ -197,11 +197,11 @@ class _Memory(DataSourceReader):
         """Return as many tasks as a read of the log."""
         starts = range(0, self._rows, TASK_TRANSACTIONS_MAX)
         ends = [min(start + TASK_TRANSACTIONS_MAX, self._rows) - 1 for start in starts]
-        return [_Part(*span) for span in zip(starts, ends, strict=True)]
+        return [_IdRangePartition(*span) for span in zip(starts, ends, strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a few batches repeatedly."""
-        assert isinstance(partition, _Part)
+        assert isinstance(partition, _IdRangePartition)
         count = max(1, min(BATCH_ROWS, BATCH_BYTES // max(self._payload_bytes, 1)))
         made = _batches(self._schema, count, self._payload_bytes)
         left = partition.last - partition.first + 1

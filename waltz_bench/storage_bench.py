@@ -41,7 +41,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ READ_BYTES: Final = 8 * MIB
 KEY: Final = bytes(16)
 
 
-class _Batch(NamedTuple):
+class _AppendArguments(NamedTuple):
     """The arguments of an append."""
 
     first: TransactionId
@@ -165,9 +165,9 @@ def _directory(load: BenchLoad) -> Iterator[Path]:
         shutil.rmtree(made)
 
 
-def _opened(directory: Path, segment_bytes_max: int) -> tuple[Engine, PartitionLog]:
+def _opened(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
     settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(), directory, settings, partition_count=1, new_storage_id=bytes(16)
     )
     return engine, engine.assign(PARTITION)
@@ -188,7 +188,7 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
     return _Spent(append_s, sync_s, wall_s)
 
 
-def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
+def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArguments]:
     """Yield batches with equal data and different IDs."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data
@@ -214,7 +214,7 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
         last = TransactionId(first + count - 1)
         end = next_chain(chain, first, last, SESSION, crcs.tobytes())
         entry = LineageEntry(first, last, SESSION, 0, end)
-        yield _Batch(first, lengths, made.tobytes(), chain, entry)
+        yield _AppendArguments(first, lengths, made.tobytes(), chain, entry)
         chain = end
 
 

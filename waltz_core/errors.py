@@ -337,7 +337,7 @@ class LockFailed(Superseded):
 
     If known, `conflicting` is the transaction that it conflicts with (or a later one), and
     `high_water_mark` a mark of the log from which to compute the transaction again. For appends
-    that may depend on others, `following` is the state for the next `append` (`client.Following`).
+    that may depend on others, `pipelined_state` is the argument `pipelined` of the next `append`.
 
     Action: Apply the log up to `high_water_mark`, compute the transaction again, and append that.
     """
@@ -345,7 +345,7 @@ class LockFailed(Superseded):
     code = 43
     conflicting: int | None = None
     high_water_mark: int | None = None
-    following: Any = None
+    pipelined_state: Any = None
 
 
 class ConnectionSuperseded(Superseded):

@@ -382,13 +382,13 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         ),
     ),
     (
-        "storage_collected_files_total",
+        "storage_garbage_collected_files_total",
         _COUNTER,
         _ONE,
         "Files that this storage has deleted from the archive because no manifest lists them.",
     ),
     (
-        "storage_collected_bytes_total",
+        "storage_garbage_collected_bytes_total",
         _COUNTER,
         _ONE,
         "Bytes of the files that this storage has deleted from the archive.",

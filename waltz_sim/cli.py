@@ -20,7 +20,7 @@ from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
 from waltz_sim.report import report_of
-from waltz_sim.run import Drawing, RunVerdict, run, run_seed
+from waltz_sim.run import RunVerdict, ScheduleGenerator, run, run_seed
 from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
@@ -82,7 +82,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.schedule is not None:
         return _one(_read(arguments.schedule), arguments)
     if arguments.seed is not None:
-        return _one(_drawing(arguments).schedule_of(arguments.seed), arguments)
+        return _one(_generator(arguments).schedule_of(arguments.seed), arguments)
     return _many(arguments)
 
 
@@ -113,9 +113,9 @@ def _check(arguments: argparse.Namespace) -> None:
             raise BadConfig(f"--{name}: expected with --seeds, found with one run")
 
 
-def _drawing(arguments: argparse.Namespace) -> Drawing:
+def _generator(arguments: argparse.Namespace) -> ScheduleGenerator:
     steps_max = STEPS if arguments.steps is None else int(arguments.steps)
-    return Drawing(steps_max, is_rough=arguments.rough)
+    return ScheduleGenerator(steps_max, is_rough=arguments.rough)
 
 
 def _read(path: Path) -> Schedule:
@@ -207,7 +207,7 @@ def _many(arguments: argparse.Namespace) -> int:
     elif seed_count is None:
         seed_count = SEEDS
     first = first or 0
-    drawing = _drawing(arguments)
+    generator = _generator(arguments)
     print_error(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
     sums = Coverage()
@@ -217,12 +217,12 @@ def _many(arguments: argparse.Namespace) -> int:
             seed_count,
             jobs=jobs,
             seconds=seconds,
-            drawing=drawing,
+            generator=generator,
             on_progress=_progress(seed_count),
             sums=sums,
         )
         took_s = time.monotonic() - began_s
-        files = _print_failures(sums, drawing)
+        files = _print_failures(sums, generator)
     except KeyboardInterrupt:
         print_error(_progress_text(sums, first, time.monotonic() - began_s))
         raise
@@ -231,10 +231,10 @@ def _many(arguments: argparse.Namespace) -> int:
         print_error(f"did not occur in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
         _write_report(
-            arguments.report, report_of(sums, first=first, seconds=took_s, drawing=drawing)
+            arguments.report, report_of(sums, first=first, seconds=took_s, generator=generator)
         )
     if arguments.json:
-        print_json(_json_of(sums, first, took_s, files, drawing))
+        print_json(_json_of(sums, first, took_s, files, generator))
     else:
         print_result(
             f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
@@ -274,14 +274,14 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     return on_progress
 
 
-def _print_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
+def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         print_error(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
-        print_error(f"  {drawing.command(failure.seed)}")
+        print_error(f"  {generator.command(failure.seed)}")
         if len(files) < SHRUNK_MAX:
-            files[failure.seed] = _shorten(run_seed(failure.seed, drawing))
+            files[failure.seed] = _shorten(run_seed(failure.seed, generator))
     return files
 
 
@@ -295,12 +295,12 @@ def _write_report(path: Path, text: str) -> None:
 
 
 def _json_of(
-    sums: Coverage, first: int, seconds: float, files: dict[int, Path], drawing: Drawing
+    sums: Coverage, first: int, seconds: float, files: dict[int, Path], generator: ScheduleGenerator
 ) -> dict[str, object]:
     failures: Sequence[dict[str, object]] = [
         {
             **failure._asdict(),
-            "command": drawing.command(failure.seed),
+            "command": generator.command(failure.seed),
             "schedule": str(files[failure.seed]) if failure.seed in files else None,
         }
         for failure in sums.failures

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.replica_guarantees import Before
+    from waltz_sim.guarantees.replica_guarantees import LogBefore
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
@@ -86,12 +86,12 @@ class MilestoneRecorder(Checks):
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.lines: list[str] = []
-        self.last_narrated_us = 0  # or when an application got an outcome
+        self.last_added_us = 0  # or when an application got an outcome
         # Called with every milestone as it happens, for example "cut C", before it is written down.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
-        self._narrated_once: dict[object, None] = {}  # rule 5
+        self._added_once: dict[object, None] = {}  # rule 5
         self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
@@ -101,12 +101,12 @@ class MilestoneRecorder(Checks):
         """Return the lines since the last call."""
         self._flush()
         if not self.names_ids:
-            self._narrate_outcomes()
+            self._add_outcomes()
         lines, self.lines = self.lines, []
-        self._narrated_once.clear()
+        self._added_once.clear()
         return lines
 
-    def narrate(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Write down a milestone of the partition."""
         line = letters(text)
         if self._is_new(line):
@@ -114,7 +114,7 @@ class MilestoneRecorder(Checks):
             self.lines.append(line)
         self.on_milestone(line)
 
-    def _narrate_records(self, verb: str, replica: str, first: int, last: int) -> None:
+    def _add_records(self, verb: str, replica: str, first: int, last: int) -> None:
         """Write down an action of one replica on some IDs (rule 2)."""
         name = letters(replica)
         if self._is_new((verb, name, first, last)):
@@ -126,10 +126,10 @@ class MilestoneRecorder(Checks):
 
     def _is_new(self, what: object) -> bool:
         """Return whether a line is new in this session and step (rule 5)."""
-        if what in self._narrated_once:
+        if what in self._added_once:
             return False
-        self._narrated_once[what] = None
-        self.last_narrated_us = self.world.now_us
+        self._added_once[what] = None
+        self.last_added_us = self.world.now_us
         return True
 
     def _flush(self) -> None:
@@ -152,7 +152,7 @@ class MilestoneRecorder(Checks):
             return self._ids.get(number, str(number))
         return self._ids.setdefault(number, f"h{len(self._ids) + 1}")
 
-    def _narrate_outcomes(self) -> None:
+    def _add_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, {}
         for what, ids in sorted(outcomes.items()):
             if what == "in the log":
@@ -161,14 +161,14 @@ class MilestoneRecorder(Checks):
             else:
                 self.lines.append(f"reported: {len(ids)} {what}")
 
-    def narrate_written(self, *, is_complete: bool) -> None:
+    def add_written(self, *, is_complete: bool) -> None:
         """Write down in one line the outcomes of continuous writes."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
-            self.narrate(f"reported: {', '.join(bad) or 'nothing'} for some rows")
+            self.add(f"reported: {', '.join(bad) or 'nothing'} for some rows")
         else:
-            self.narrate("reported: all rows are in the log, each once")
+            self.add("reported: all rows are in the log, each once")
 
     # ---- replicas
 
@@ -177,7 +177,7 @@ class MilestoneRecorder(Checks):
         storage: "SimStorage",
         work: "Work",
         result: "WorkResult",
-        before: "Before",
+        before: "LogBefore",
     ) -> None:
         """See `Checks.worked`; live appends are not milestones."""
         super().worked(storage, work, result, before)
@@ -186,20 +186,18 @@ class MilestoneRecorder(Checks):
                 continue
             match request.message:
                 case Prepare():
-                    self._narrate_records("fenced", storage.name, 0, work.log.synced_max)
+                    self._add_records("fenced", storage.name, 0, work.log.synced_max)
                 case Truncate(last_to_keep=last):
-                    self._narrate_records("truncated", storage.name, 0, last)
+                    self._add_records("truncated", storage.name, 0, last)
                 case Repair(first=first, lengths=lengths):
-                    self._narrate_records(
+                    self._add_records(
                         "repaired", storage.name, first, first + len(lengths) // 4 - 1
                     )
                 case SetLowWaterMark(mark=mark):
-                    self._narrate_records("marked", storage.name, 0, mark)
+                    self._add_records("marked", storage.name, 0, mark)
                 case AppendRaw() as message if not self._is_engaged(storage.name, message):
                     lineage = message.lineage
-                    self._narrate_records(
-                        "copied", storage.name, lineage[0].first, lineage[-1].last
-                    )
+                    self._add_records("copied", storage.name, lineage[0].first, lineage[-1].last)
                 case _:
                     pass
 
@@ -211,7 +209,7 @@ class MilestoneRecorder(Checks):
     def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
         """See `Checks.storage_rejected`."""
         super().storage_rejected(storage, error)
-        self.narrate(f"{storage.name} does not open: {error}")
+        self.add(f"{storage.name} does not open: {error}")
 
     # ---- ZooKeeper
 
@@ -231,7 +229,7 @@ class MilestoneRecorder(Checks):
         now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
         if already:
             joined = [letters(name) for name in now if name not in already]
-            self.narrate(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            self.add(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
             return
         parts = [f"{' '.join(sorted(map(letters, now)))} in session {session}"]
         parts += [
@@ -239,7 +237,7 @@ class MilestoneRecorder(Checks):
             for name, state in sorted(after.states.items())
             if name not in now
         ]
-        self.narrate(f"{_WRITTEN} {', '.join(parts)}")
+        self.add(f"{_WRITTEN} {', '.join(parts)}")
 
     def _left(self, name: str, state: ReplicaState) -> str:
         last = state.closing_high_water_mark
@@ -255,18 +253,18 @@ class MilestoneRecorder(Checks):
         fields = dict(report.fields)
         match report.name:
             case "session.claimed":
-                self._narrated_once.clear()
+                self._added_once.clear()
                 origin = str(fields["origin"])
                 of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
-                self.narrate(f"{name} claims session {fields['session']}{of_what}")
+                self.add(f"{name} claims session {fields['session']}{of_what}")
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
+                self.add(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
             case "recovery.waiting":
-                self.narrate(f"undecidable {self._without(fields['untrusted'])}")
+                self.add(f"undecidable {self._without(fields['untrusted'])}")
             case known if known in _REPORTS:
-                self.narrate(_REPORTS[known].format(**fields))
+                self.add(_REPORTS[known].format(**fields))
             case _:
                 pass
 
@@ -282,26 +280,24 @@ class MilestoneRecorder(Checks):
         for effect in effects:
             match effect:
                 case session_events.SessionOpened(session_id=session, high_water_mark=mark):
-                    self.narrate(f"{server.name} opens session {session} with {self.span(0, mark)}")
+                    self.add(f"{server.name} opens session {session} with {self.span(0, mark)}")
                 case session_events.SessionClosed(session_id=session, reason=reason):
-                    self.narrate(f"session {session} ends: {reason}")
+                    self.add(f"session {session} ends: {reason}")
                 case session_events.SessionSettled():
-                    self._narrate_settled(store, effect)
+                    self._add_settled(store, effect)
                 case session_events.Released(reason=reason):
-                    self.narrate(f"{server.name} gives the partition up: {reason}")
+                    self.add(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass
 
-    def _narrate_settled(
-        self, store: "PartitionStore", effect: session_events.SessionSettled
-    ) -> None:
+    def _add_settled(self, store: "PartitionStore", effect: session_events.SessionSettled) -> None:
         assert store.session is not None
         mark_suspect = store.session.claim.in_doubt
         if mark_suspect is None:
             return
         first, last = mark_suspect.committed + 1, mark_suspect.last
         kept = self.span(first, min(effect.committed_last, last))
-        self.narrate(f"in doubt: {self.span(first, last)}; in the log: {kept}")
+        self.add(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
     def answered(self, server: "SimServer", answer: "SendToClient") -> None:
         """See `Checks.answered`; an outcome is a milestone when the application gets it."""
@@ -310,7 +306,7 @@ class MilestoneRecorder(Checks):
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
             return
         reported = {_outcome(reason) for reason in bytes(message.reasons)}
-        self.narrate(f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}")
+        self.add(f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}")
 
     # ---- applications
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from waltz_sim.coverage import Coverage
-from waltz_sim.run import PLAIN, Drawing
+from waltz_sim.run import PLAIN, ScheduleGenerator
 
 # Groups of rules: the report lists each with the number of seeds that broke one of its rules.
 PROMISES: Final = (
@@ -23,12 +23,14 @@ PROMISES: Final = (
 )
 
 
-def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = PLAIN) -> str:
+def report_of(
+    sums: Coverage, *, first: int, seconds: float, generator: ScheduleGenerator = PLAIN
+) -> str:
     """Return the whole report."""
     rate = sums.seeds / seconds if seconds else 0.0
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
     figures = [
-        ("seeds", f"{sums.seeds:,} from {first} on{drawing.options}"),
+        ("seeds", f"{sums.seeds:,} from {first} on{generator.options}"),
         ("real time", f"{seconds:,.0f} s, {rate:.1f} seeds per second"),
         ("virtual time", f"{sums.virtual_ms / 3_600_000:,.1f} h"),
         ("steps", f"{sums.steps:,} of worlds, {sums.disk_steps:,} of disks"),
@@ -47,7 +49,7 @@ def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = 
         parts.append("## Did not occur\n\n" + "".join(f"- {name}\n" for name in missing))
     if sums.failures:
         rows = [
-            (f"`{drawing.command(each.seed)}`", each.rule, _first_line(each.text))
+            (f"`{generator.command(each.seed)}`", each.rule, _first_line(each.text))
             for each in sums.failures
         ]
         parts.append("## Seeds that broke a rule\n\n" + _table(("replay", "rule", "found"), rows))

@@ -43,7 +43,7 @@ class RunVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class ScheduleGenerator:
     """How a schedule is drawn from a seed: after `steps_max` steps all faults heal; rough ones have
     themes.
 
@@ -69,12 +69,14 @@ class Drawing:
         return f"python -m waltz_sim --seed {seed}{self.options}"
 
 
-PLAIN: Final = Drawing()
+PLAIN: Final = ScheduleGenerator()
 
 
-def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) -> RunVerdict:
+def run_seed(
+    seed: int, generator: ScheduleGenerator = PLAIN, *, is_traced: bool = False
+) -> RunVerdict:
     """Draw a schedule from a seed and run it."""
-    return run(drawing.schedule_of(seed), is_traced=is_traced)
+    return run(generator.schedule_of(seed), is_traced=is_traced)
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> RunVerdict:

@@ -31,8 +31,8 @@ from waltz_core.wire.admin_messages import (
 )
 from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 from waltz_sim.cluster.administration import Operator
+from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
-from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
@@ -74,8 +74,8 @@ class ScenarioRunner:
             range_bytes_max=1 << 16,
             is_calm=True,
         )
-        self.narrator: MilestoneRecorder
-        self.cluster = SimCluster(Schedule(0, setup), checks=self._narrated)
+        self.recorder: MilestoneRecorder
+        self.cluster = SimCluster(Schedule(0, setup), checks=self._recorded)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
         self._held: SimLink | None = None
@@ -95,25 +95,23 @@ class ScenarioRunner:
         """Check the time regularly, also without other events."""
         self.cluster.world.after(_TICK_MS * MS, self._tick)
 
-    def _narrated(self, cluster: SimCluster) -> MilestoneRecorder:
-        self.narrator = MilestoneRecorder(cluster)
-        self.narrator.on_milestone = self._on_milestone
-        return self.narrator
+    def _recorded(self, cluster: SimCluster) -> MilestoneRecorder:
+        self.recorder = MilestoneRecorder(cluster)
+        self.recorder.on_milestone = self._on_milestone
+        return self.recorder
 
     # ---- a step
 
     def play(self, commands: str) -> list[str]:
         """Run the commands of a step, wait until the world is quiet, and return the milestones."""
-        narrator, world = self.narrator, self.cluster.world
+        recorder, world = self.recorder, self.cluster.world
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
                 self.do(command.strip())
-        narrator.last_narrated_us = world.now_us
+        recorder.last_added_us = world.now_us
         quiet_us = QUIET_MS * MS
-        world.run(
-            STEP_MS_MAX * MS, until=lambda: world.now_us - narrator.last_narrated_us > quiet_us
-        )
-        return narrator.take_lines()
+        world.run(STEP_MS_MAX * MS, until=lambda: world.now_us - recorder.last_added_us > quiet_us)
+        return recorder.take_lines()
 
     def do(self, command: str) -> None:
         """Run one command."""
@@ -205,7 +203,7 @@ class ScenarioRunner:
         """Delay messages of the application on its link to the server."""
         self._held = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
-            self._held, lambda: self.narrator.narrate("what was held back arrives")
+            self._held, lambda: self.recorder.add("what was held back arrives")
         )
 
     def abandon_link(self) -> None:
@@ -240,7 +238,7 @@ class ScenarioRunner:
         """Replace the disk by the copy; the storage is down."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
-        self.narrator.rolled_back(storage)
+        self.recorder.rolled_back(storage)
 
     def new_disk(self, name: str, registered: str | None) -> None:
         """Insert an empty disk; with `cluster replace` its storage is the registered one."""
@@ -249,14 +247,14 @@ class ScenarioRunner:
         storage.storage_id = bytes(reversed(storage.storage_id))
         if registered:
             self.cluster.coordinator.storage_ids[storage.replica] = storage.storage_id
-        self.narrator.rolled_back(storage)
+        self.recorder.rolled_back(storage)
 
     def swap_disks(self, name: str, other: str) -> None:
         """Swap the disks of two machines; both storages are down."""
         first, second = self._storage(name), self._storage(other)
         first.disk, second.disk = second.disk, first.disk
         for each in (first, second):
-            self.narrator.rolled_back(each)
+            self.recorder.rolled_back(each)
 
     def fill_disk(self, name: str) -> None:
         """Fill a disk."""
@@ -302,7 +300,7 @@ class ScenarioRunner:
 
         def on_answer(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRejected):
-                self.narrator.narrate(f"{name} does not do that: {answer.text}")
+                self.recorder.add(f"{name} does not do that: {answer.text}")
 
         Operator(self.cluster, self._storage(name), on_answer).request(message)
 
@@ -324,10 +322,10 @@ class ScenarioRunner:
 
         def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
-            log = self.narrator.span(0, verdict.log.synced_max)
-            self.narrator.narrate(f"the log of {verdict.source} is the log: {log}")
+            log = self.recorder.span(0, verdict.log.synced_max)
+            self.recorder.add(f"the log of {verdict.source} is the log: {log}")
 
-        Rescue(self.cluster, on_answer)
+        DisasterRecovery(self.cluster, on_answer)
 
     def outsider_requests(self, name: str, session_id: str) -> None:
         """Let a process that owns no partition request a session from a storage."""
@@ -343,7 +341,7 @@ class ScenarioRunner:
         def on_answer(answers: PeerAnswers) -> None:
             for each in answers:
                 what = each.message if isinstance(each, Nack) else "promised"
-                self.narrator.narrate(f"{name} to an outsider: {what}")
+                self.recorder.add(f"{name} to an outsider: {what}")
 
         SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
 
@@ -363,7 +361,7 @@ class ScenarioRunner:
 
     def writes_continue(self) -> None:
         """Append a row now and then; lost appends are retried."""
-        self._is_writing = self.narrator.names_ids = True
+        self._is_writing = self.recorder.names_ids = True
         self._write()
 
     def writes_end(self) -> None:
@@ -372,7 +370,7 @@ class ScenarioRunner:
         is_done = self.cluster.world.run(
             STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
         )
-        self.narrator.narrate_written(is_complete=is_done)
+        self.recorder.add_written(is_complete=is_done)
 
     def _write(self) -> None:
         if self._is_writing:
@@ -381,14 +379,14 @@ class ScenarioRunner:
 
     def _settled(self, effect: client_events.SubmissionSettled) -> None:
         count = len(self.cluster.workload.ended(effect.token))
-        if not self.narrator.names_ids:
-            self.narrator.last_narrated_us = self.cluster.world.now_us
+        if not self.recorder.names_ids:
+            self.recorder.last_added_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
     def _rejected(self, effect: client_events.SubmissionRejected) -> None:
         self.cluster.workload.ended(effect.token)
-        self.narrator.last_narrated_us = self.cluster.world.now_us
+        self.recorder.last_added_us = self.cluster.world.now_us
 
     # ---- ZooKeeper and operators
 
@@ -426,7 +424,7 @@ class ScenarioRunner:
         """Restore the copy."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
-        self.narrator.zookeeper_changed()
+        self.recorder.zookeeper_changed()
 
     def forget_states(self) -> None:
         """Remove all replica states of an opened partition from ZooKeeper."""

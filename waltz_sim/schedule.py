@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.server.locking.tickets import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_sim.world.world import chance_of
 
@@ -78,7 +78,7 @@ class Setup:
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = (
-        False  # losses may affect any number of replicas, and ZooKeeper (budget.py)
+        False  # losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py)
     )
     is_calm: bool = False  # every draw is the middle one, for scenarios
 

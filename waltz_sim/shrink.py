@@ -36,7 +36,7 @@ Run = Callable[[Schedule], RunVerdict]
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
+class ShrunkSchedule:
     """The shortest schedule that was found, its verdict, and the number of runs."""
 
     schedule: Schedule
@@ -50,12 +50,12 @@ def shrink(
     runs_max: int = RUNS_MAX,
     is_late: Callable[[], bool] = lambda: False,
     run_one: Run = run,
-) -> Shrunk:
+) -> ShrunkSchedule:
     """Shorten the schedule of a verdict that is not good."""
     assert verdict.rule is not None
     search = _Search(verdict, runs_max, is_late, run_one)
     search.shorten()
-    return Shrunk(search.best.schedule, search.best, search.run_count)
+    return ShrunkSchedule(search.best.schedule, search.best, search.run_count)
 
 
 class _Search:

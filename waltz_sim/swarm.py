@@ -27,7 +27,7 @@ from multiprocessing import active_children, get_context, parent_process
 from typing import Final
 
 from waltz_sim.coverage import Coverage, covered
-from waltz_sim.run import PLAIN, Drawing, run_seed
+from waltz_sim.run import PLAIN, ScheduleGenerator, run_seed
 
 CHUNK_SEEDS: Final = 8
 PROGRESS_EVERY_S: Final = 5.0
@@ -46,7 +46,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     *,
     jobs: int,
     seconds: float | None = None,
-    drawing: Drawing = PLAIN,
+    generator: ScheduleGenerator = PLAIN,
     on_progress: OnProgress | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
@@ -60,7 +60,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     end_s = None if seconds is None else began_s + seconds
     chunks = _chunks(first, seed_count, end_s)
     sums = Coverage() if sums is None else sums
-    with closing(_run_all(chunks, jobs, partial(run_chunk, drawing=drawing))) as parts:
+    with closing(_run_all(chunks, jobs, partial(run_chunk, generator=generator))) as parts:
         for part in parts:
             sums.merge(part)
             now_s = time.monotonic()
@@ -187,9 +187,9 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def run_chunk(seeds: range, *, drawing: Drawing = PLAIN) -> Coverage:
+def run_chunk(seeds: range, *, generator: ScheduleGenerator = PLAIN) -> Coverage:
     """Run some seeds one after the other, and measure the CPU time."""
     began_s = time.process_time()
-    sums = covered(run_seed(seed, drawing) for seed in seeds)
+    sums = covered(run_seed(seed, generator) for seed in seeds)
     sums.cpu_s = time.process_time() - began_s
     return sums

@@ -18,7 +18,7 @@ CLUSTER = "cluster"
 Offset = dict[str, Any]
 
 
-class Position(NamedTuple):
+class StreamOffset(NamedTuple):
     """An offset: the last transaction that was read of each partition, and the cluster's key."""
 
     marks: Marks
@@ -31,7 +31,7 @@ def encode(marks: Marks, cluster_key: bytes) -> Offset:
     return by_name | {CLUSTER: cluster_key.hex()}
 
 
-def decode(offset: Mapping[str, Any]) -> Position:
+def decode(offset: Mapping[str, Any]) -> StreamOffset:
     """Decode an offset; raises ValueError or TypeError if it is not valid."""
     cluster = offset.get(CLUSTER)
     if cluster is not None and not isinstance(cluster, str):
@@ -42,4 +42,4 @@ def decode(offset: Mapping[str, Any]) -> Position:
         raise ValueError(
             f"offset of a stream: expected high-water marks, found an infinity: {error}"
         ) from error
-    return Position(marks, cluster)
+    return StreamOffset(marks, cluster)

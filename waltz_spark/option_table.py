@@ -66,7 +66,7 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.BOTH,
         "none",
         "Where tasks find the encryption keys: a directory, or a function "
-        "`module:function`. Writing also needs `encryptionKey` or `encryptionKeyColumn`. "
+        "`module:function`. Writing also needs `encryptionKeyId` or `encryptionKeyIdColumn`. "
         "When reading, payloads are decrypted; if that fails, the payload is null and column "
         "`data_error` has the reason.",
     ),
@@ -179,8 +179,8 @@ OPTIONS: tuple[Option, ...] = (
         "changeFeed",
         Purpose.READ,
         "false",
-        "With `dataFormat` and `key`: `true` returns the changes of rows that the transactions "
-        "make, with their previous content, as Delta's change data feed does. Column "
+        "With `dataFormat` and `key`: `true` returns a change data feed, as Delta does: each "
+        "insert, update and delete of a row, and the previous content of the row. Column "
         "`_change_type` of your schema is `insert`, `update_preimage`, `update_postimage` or "
         "`delete`.",
     ),
@@ -270,13 +270,13 @@ OPTIONS: tuple[Option, ...] = (
         "With `dataFormat=protobuf`: the full name of the message type that is written.",
     ),
     Option(
-        "encryptionKey",
+        "encryptionKeyId",
         Purpose.WRITE,
         "none",
         "With `encryptionKeys`: the ID of the key that encrypts the payloads of all rows.",
     ),
     Option(
-        "encryptionKeyColumn",
+        "encryptionKeyIdColumn",
         Purpose.WRITE,
         "none",
         "With `encryptionKeys`: a string column with the ID of the key that encrypts the "

@@ -152,7 +152,7 @@ class WriteOptions:
     backoff_ms: int = 50
     identity_columns: tuple[str, ...] = ()
     encryption_keys: str | None = None
-    encryption_key: str | None = None
+    encryption_key_id: str | None = None
     encryption_key_column: str | None = None
 
     @property
@@ -273,7 +273,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         raise BadConfig(
             "option 'identityColumns' needs option dataFormat, which packs columns into the payload"
         )
-    encryption_key, key_column = parser.encryption()
+    encryption_key_id, key_column = parser.encryption()
     return WriteOptions(
         connect=parser.connect(),
         partitions=parser.ints("partitions", minimum=0),
@@ -294,7 +294,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         backoff_ms=parser.integer("retryBackoff", 0, 60_000),
         identity_columns=() if identity is None else tuple(_split(identity)),
         encryption_keys=parser.text("encryptionKeys"),
-        encryption_key=encryption_key,
+        encryption_key_id=encryption_key_id,
         encryption_key_column=key_column,
     )
 
@@ -386,20 +386,20 @@ class _OptionParser:
         return value
 
     def encryption(self) -> tuple[str | None, str | None]:
-        """Return the options `encryptionKey` and `encryptionKeyColumn` of a write."""
-        key_id, column = self.text("encryptionKey"), self.text("encryptionKeyColumn")
+        """Return the options `encryptionKeyId` and `encryptionKeyIdColumn` of a write."""
+        key_id, column = self.text("encryptionKeyId"), self.text("encryptionKeyIdColumn")
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
             raise BadConfig(
-                "option 'encryptionKeys': expected either encryptionKey or "
-                "encryptionKeyColumn in addition, found "
+                "option 'encryptionKeys': expected either encryptionKeyId or "
+                "encryptionKeyIdColumn in addition, found "
                 f"{'none' if key_id is None else 'both'}"
             )
-        for name, value in (("encryptionKey", key_id), ("encryptionKeyColumn", column)):
+        for name, value in (("encryptionKeyId", key_id), ("encryptionKeyIdColumn", column)):
             if value is not None and not has_keys:
                 raise BadConfig(f"option {name!r} needs option encryptionKeys")
         if key_id is not None:
-            check_key_id(key_id, "option 'encryptionKey'")
+            check_key_id(key_id, "option 'encryptionKeyId'")
         return key_id, column
 
     def registry(self) -> RegistryOptions | None:

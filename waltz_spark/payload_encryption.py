@@ -13,8 +13,8 @@ from waltz_core.encryption.envelopes import ENVELOPE_BYTES, Encryption
 from waltz_core.encryption.key_ids import KEY_ID_BYTES_MAX
 from waltz_spark.options import ERROR_COLUMN, ReadOptions, WriteOptions
 
-# The column of an append with the ID of each row's key, for option `encryptionKeyColumn`.
-KEY_COLUMN = "encryption_key"
+# The column of an append with the ID of each row's key, for option `encryptionKeyIdColumn`.
+KEY_COLUMN = "encryption_key_id"
 # The bytes that encryption adds to a payload at most.
 ROW_BYTES_MAX = ENVELOPE_BYTES + KEY_ID_BYTES_MAX
 
@@ -57,7 +57,7 @@ class PayloadEncryptor:
     def __init__(self, options: WriteOptions) -> None:
         assert options.encryption_keys is not None
         self._encryption = Encryption.of(options.encryption_keys)
-        self._key_id = options.encryption_key
+        self._key_id = options.encryption_key_id
 
     def sealed(self, append: pa.RecordBatch, partition: int) -> pa.RecordBatch:
         """Return the append columns of rows of one partition with envelopes, without their CRCs.

@@ -41,7 +41,7 @@ def unwrap(session: SparkSession) -> None:
             _unwrap_gateway()
             _contexts.add(session.sparkContext)
     except (AttributeError, TypeError) as error:
-        _log.debug("spark.errors_not_converted", exc_info=error)  # rule 3
+        _log.debug("spark.error_conversion_disabled", exc_info=error)  # rule 3
 
 
 def is_connect(session: SparkSession) -> bool:
@@ -78,7 +78,7 @@ def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | Non
     try:
         return trailing_error(str(failure))  # requests the text from Java
     except Exception as error:  # noqa: BLE001 - rule 3
-        _log.debug("spark.error_without_text", exc_info=error)
+        _log.debug("spark.error_text_unreadable", exc_info=error)
         return None
 
 

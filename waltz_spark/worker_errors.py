@@ -72,7 +72,7 @@ def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T
 
 
 def _hide_stack(error: errors.WaltzError) -> None:
-    _log.debug("spark.stack_hidden", exc_info=error)
+    _log.debug("spark.error_stack_trace", exc_info=error)
     name, worker = _WORKER
     if os.environ.get(name) == worker:
         os.environ[_HIDE] = "1"

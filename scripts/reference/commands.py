@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import click
 
 from scripts.reference.markdown import cell, code, table
-from waltz_core.cli.main import NAME, NOUNS, program
-from waltz_core.cli.verbs import LazyVerb, Noun, Verb
+from waltz_core.cli.main import GROUPS, NAME, program
+from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 WIDTH = 100
 # Their options are the settings of a kind.
@@ -18,40 +18,42 @@ DEFAULT = re.compile(r" *\[default: ([^]]*)\]| *\[(required)\]")
 
 def sections() -> dict[str, str]:
     """Return the sections of all commands."""
-    return {"commands": "\n\n".join(part for noun in NOUNS for part in _noun(noun))}
+    return {"commands": "\n\n".join(part for group in GROUPS for part in _group(group))}
 
 
-def _noun(name: str) -> Iterator[str]:
+def _group(name: str) -> Iterator[str]:
     found = program.commands[name]
     yield f"## {name}"
-    if isinstance(found, LazyVerb):
-        yield from _verb(name, found.load())
+    if isinstance(found, LazySubcommand):
+        yield from _subcommand(name, found.load())
         return
-    assert isinstance(found, Noun)
+    assert isinstance(found, CommandGroup)
     yield _prose(found.help)
-    if NOUNS[name].examples:
-        yield _lines(NOUNS[name].examples)
-    for verb, command in _verbs(found):
+    if GROUPS[name].examples:
+        yield _lines(GROUPS[name].examples)
+    for subcommand, command in _subcommands(found):
         if not command.hidden:
-            assert isinstance(command, LazyVerb)
-            yield f"### {name} {verb}"
-            yield from _verb(f"{name} {verb}", command.load())
+            assert isinstance(command, LazySubcommand)
+            yield f"### {name} {subcommand}"
+            yield from _subcommand(f"{name} {subcommand}", command.load())
 
 
-def _verbs(noun: Noun) -> Iterator[tuple[str, click.Command]]:
-    for name, command in noun.commands.items():
-        if isinstance(command, Noun):  # a verb of two words
-            yield from ((f"{name} {verb}", each) for verb, each in command.commands.items())
+def _subcommands(group: CommandGroup) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, CommandGroup):  # a subcommand of two words
+            yield from (
+                (f"{name} {subcommand}", each) for subcommand, each in command.commands.items()
+            )
         else:
             yield name, command
 
 
-def _verb(name: str, verb: Verb) -> Iterator[str]:
-    yield _prose(verb.help)
-    context = click.Context(verb, info_name=f"{NAME} {name}")
-    yield _lines([" ".join([name, *verb.collect_usage_pieces(context)])])
-    if verb.examples:
-        yield _lines(verb.examples)
+def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
+    yield _prose(subcommand.help)
+    context = click.Context(subcommand, info_name=f"{NAME} {name}")
+    yield _lines([" ".join([name, *subcommand.collect_usage_pieces(context)])])
+    if subcommand.examples:
+        yield _lines(subcommand.examples)
     if name in DAEMONS:
         kind = DAEMONS[name]
         yield _prose(
@@ -60,7 +62,7 @@ def _verb(name: str, verb: Verb) -> Iterator[str]:
             f"docs/reference/settings.md#{kind} lists them."
         )
         return
-    arguments_first = sorted(verb.params, key=lambda each: isinstance(each, click.Option))
+    arguments_first = sorted(subcommand.params, key=lambda each: isinstance(each, click.Option))
     records = (each.get_help_record(context) for each in arguments_first)
     rows = [_row(*each) for each in records if each is not None]
     if rows:

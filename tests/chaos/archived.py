@@ -22,8 +22,8 @@ from time import time_ns
 from tests.chaos.cluster import RETENTION_BYTES, SEGMENT_BYTES, ChaosCluster, LocalLog
 from tests.chaos.history import Log
 from tests.chaos.object_store import FOLDER
-from waltz_core.archive.collection import GRACE_MS
 from waltz_core.archive.file_names import version_of
+from waltz_core.archive.garbage_collection import GRACE_MS
 from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, ListedFile

@@ -15,11 +15,11 @@ from waltz_core.archive import store as store_module
 from waltz_core.archive.store import ArchiveStore
 from waltz_sim.world.crash import (
     CreateFile,
-    Everything,
+    DiskState,
     HardLink,
+    KeepAll,
     MakeDirectory,
-    Platter,
-    Remark,
+    PositionMarker,
     Sync,
     SyncDirectory,
     Unlink,
@@ -37,12 +37,12 @@ class Recorder:
         self.directory = directory
         self.changes = list(changes)
         self.complete = dict(complete)  # the bytes of each file that got its name, by name
-        platter = Platter()
+        disk_state = DiskState()
         for change in self.changes:
-            platter.add(change)
-        self._numbers = dict(platter.files_seen())
-        self._next = platter.file_count
-        write_out(platter.image(Everything()), directory)
+            disk_state.add(change)
+        self._numbers = dict(disk_state.files_seen())
+        self._next = disk_state.file_count
+        write_out(disk_state.image(KeepAll()), directory)
 
     def store(self):
         """Return the archive's store; it may change files within `recording` only."""
@@ -84,8 +84,8 @@ class Recorder:
         """Return the path of a file in the recorded changes."""
         return ROOT / Path(path).relative_to(self.directory)
 
-    def remark(self, what):
-        self.changes.append(Remark(what))
+    def mark_position(self, what):
+        self.changes.append(PositionMarker(what))
 
     def create(self, path):
         self._numbers[self.place(path)] = self._next

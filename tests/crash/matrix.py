@@ -23,9 +23,16 @@ from tests.crash.scenarios import (
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.storage.files.control_file import SLOTS_NAME
-from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Marker, Slot
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, AckedMarker, Slot
 from waltz_core.storage.log.removal import WIPE_NAME
-from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, survivals
+from waltz_sim.world.crash import (
+    DiskState,
+    Keep,
+    KeepRandom,
+    PositionMarker,
+    RecordingDisk,
+    survivals,
+)
 from waltz_sim.world.simulated_disk import Contents
 
 RANDOM_SURVIVALS = 8
@@ -52,7 +59,7 @@ class FoundLog:
     info: Marks
     suspect: bool
     damaged: tuple
-    start: Marker
+    start: AckedMarker
 
     @property
     def last(self):
@@ -170,7 +177,7 @@ def _wrong(history, found):
     return None
 
 
-def check_platter(acknowledged, contents):
+def check_disk_state(acknowledged, contents):
     """Check the files themselves: marker and dirty bit, and the index up to the marker."""
     for partition, expected in acknowledged.logs.items():
         if not expected.markers:
@@ -256,7 +263,7 @@ class Matrix:
         try:
             check_opened(found)
             check(acknowledged, found)
-            check_platter(acknowledged, contents)
+            check_disk_state(acknowledged, contents)
         except Violation as error:
             raise Violation(f"{self.name}, {where}: {error}") from (
                 found if isinstance(found, Exception) else None
@@ -265,15 +272,16 @@ class Matrix:
 
 
 def points(changes, begin=0):
-    """Yield each possible point of a crash, with the platter and what was acknowledged."""
-    platter, acknowledged = Platter(), Acknowledged()
+    """Yield each possible point of a crash, with the disk's state and what was acknowledged."""
+    disk_state, acknowledged = DiskState(), Acknowledged()
     for position, change in enumerate(changes):
-        platter.add(change)
-        if isinstance(change, Remark):
+        disk_state.add(change)
+        if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
-            # A point behind a remark is one of its own: nothing has changed but what is expected.
-            yield position + 1, platter, acknowledged
+            # A point after a position marker is one of its own: nothing has changed but what is
+            # expected.
+            yield position + 1, disk_state, acknowledged
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
@@ -283,14 +291,14 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
     `only_acknowledged`, power is lost only directly after acknowledgements.
     """
     left = {}
-    for position, platter, acknowledged in points(changes, begin):
-        if only_acknowledged and not isinstance(changes[position - 1], Remark):
+    for position, disk_state, acknowledged in points(changes, begin):
+        if only_acknowledged and not isinstance(changes[position - 1], PositionMarker):
             continue
         matrix.counts["cuts"] += 1
         rng = Random(f"{seed} {position}")
-        for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+        for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
-            contents = platter.image(keep)
+            contents = disk_state.image(keep)
             where = (
                 f"power lost after change {position} ({_name(changes, position)}), {_kept(keep)}"
             )
@@ -308,24 +316,24 @@ def second_losses(matrix, left):
         begin, changes = matrix.openings[key]
         expected, rng = loosened(acknowledged), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
-        for position, platter, _ in points(changes, begin):
+        for position, disk_state, _ in points(changes, begin):
             if only is None:
-                keeps = survivals(platter, rng, random_count=RANDOM_SECOND)
+                keeps = survivals(disk_state, rng, random_count=RANDOM_SECOND)
             elif position == only:
-                keeps = (Keep(), AnyOf(rng))
+                keeps = (Keep(), KeepRandom(rng))
             else:
                 continue
             _second(
-                matrix, expected, found, platter, keeps, f"{where}, and after change {position}"
+                matrix, expected, found, disk_state, keeps, f"{where}, and after change {position}"
             )
 
 
-def _second(matrix, acknowledged, found, platter, keeps, where):
+def _second(matrix, acknowledged, found, disk_state, keeps, where):
     matrix.counts["second cuts"] += 1
     for keep in keeps:
         matrix.counts["second survivals"] += 1
         _, again = matrix.check_result(
-            acknowledged, platter.image(keep), f"{where} of the opening, {_kept(keep)}"
+            acknowledged, disk_state.image(keep), f"{where} of the opening, {_kept(keep)}"
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
             raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
@@ -343,16 +351,16 @@ def kills(matrix, changes, begin, seed=0):
         scenario = started_again(matrix, changes[:position], acknowledged, where)
         after = scenario.disk.changes
         often = number % EVERY_KILL == 0
-        for at, platter, now_acknowledged in points(after, position + 1):
+        for at, disk_state, now_acknowledged in points(after, position + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
-            keeps = [Keep(), AnyOf(rng)]
+            keeps = [Keep(), KeepRandom(rng)]
             if often and at == len(after):
-                keeps += survivals(platter, rng, random_count=RANDOM_SECOND)
+                keeps += survivals(disk_state, rng, random_count=RANDOM_SECOND)
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
-                matrix.check_result(now_acknowledged, platter.image(keep), lost)
+                matrix.check_result(now_acknowledged, disk_state.image(keep), lost)
 
 
 def started_again(matrix, changes, acknowledged, where):
@@ -383,7 +391,7 @@ def used(matrix, disk, acknowledged, where):
 
 def _name(changes, position):
     change = changes[position - 1]
-    return "acknowledged" if isinstance(change, Remark) else f"{change!r:.90}"
+    return "acknowledged" if isinstance(change, PositionMarker) else f"{change!r:.90}"
 
 
 def _kept(keep):

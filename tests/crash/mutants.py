@@ -10,7 +10,7 @@ from random import Random
 
 from tests.crash.matrix import Violation, points, power_losses, started_again, used
 from tests.crash.scenarios import SCENARIOS, first_start, site
-from waltz_sim.world.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
+from waltz_sim.world.crash import Keep, KeepRandom, RecordingDisk, delayed, sync_places, without
 
 KILLS_OF_A_SCENARIO = 12
 LOSSES_OF_A_SCENARIO = 12
@@ -36,9 +36,11 @@ def runs(matrix):
             )
             yield f"{make.__name__} killed after {position}", after.disk.changes, position + 1
         lost = rng.sample(range(len(every)), LOSSES_OF_A_SCENARIO)
-        for number, (position, platter, acknowledged) in enumerate(points(changes, scenario.begin)):
+        for number, (position, disk_state, acknowledged) in enumerate(
+            points(changes, scenario.begin)
+        ):
             if number in lost:
-                disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
+                disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(rng)), site)
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {position}"
                 yield where, used(matrix, disk, acknowledged, where).disk.changes, begin
@@ -82,13 +84,13 @@ def shown(matrix, mutation, places, *, is_thorough=True):
 
 # Syncs that may be omitted.
 NOT_NEEDED = {
-    "engine.open > file_system.create_durably#4": "the control file is made next, in the same "
-    "directory",
-    "control_file._create > file_system.create_durably#4": "`Engine.open` syncs the same "
+    "storage_engine.open > file_system.create_durably#4": "the control file is made next, in the "
+    "same directory",
+    "control_file._create > file_system.create_durably#4": "`StorageEngine.open` syncs the same "
     "directory next",
-    "engine.open#1": "only after two kills in a row are both names not durable yet",
-    "log_recovery.open_log > file_system.make_with_parents#1": "`Engine.open` has synced that "
-    "directory",
+    "storage_engine.open#1": "only after two kills in a row are both names not durable yet",
+    "log_recovery.open_log > file_system.make_with_parents#1": "`StorageEngine.open` has synced "
+    "that directory",
     "segment.copy_index > file_system.create_durably#4": "the new segment's names are synced next",
     "segments.renew > segment.create > file_system.create_durably#3": "the old files of an empty "
     "segment "
@@ -98,9 +100,9 @@ NOT_NEEDED = {
     "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
     "cut where the next segment begins (test_layout.py)",
     "segments.renew > segment.sync#2": "as the line before",
-    "space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
+    "disk_space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
-    "space.release#1": "it makes space usable: a file system may free it only when the "
+    "disk_space.release#1": "it makes space usable: a file system may free it only when the "
     "removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
     "only",
@@ -127,10 +129,10 @@ NOT_NEEDED = {
 ANY_ORDER = {
     "file_system.make_with_parents#1": "names of different directories",
     "file_system.make_with_parents#2": "names of different directories",
-    "engine.open > control_file.open#2": "the control file and names",
+    "storage_engine.open > control_file.open#2": "the control file and names",
     "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
-    "engine.found#0": "as the line before",
-    "engine.found > control_file.set_flags_of#1": "as the line before",
+    "storage_engine.found#0": "as the line before",
+    "storage_engine.found > control_file.set_flags_of#1": "as the line before",
     "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
     "rename",

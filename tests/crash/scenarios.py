@@ -21,10 +21,10 @@ import waltz_core.storage
 from tests.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
-from waltz_core.storage.files.format import GENESIS, Marker
+from waltz_core.storage.files.format import GENESIS, AckedMarker
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
+from waltz_core.storage.service.storage_engine import StorageEngine
+from waltz_sim.world.crash import PositionMarker, RecordingDisk, Sync, Write
 from waltz_sim.world.simulated_disk import DiskFault
 
 KEY = bytes(range(16))
@@ -78,7 +78,7 @@ class AcknowledgedLog(NamedTuple):
     markers: tuple[int, ...]  # the marker on the disk is one of these, or later
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
-    starts: tuple[Marker, ...] = (GENESIS,)
+    starts: tuple[AckedMarker, ...] = (GENESIS,)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def settings(now_ms=lambda: STARTED_MS, segment_bytes_max=700):
 
 
 def open_engine(disk, *, new_storage_id=b"S" * 16, reserve_bytes=RESERVE_BYTES, with_settings=None):
-    return Engine.open(
+    return StorageEngine.open(
         disk,
         ROOT,
         with_settings or settings(),
@@ -166,7 +166,7 @@ class Scenario:
         self.histories = {}  # partition -> History, as it is written now
         self.acknowledged = acknowledged or Acknowledged()
         self.begin = 0  # crashes come from this change on
-        self.disk.remark(self.acknowledged)
+        self.disk.mark_position(self.acknowledged)
 
     def log(self, partition=0):
         return self.engine.logs[partition]
@@ -195,7 +195,7 @@ class Scenario:
 
     def acknowledge(self):
         self.acknowledged = self._found()
-        self.disk.remark(self.acknowledged)
+        self.disk.mark_position(self.acknowledged)
 
     def doing(self, call, *, history=None, partition=0, final=True, marker=None):
         """Make a call; a crash before its outcome may leave the state from before it.
@@ -204,7 +204,7 @@ class Scenario:
         """
         before = self.acknowledged
         position = len(self.disk.changes)
-        self.disk.remark(before)
+        self.disk.mark_position(before)
         error = None
         try:
             call()
@@ -217,10 +217,10 @@ class Scenario:
         if marker is not None:
             log = between.logs[partition]
             between.logs[partition] = log._replace(markers=(*log.markers, marker))
-        self.disk.changes[position] = Remark(between)
+        self.disk.changes[position] = PositionMarker(between)
         if error is not None or not final:
             self.acknowledged = between
-            self.disk.remark(between)
+            self.disk.mark_position(between)
         else:
             self.acknowledge()
         if error is not None:
@@ -258,7 +258,7 @@ class Scenario:
     def loosen(self):
         """Expect the states of an opening or a close from here on."""
         self.acknowledged = loosened(self.acknowledged)
-        self.disk.remark(self.acknowledged)
+        self.disk.mark_position(self.acknowledged)
 
     def assign(self, partition, history=None):
         self.histories[partition] = history or History()
@@ -359,13 +359,15 @@ class Scenario:
 
     def remove_oldest(self, partition=0):
         log = self.log(partition)
-        archived = Marker(log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark))
+        archived = AckedMarker(
+            log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark)
+        )
         self.doing(lambda: log.remove_oldest(archived), partition=partition)
         assert log.start > GENESIS
 
     def reset(self, last, partition=0):
         """Reset a log to an ID; its records up to there are archived."""
-        log, start = self.log(partition), Marker(last, self.rng.randbytes(16))
+        log, start = self.log(partition), AckedMarker(last, self.rng.randbytes(16))
         after = History((b"",) * (last + 1), (), last)
         self.doing(lambda: log.reset(log.promised, start), history=after, partition=partition)
 
@@ -381,7 +383,7 @@ class Scenario:
                 histories=(histories[partition],), markers=(last,), is_dirty=(False,)
             )
         self.acknowledged = replace(self.acknowledged, logs=logs)
-        self.disk.remark(self.acknowledged)
+        self.disk.mark_position(self.acknowledged)
 
     def restart(self):
         self.close()
@@ -408,7 +410,7 @@ class Scenario:
     def report_damage(self, damaged):
         """Expect that exactly these IDs cannot be read from now on."""
         self.acknowledged = replace(self.acknowledged, damaged=tuple(damaged))
-        self.disk.remark(self.acknowledged)
+        self.disk.mark_position(self.acknowledged)
 
     def rot(self, partition, transaction_id):
         """Change a byte of a record durably, without an error."""

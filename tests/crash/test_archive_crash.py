@@ -20,17 +20,17 @@ from tests.crash.archive_recording import ARCHIVE, ROOT, Recorder
 from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
-from waltz_core.archive.collection import CollectionJob, collect
 from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect
 from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
+from waltz_core.archive.manifest_jobs import BatchRun, ExpiryJob, UploadJob
 from waltz_core.archive.upload import expire, upload
-from waltz_core.archive.upload_job import BatchRun, ExpiryJob, UploadJob
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.crash import (
-    Everything,
+    DiskState,
     Keep,
-    Platter,
-    Remark,
+    KeepAll,
+    PositionMarker,
     Sync,
     SyncDirectory,
     delayed,
@@ -79,7 +79,7 @@ class Owner:
 
     def _record(self, **changes):
         self.recorded = self.recorded._replace(**changes)
-        self.recorder.remark(self.recorded)
+        self.recorder.mark_position(self.recorded)
 
     def archive(self, *, is_recorded=True):
         first, chain = self.recorded.last + 1, self.recorded.chain
@@ -96,7 +96,7 @@ class Owner:
         self._record(first=made.first, manifest=made.name, crc=made.file_crc)
 
     def collect(self):
-        job = CollectionJob(*self._origin(), self.recorded.named)
+        job = GarbageCollectionJob(*self._origin(), self.recorded.named)
         return collect(self.store, KEY, job, now_ms=LATER_MS)
 
 
@@ -159,17 +159,17 @@ class CrashChecks:
 
     def lose_power(self, changes, begin=0, *, keeps=None):
         """Lose power after each change from a position on."""
-        platter, recorded = Platter(), Recorded()
+        disk_state, recorded = DiskState(), Recorded()
         for position, change in enumerate(changes):
-            platter.add(change)
-            if isinstance(change, Remark):
+            disk_state.add(change)
+            if isinstance(change, PositionMarker):
                 recorded = change.what
             if position < begin:
                 continue
             rng = Random(position)
-            for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+            for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
                 where = f"power lost after change {position} ({change!r:.80})"
-                self.check(platter.image(keep), recorded, where)
+                self.check(disk_state.image(keep), recorded, where)
 
 
 def names_in(contents):
@@ -190,7 +190,7 @@ def test_power_is_lost_at_every_change(recorder, record_property):
     crashes.lose_power(recorder.changes)
     record_property("crash of an archive: states", crashes.counts["states"])
     assert crashes.counts["states"] > STATES_MIN
-    last = [each.what for each in recorder.changes if isinstance(each, Remark)][-1]
+    last = [each.what for each in recorder.changes if isinstance(each, PositionMarker)][-1]
     verify(recorder.store(), last)
 
 
@@ -211,7 +211,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
     recorded, session = Recorded(), 10
     kills = 0
     for position, change in enumerate(recorder.changes):
-        if isinstance(change, Remark):
+        if isinstance(change, PositionMarker):
             recorded = change.what
         if position % KILL_SHARES != share:
             continue
@@ -219,7 +219,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
         before = recorder.changes[: position + 1]
         again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
         crashes = CrashChecks(again.complete)
-        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), Everything()))
+        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), KeepAll()))
         assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
         if kills % EVERY_VERIFIED == 0:
             verify(again.store(), now)
@@ -230,7 +230,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
 def is_noticed(recorder, changes):
     """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
-        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), Everything()))
+        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), KeepAll()))
     except StateLost:
         return True
     return False

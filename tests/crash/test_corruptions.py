@@ -14,7 +14,7 @@ import pytest
 from tests.crash.scenarios import Scenario, open_engine, settings
 from waltz_core.errors import ChecksumMismatch, Damaged, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
-from waltz_sim.world.crash import Everything, Platter
+from waltz_sim.world.crash import DiskState, KeepAll
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 SEEDS = 300 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
@@ -36,10 +36,10 @@ def closed_directory():
         if number == 2:
             scenario.set_mark(0)
     scenario.close()
-    platter = Platter()
+    disk_state = DiskState()
     for change in scenario.disk.changes:
-        platter.add(change)
-    return platter.image(Everything()), scenario.histories
+        disk_state.add(change)
+    return disk_state.image(KeepAll()), scenario.histories
 
 
 CLOSED, HISTORIES = closed_directory()

@@ -31,8 +31,8 @@ from tests.crash.scenarios import (
 )
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
+from waltz_core.storage.service.storage_engine import StorageEngine
+from waltz_sim.world.crash import DiskState, Keep, KeepAll, KeepRandom, RecordingDisk
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
@@ -40,11 +40,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
 PLAIN = (first_start, appends, checkpoints, roll_over, sessions_and_marks, restart)
 
 
-def platter_of(changes):
-    platter = Platter()
+def disk_state_of(changes):
+    disk_state = DiskState()
     for change in changes:
-        platter.add(change)
-    return platter
+        disk_state.add(change)
+    return disk_state
 
 
 FROM_0 = [each for each in SCENARIOS if each not in STARTS]
@@ -54,7 +54,7 @@ FROM_0 = [each for each in SCENARIOS if each not in STARTS]
 def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
     made = scenario()
     made.close()
-    files = platter_of(made.disk.changes).image(Keep()).files
+    files = disk_state_of(made.disk.changes).image(Keep()).files
     control, logs = layout.read_directory(files, ROOT)
     assert control.key == KEY
     assert len(control.partitions) == PARTITIONS
@@ -72,8 +72,8 @@ def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
 @pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
 def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
     made, read = scenario(), 0
-    for position, platter, _ in points(made.disk.changes, made.begin):
-        disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(position))))
+    for position, disk_state, _ in points(made.disk.changes, made.begin):
+        disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(Random(position))))
         found, engine = opened(disk)
         engine.abandon()
         _, logs = layout.read_directory(disk.inner.files(), ROOT)
@@ -85,11 +85,11 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda one: one.__name__)
 def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
     made, found = scenario(), 0
-    for position, platter, acknowledged in points(made.disk.changes, made.begin):
+    for position, disk_state, acknowledged in points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
-        for keep in (Everything(), Keep(), AnyOf(Random(position))):
-            _, logs = layout.read_directory(platter.image(keep).files, ROOT)
+        for keep in (KeepAll(), Keep(), KeepRandom(Random(position))):
+            _, logs = layout.read_directory(disk_state.image(keep).files, ROOT)
             for partition, log in acknowledged.logs.items():
                 (history,) = log.histories[-1:]
                 records = logs[partition]
@@ -121,7 +121,9 @@ def open_captured(files, key, partitions):
     directories = frozenset(parent for path in files for parent in path.parents)
     disk.become(Contents(files, directories))
     settings = LogSettings(key, 1_000_000, lambda: 5)
-    return Engine.open(disk, ROOT, settings, partition_count=partitions, new_storage_id=b"N" * 16)
+    return StorageEngine.open(
+        disk, ROOT, settings, partition_count=partitions, new_storage_id=b"N" * 16
+    )
 
 
 def served(log):

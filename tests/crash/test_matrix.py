@@ -56,8 +56,8 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
     changes = made.disk.changes
     after = started_again(matrix, changes, loosened(made.acknowledged), "killed").disk.changes
-    *_, (_, platter, acknowledged) = points(after, len(changes) + 1)
-    _, found = matrix.check_result(acknowledged, platter.image(Keep()), "power lost at the end")
+    *_, (_, disk_state, acknowledged) = points(after, len(changes) + 1)
+    _, found = matrix.check_result(acknowledged, disk_state.image(Keep()), "power lost at the end")
     assert not dict(found.logs)[0].suspect
 
 
@@ -65,9 +65,9 @@ def test_the_matrix_has_its_documented_size():
     cuts = kept = 0
     for scenario in EVERY:
         made = scenario()
-        for position, platter, _ in points(made.disk.changes, made.begin):
+        for position, disk_state, _ in points(made.disk.changes, made.begin):
             cuts += 1
             rng = Random(position)
-            kept += sum(1 for _ in survivals(platter, rng, random_count=RANDOM_SURVIVALS))
+            kept += sum(1 for _ in survivals(disk_state, rng, random_count=RANDOM_SURVIVALS))
     assert cuts >= CUTS_MIN
     assert kept >= SURVIVALS_MIN

@@ -25,10 +25,10 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cli import change_commands
 from waltz_core.cluster.change import creation
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
-from waltz_core.cluster.writes import BegunWrite, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, WriteState
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_sim.world.crash import Keep, Platter, Remark, changes_of
+from waltz_sim.world.crash import DiskState, Keep, PositionMarker, changes_of
 
 PLACE = "/waltz/shop"
 END = 94  # of the second batch of the log that is longer than a row group
@@ -41,13 +41,13 @@ class RecordedZooKeeper(MemoryZooKeeper):
     def __init__(self, recorder):
         super().__init__(asyncio.Event)
         for change in recorder.changes:
-            if isinstance(change, Remark):
+            if isinstance(change, PositionMarker):
                 super().apply(*change.what)
         self._recorder = recorder
 
     def apply(self, operations, owner):
         versions = super().apply(operations, owner)
-        self._recorder.remark((operations, owner))
+        self._recorder.mark_position((operations, owner))
         return versions
 
 
@@ -157,12 +157,14 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     first = Place(tmp_path, backed_up, monkeypatch)
     assert first.restore() == (0, "")
     steps = first.recorder.changes
-    written = next(at for at in range(len(backed_up), len(steps)) if isinstance(steps[at], Remark))
-    platter = Platter()
+    written = next(
+        at for at in range(len(backed_up), len(steps)) if isinstance(steps[at], PositionMarker)
+    )
+    disk_state = DiskState()
     for change in steps[:written]:
-        platter.add(change)
-    left = platter.image(Keep())
+        disk_state.add(change)
+    left = disk_state.image(Keep())
     assert any("pins" in each.parts for each in left.files)
-    writes = [each for each in steps[written:] if isinstance(each, Remark)]
+    writes = [each for each in steps[written:] if isinstance(each, PositionMarker)]
     assert len(writes) > 2
     Place(tmp_path, [*changes_of(left), *writes], monkeypatch).check()

@@ -16,7 +16,7 @@ from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.files.format import ProvisionalMark
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 ROOT = Path("/storage")
@@ -27,7 +27,7 @@ LAST = 15  # of the log that is there at first, over several segments
 
 
 def open_engine(disk):
-    return Engine.open(disk, ROOT, SETTINGS, partition_count=3, new_storage_id=bytes(16))
+    return StorageEngine.open(disk, ROOT, SETTINGS, partition_count=3, new_storage_id=bytes(16))
 
 
 def fill(log, rng):
@@ -49,7 +49,7 @@ def append(log, counts, rng):
 
 
 def filled():
-    """Return a platter with two partitions of equal records, and the chain of each."""
+    """Return a disk's state with two partitions of equal records, and the chain of each."""
     disk = SimDisk(is_traced=False)
     engine = open_engine(disk)
     for partition in (OTHER, MINE):

@@ -25,7 +25,7 @@ SEEDS = range(12 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
 def rot(world):
-    """Corrupt something on the platter, except the control file of Waltz 0.13."""
+    """Corrupt something on the disk, except the control file of Waltz 0.13."""
     disk, rng = world.disk, world.rng
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])

@@ -25,9 +25,9 @@ class CommandOutput:
     error: str
 
 
-def begin(cluster: LocalCluster, verb: str, *words: str) -> subprocess.Popen[str]:
+def begin(cluster: LocalCluster, subcommand: str, *words: str) -> subprocess.Popen[str]:
     """Start a command that is awaited later, by `end`."""
-    line = command("cluster", verb, *words, "--connect", cluster.connect, "--json")
+    line = command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -37,23 +37,23 @@ def end(started: subprocess.Popen[str]) -> CommandOutput:
     return CommandOutput(started.returncode, json.loads(out) if out.strip() else None, error)
 
 
-def _run(cluster: LocalCluster, verb: str, *words: str) -> CommandOutput:
-    done = run_command("cluster", verb, *words, "--connect", cluster.connect, "--json")
+def _run(cluster: LocalCluster, subcommand: str, *words: str) -> CommandOutput:
+    done = run_command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
     return CommandOutput(
         done.returncode, json.loads(done.stdout) if done.stdout.strip() else None, done.stderr
     )
 
 
-def run_checked(cluster: LocalCluster, verb: str, *words: str) -> Any:
+def run_checked(cluster: LocalCluster, subcommand: str, *words: str) -> Any:
     """Run a command that must succeed; return its output as JSON."""
-    ran = _run(cluster, verb, *words)
+    ran = _run(cluster, subcommand, *words)
     assert ran.code == 0, ran
     return ran.result
 
 
-def run_failing(cluster: LocalCluster, verb: str, *words: str) -> str:
+def run_failing(cluster: LocalCluster, subcommand: str, *words: str) -> str:
     """Run a command that must fail; return its one sentence."""
-    ran = _run(cluster, verb, *words)
+    ran = _run(cluster, subcommand, *words)
     assert ran.code == 1, ran
     assert ran.result is None
     *_, sentence = ran.error.strip().splitlines()

@@ -140,10 +140,10 @@ def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario
 
 def test_every_change_has_an_audit_entry(scenario: Scenario):
     found = run_checked(scenario.cluster, "audit")
-    verbs = [each["command"].split()[1] for each in found]
-    for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
-        assert verb in verbs
-    assert "verify" not in verbs
+    subcommands = [each["command"].split()[1] for each in found]
+    for subcommand in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
+        assert subcommand in subcommands
+    assert "verify" not in subcommands
     outcomes = {each["outcome"].split(":")[0] for each in found}
     assert outcomes == {"done", "failed"}
     assert all("@" in each["user"] and each["ended_ms"] >= each["begun_ms"] for each in found)

@@ -329,7 +329,7 @@ def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
     )
     assert done(cluster, "storage", "add-partition", *at) == {
         "storage": third,
-        "verb": "add-partition",
+        "subcommand": "add-partition",
         "done": [1],
     }
 

@@ -88,9 +88,9 @@ def all_of(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], 
     return inject
 
 
-def storage(cluster: LocalCluster, verb: str, name: str, *words: str) -> None:
+def storage(cluster: LocalCluster, subcommand: str, name: str, *words: str) -> None:
     at = ("--connect", cluster.connect, "--storage", address(cluster, name), "--partition", "0")
-    run_command("storage", verb, *at, *words)
+    run_command("storage", subcommand, *at, *words)
 
 
 def take_offline(cluster: LocalCluster) -> None:

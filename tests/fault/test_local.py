@@ -32,9 +32,9 @@ THREE_STORAGES = ("--storages", "3", "--servers", "1", "--partitions", "2")
 ONE_STORAGE = ("--storages", "1", "--servers", "1", "--partitions", "2")
 
 
-def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
+def local(directory: Path, subcommand: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("local", verb, "--directory", str(directory), *words),
+        command("local", subcommand, "--directory", str(directory), *words),
         capture_output=True,
         text=True,
         check=False,
@@ -350,8 +350,8 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
 
 
 def test_commands_without_a_cluster_name_local_up(directory: Path):
-    for verb in ("status", "down"):
-        assert "Hint: `waltz-core local up` starts one." in refused(local(directory, verb))
+    for subcommand in ("status", "down"):
+        assert "Hint: `waltz-core local up` starts one." in refused(local(directory, subcommand))
 
 
 def test_a_directory_may_have_any_name_in_the_locale_c(

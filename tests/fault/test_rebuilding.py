@@ -35,12 +35,12 @@ STORAGES = ("storage-1", "storage-2", "storage-3")
 DIES_AT_THE_MARK = """
 import os, signal, sys
 from waltz_core.cli import main
-from waltz_core.cli.storage import owner_requests
+from waltz_core.cli.storage import owner_connection
 
 async def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner_requests.ConnectionAsOwner.set_mark = die
+owner_connection.OwnerConnection.set_mark = die
 main.main(sys.argv[1:])
 """
 CLOCK_OF_2020 = """

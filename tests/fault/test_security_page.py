@@ -238,7 +238,7 @@ def create_certificates(directory: Path) -> None:
     subprocess.run(["/bin/sh", "-ec", script], cwd=directory, env=environment, check=True)
 
 
-def check_strangers(cluster: LocalCluster, authorities: Path) -> None:
+def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
     """A process without TLS, and one without a token, get nothing."""
     place = cluster.connect.partition("?")[0]
     for timeout_ms in (2_000, 20_000, 200_000):
@@ -291,7 +291,7 @@ def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
         journal.await_progress()
         restart_daemons(cluster, page.settings(), journal)
         page.run()
-        check_strangers(cluster, files / "ca.pem")
+        check_unauthorized(cluster, files / "ca.pem")
         journal.await_progress()
     assert len(page.commands) == 10
     page.check_is_finished()

@@ -42,5 +42,5 @@ def test_partitions_of_a_killed_server_move_at_once(scenario: Scenario):
         wait_until("one owns all", lambda: len(owners(scenario.cluster)) == 1)
         load.await_commits()
     log = scenario.cluster.log_path("server-3").read_text(encoding="utf-8")
-    assert re.search(r"neighbors\.server_removed server=\d+ address=127\.0\.0\.1:\d+", log)
+    assert re.search(r"server\.dead_peer_removed server=\d+ address=127\.0\.0\.1:\d+", log)
     scenario.check_agrees()

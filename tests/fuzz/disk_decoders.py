@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     LineageEntry,
 )
-from waltz_core.server.locking.refill import _writers
+from waltz_core.server.locking.lock_table_loader import _writers
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
@@ -32,10 +32,10 @@ from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
+    AckedMarker,
     ControlHeader,
     IdRange,
     LineageHeader,
-    Marker,
     PartitionInfo,
     ProvisionalMark,
     SegmentHeader,
@@ -87,13 +87,13 @@ def slots() -> list[bytes]:
         last_session=5,
         low_water_mark=9,
         provisional=ProvisionalMark(5, 11),
-        acked=Marker(9, CHAIN),
+        acked=AckedMarker(9, CHAIN),
         truncate=TruncateIntent(8, entry),
         damaged=(IdRange(1, 2), IdRange(4, 4)),
         dirty=True,
         suspect=True,
         engaged=4,
-        start=Marker(2, CHAIN),
+        start=AckedMarker(2, CHAIN),
     )
     return [full.encode(), Slot(PARTITION).encode()]
 

@@ -25,7 +25,11 @@ from waltz_core.errors import (
 from waltz_core.records import batches, raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
-from waltz_core.replication.repair import decode_damaged_ranges, verify_batches, verify_records
+from waltz_core.replication.replica_repair import (
+    decode_damaged_ranges,
+    verify_batches,
+    verify_records,
+)
 from waltz_core.server.read.reads import _checked, _Key
 from waltz_core.transport import client_hello
 from waltz_core.wire import codec, messages

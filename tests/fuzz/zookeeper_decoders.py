@@ -15,7 +15,7 @@ from waltz_core.cluster.change.audit import AuditEntry
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.membership.loads import PartitionLoad, decode_loads, encode_loads
 from waltz_core.cluster.membership.reachability import ReachReport
-from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.restored_from import RestoredFrom
 from waltz_core.errors import BadFormat, ChecksumMismatch

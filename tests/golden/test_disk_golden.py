@@ -31,7 +31,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.removal import WipeIntent
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 GOLDEN = Path(__file__).parent / "disk"
 
@@ -138,7 +138,7 @@ def test_appends_write_the_bytes_of_0_13(tmp_path):
     data = bytes.fromhex(case["hex"])
     header = SegmentHeader.decode(data[:128])
     assert header.encode() == data[:128]
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(), tmp_path, SETTINGS, partition_count=4, new_storage_id=bytes(range(16))
     )
     log = engine.assign(0)
@@ -183,7 +183,7 @@ def test_the_layouts_of_this_version_have_not_changed():
         last_session=6,
         low_water_mark=40,
         provisional=disk_format.ProvisionalMark(7, 41),
-        acked=disk_format.Marker(42, bytes(range(16, 32))),
+        acked=disk_format.AckedMarker(42, bytes(range(16, 32))),
         truncate=disk_format.TruncateIntent(5, entry),
         damaged=(disk_format.IdRange(1, 2), disk_format.IdRange(9, 9)),
         dirty=True,

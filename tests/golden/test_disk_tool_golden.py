@@ -9,7 +9,7 @@ from tests.offline_storage import flip, found, patch, verified
 from waltz_core.cli.main import main
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 NAME = "0" * 19
 ONLY_THE_ORIGINAL = (
@@ -115,7 +115,7 @@ def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
 
 
 def test_an_adopted_directory_verifies(storage):
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(),
         storage,
         LogSettings(KEY, 1_000_000_000, lambda: 1795300000000),

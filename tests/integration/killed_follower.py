@@ -13,7 +13,7 @@ from typing import Any
 
 from waltz_core.cli.main import main
 from waltz_core.tables.delta_table import FollowedDeltaTable
-from waltz_core.tables.followed_log import ClientLog
+from waltz_core.tables.followed_log import ClientFollowedLog
 
 STEPS = (
     "before finish",
@@ -24,7 +24,7 @@ STEPS = (
     "in apply",
     "after apply",
 )
-_OWNERS = {"changes": ClientLog}
+_OWNERS = {"changes": ClientFollowedLog}
 
 
 def _kill() -> None:

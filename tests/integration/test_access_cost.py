@@ -7,7 +7,7 @@ import pytest
 from tests.certificates import Certificates
 from waltz_bench import flood
 from waltz_bench.batch_appends import append_batch
-from waltz_bench.compared import access_cost, greed
+from waltz_bench.compared import access_cost, tenant_load
 from waltz_bench.measuring import BenchLoad, Meter
 from waltz_core.client import WaltzClient
 from waltz_core.config import render_toml
@@ -35,7 +35,7 @@ def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
     file.write_text(render_toml("tls", certificates.settings))
     monkeypatch.setattr(flood, "ROUNDS", 1)
     monkeypatch.setattr(flood, "START_S", 0.1)
-    with greed.limited_tenants(file) as (cluster, calm, greedy):
+    with tenant_load.limited_tenants(file) as (cluster, calm, greedy):
         load = BenchLoad(
             calm, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy
         )
@@ -47,5 +47,5 @@ def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
         assert isinstance(figures, dict)
         assert figures["flooded_p99_ms"] > 0
         assert figures["flooded_cores"].keys() == {"zookeeper", "storage", "server", "client"}
-    assert f"{greed.GREEDY} exceeds its limit of" in log
-    assert f"{greed.CALM} exceeds its limit of" not in log
+    assert f"{tenant_load.GREEDY} exceeds its limit of" in log
+    assert f"{tenant_load.CALM} exceeds its limit of" not in log

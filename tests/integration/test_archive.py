@@ -17,13 +17,13 @@ from waltz_core.records import raw_records
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 
 def local_log(cluster: LocalCluster, storage: str, key: UUID) -> tuple[int, list[bytes]]:
     """Return the start of a storage's log, and the payloads after it."""
     settings = LogSettings(key.bytes, SEGMENT_BYTES, lambda: 0)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(),
         cluster.directory / storage,
         settings,

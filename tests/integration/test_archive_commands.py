@@ -29,9 +29,11 @@ class Archived(NamedTuple):
     cluster: LocalCluster
     url: str
 
-    def command(self, verb: str, *words: str) -> tuple[int, dict[str, Any], str]:
+    def command(self, subcommand: str, *words: str) -> tuple[int, dict[str, Any], str]:
         """Return the exit code, the value and the messages of a command."""
-        done = run_command("archive", verb, "--connect", self.cluster.connect, "--json", *words)
+        done = run_command(
+            "archive", subcommand, "--connect", self.cluster.connect, "--json", *words
+        )
         return done.returncode, json.loads(done.stdout), done.stderr
 
     def status(self, *words: str) -> dict[str, Any]:

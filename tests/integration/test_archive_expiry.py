@@ -19,7 +19,7 @@ from tests.integration.archiving import (
     recorded_in,
 )
 from tests.patience import HANG_S
-from waltz_core.archive.collection import CollectionJob, collect
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ArchivedMark
@@ -77,7 +77,7 @@ def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> N
     recorded = RecordedManifest(
         PartitionId(0), mark.last, mark.chain, mark.manifest, mark.manifest_crc
     )
-    job = CollectionJob(LATER_SESSION, bytes(16), 0, recorded)
+    job = GarbageCollectionJob(LATER_SESSION, bytes(16), 0, recorded)
     now_ms = time.time_ns() // 1_000_000 + EXPIRY_GRACE_MS
     collect(archive.store, cluster_key, job, now_ms=now_ms)
 

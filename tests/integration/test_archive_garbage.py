@@ -21,8 +21,8 @@ from tests.integration.archiving import (
     archiving_cluster,
     recorded_in,
 )
-from waltz_core.archive.collection import GRACE_MS
 from waltz_core.archive.file_names import version_of
+from waltz_core.archive.garbage_collection import GRACE_MS
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 

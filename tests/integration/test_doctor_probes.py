@@ -17,7 +17,7 @@ from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.storage.service import admin_execution
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
@@ -93,7 +93,7 @@ def test_hanging_threads_are_not_reported_as_a_wrong_port(tmp_path, monkeypatch,
 
 
 def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch, released):
-    assign, admin_port, opened = Engine.assign, free_port(), threading.Event()
+    assign, admin_port, opened = StorageEngine.assign, free_port(), threading.Event()
     is_opening = threading.Event()
 
     def takes_long(engine, partition_id):
@@ -102,7 +102,7 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
             released.wait(60)
         return assign(engine, partition_id)
 
-    monkeypatch.setattr(Engine, "assign", takes_long)
+    monkeypatch.setattr(StorageEngine, "assign", takes_long)
 
     async def main():
         config = config_for(tmp_path, admin_port=admin_port)

@@ -408,7 +408,7 @@ def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
     with WaltzClient(written.connect, ClientConfig(encryption_keys=str(keys))) as client:
         for name in ("a", "b"):
             data = msgpack.packb({"id": ord(name)})
-            sent = client.append(data, partition=0, header=SECRET_HEADER, encryption_key=name)
+            sent = client.append(data, partition=0, header=SECRET_HEADER, encryption_key_id=name)
             written.log[0].append((OTHER_HEADER, {}))
             last = sent.result()
     words = ["follow", str(tmp_path / "table"), "--connect", written.connect, "--until", "now"]

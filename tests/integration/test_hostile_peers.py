@@ -146,8 +146,8 @@ def client_hello(context: ssl.SSLContext) -> bytes:
 async def asked(access: Access, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
-    Until its token is accepted, the peer is one of the strangers of its host, which are too many.
-    So it may have to connect again, as clients do.
+    Until its token is accepted, the peer is one of the unauthorized peers of its host, which are
+    too many. So it may have to connect again, as clients do.
     """
     name, request, principal = PORTS[protocol]
     member = access.cluster.member(name)
@@ -220,7 +220,7 @@ def calm_client(access: Access, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("protocol", PORTS)
-def test_a_thousand_strangers_neither_stop_a_client_nor_fill_the_memory(
+def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory(
     access: Access, certificates: Certificates, protocol: WireProtocol
 ):
     asyncio.run(asked(access, protocol))

@@ -87,7 +87,7 @@ def requirement_of(message: Message) -> Requirement | None:
 def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> bool:
     """Whether a principal may do it that has one verb, for the partition `MINE`."""
     has_verb = verb in requirement.verbs
-    if requirement.scope is Scope.OWN:
+    if requirement.scope is Scope.NAMED:
         has_verb = has_verb and partition == MINE
     is_enough = len(requirement.verbs) == 1 or not requirement.is_all
     return has_verb and is_enough and requirement.scope is not Scope.ALL
@@ -232,7 +232,7 @@ def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaS
     async def main():
         kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
         links = [await each.connect() for each in (kept, lost)]
-        without = tuple(each for each in PERMISSIONS.grants if each.holder != "read")
+        without = tuple(each for each in PERMISSIONS.grants if each.grantee != "read")
         await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
         assert not lost.is_passed(lost.ticket)
         assert kept.is_passed(kept.ticket)

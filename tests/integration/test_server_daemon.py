@@ -19,7 +19,7 @@ from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.znodes.interface import Delete
+from waltz_core.cluster.znodes.interface import DeleteNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.config import ServerConfig
 from waltz_core.records.batches import encode_append
@@ -382,7 +382,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
             await replaced.start()
             coordinator = world.zookeeper.coordinator(ROOT)
             path = coordinator.paths.storage_id(ReplicaId(replaced.address))
-            await world.zookeeper.session().write([Delete(path, 0)])
+            await world.zookeeper.session().write([DeleteNode(path, 0)])
             registered = await coordinator.register_storage_id(
                 ReplicaId(replaced.address), replaced.storage_id
             )

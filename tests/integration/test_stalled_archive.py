@@ -83,8 +83,8 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
             files = [each.name for each in (tmp_path / "archive").rglob("*") if each.is_file()]
             assert len(files) == 2
             assert all(each.endswith(("-2.parquet", "-2.json")) for each in files), files
-            assert value("waltz_storage_collected_files_total", partition=0) == 2
-            assert value("waltz_storage_collected_bytes_total", partition=0) > 0
+            assert value("waltz_storage_garbage_collected_files_total", partition=0) == 2
+            assert value("waltz_storage_garbage_collected_bytes_total", partition=0) > 0
             stop.set()
 
     on_loop(main())

@@ -40,7 +40,7 @@ from waltz_core.storage.process import storage_daemon, storage_health
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.archive_reads import ArchiveQuery
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
@@ -389,13 +389,13 @@ def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path,
 @contextlib.contextmanager
 def noticed(monkeypatch, name):
     """Return an event that is set when this method abandons the engine."""
-    called, call = threading.Event(), getattr(Engine, name)
+    called, call = threading.Event(), getattr(StorageEngine, name)
 
     def notice(self):
         called.set()
         call(self)
 
-    monkeypatch.setattr(Engine, name, notice)
+    monkeypatch.setattr(StorageEngine, name, notice)
     yield called
     assert called.is_set()
 
@@ -671,14 +671,14 @@ def test_a_storage_with_a_full_disk_is_ready_and_not_healthy(tmp_path, monkeypat
 
 def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
     opening, may_open = threading.Event(), threading.Event()
-    assign = Engine.assign
+    assign = StorageEngine.assign
 
     def open_late(self, partition_id):
         opening.set()
         assert may_open.wait(HANG_S)
         return assign(self, partition_id)
 
-    monkeypatch.setattr(Engine, "assign", open_late)
+    monkeypatch.setattr(StorageEngine, "assign", open_late)
 
     async def main():
         port, stop = free_port(), asyncio.Event()

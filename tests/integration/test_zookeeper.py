@@ -23,10 +23,10 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
     CheckVersion,
     CreateNode,
-    Delete,
+    DeleteNode,
     Operation,
     SessionState,
-    Set,
+    SetNode,
     Znodes,
 )
 from waltz_core.cluster.zookeeper import zookeeper_session
@@ -349,7 +349,7 @@ def test_a_value_over_the_servers_limit_is_not_reported_as_written(zookeeper):
             znodes = await world.znodes()
             await znodes.write([CreateNode("/big")])
             with pytest.raises(errors.Unavailable):
-                await znodes.write([Set("/big", bytes(2_000_000), 0)])
+                await znodes.write([SetNode("/big", bytes(2_000_000), 0)])
             assert (await znodes.get("/big")).data == b""
 
     asyncio.run(run())
@@ -435,10 +435,10 @@ def any_operation(random: Random, root: str) -> Operation:
         case 2:
             return CreateNode(f"{path}_", sequential=True)
         case 3:
-            return Set(path, random.randbytes(2), random.randrange(3))
+            return SetNode(path, random.randbytes(2), random.randrange(3))
         case 4:
             return CheckVersion(random.choice([root, path]), random.randrange(2))
-    return Delete(path, random.randrange(2))
+    return DeleteNode(path, random.randrange(2))
 
 
 async def result_of(znodes: Znodes, operations: list[Operation]) -> object:

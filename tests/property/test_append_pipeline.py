@@ -30,7 +30,7 @@ from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached, SubmitBatch
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
+from waltz_core.server.locking.pending_appends import LARGE_BYTES, PendingAppend
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
@@ -85,7 +85,7 @@ class World:
     closed: set[ConnectionId] = field(default_factory=set)
     now_ms: int = 0
     cut: set[ReqId] = field(default_factory=set)  # requests of which a part was in a store batch
-    unproved: list[Ticket] = field(default_factory=list)
+    unproved: list[PendingAppend] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
@@ -167,9 +167,9 @@ class World:
         """Answer those that are ahead of the log, if the session is proven or not."""
         if is_proved is None:
             is_proved = self.rng.random() < 0.8
-        tickets, self.unproved = self.unproved, []
-        for ticket in tickets:
-            self.take(self.pipeline.answer_ahead(ticket, is_proved=is_proved))
+        appends, self.unproved = self.unproved, []
+        for pending in appends:
+            self.take(self.pipeline.answer_ahead(pending, is_proved=is_proved))
 
     def open(self) -> None:
         if self.is_open:
@@ -255,7 +255,7 @@ class World:
                 assert not any(self.rows_of(each) & open_rows for each in waited)
                 assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
             elif isinstance(outcome, AheadOfLog):
-                self.unproved.append(outcome.ticket)
+                self.unproved.append(outcome.pending)
             elif isinstance(outcome, SendToClient):
                 message = outcome.message
                 assert isinstance(message, AppendResult)

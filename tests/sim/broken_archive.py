@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.sim.broken_replication import as_written
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.archive import collection
+from waltz_core.archive import garbage_collection
 from waltz_core.archive.file_names import FileOrigin
 from waltz_core.archive.manifest import Manifest
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker
@@ -15,11 +15,11 @@ from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication import partition_store
 from waltz_core.replication.archiving import SessionArchiver
-from waltz_core.replication.partition_store import PartitionStore, _Waiting
-from waltz_core.replication.repairs import Repairs
+from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
+from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
-from waltz_core.storage.files.format import Marker
+from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log import archive_pieces
 from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -120,7 +120,7 @@ def attempts_are_not_counted() -> Patches:
 @switch
 def trusted_replica_is_reset() -> Patches:
     """A log is reset although a session needs this replica for its decision."""
-    original = Repairs._goal_of
+    original = RepairRunner._goal_of
 
     def _goal_of(self, each, goal, now_ms):
         is_open, self.is_open = self.is_open, True
@@ -129,7 +129,7 @@ def trusted_replica_is_reset() -> Patches:
         finally:
             self.is_open = is_open
 
-    yield instead(Repairs, "_goal_of", _goal_of)
+    yield instead(RepairRunner, "_goal_of", _goal_of)
 
 
 @switch
@@ -166,7 +166,7 @@ def start_within_a_batch() -> Patches:
 
     def removable_end(self, archived):
         end = original(self, archived)
-        return end and Marker(self._files.segments.all[0].last, end.chain)
+        return end and AckedMarker(self._files.segments.all[0].last, end.chain)
 
     yield instead(PartitionLog, "removable_end", removable_end)
 
@@ -195,7 +195,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
     original = PartitionStore._coordinator_unavailable
 
     def _coordinator_unavailable(self, waiting, reason):
-        is_mark = waiting is _Waiting.STATES and self._session.window is not None
+        is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
         if is_mark and self._writing.archived != self._session._archiving.recorded:
             self._wrote(as_written(self._writing))
         else:
@@ -332,7 +332,7 @@ def collection_ignores_later_owners() -> Patches:
     def origin_of(name):
         return FileOrigin(-1, b"", -1)
 
-    yield instead(collection, "origin_of", origin_of)
+    yield instead(garbage_collection, "origin_of", origin_of)
 
 
 @switch
@@ -342,7 +342,7 @@ def replaced_manifests_are_deleted_at_once() -> Patches:
     def _recently_replaced(found, now_ms):
         return set()
 
-    yield instead(collection, "_recently_replaced", _recently_replaced)
+    yield instead(garbage_collection, "_recently_replaced", _recently_replaced)
 
 
 @switch

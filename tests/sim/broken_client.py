@@ -33,8 +33,8 @@ def broken_link_is_a_rejection() -> Patches:
     original = PartitionStream._leave
 
     def _leave(self, reason, now_ms, out):
-        for pending in list(self._monitor):
-            self._monitor.remove(pending)
+        for pending in list(self._tracker):
+            self._tracker.remove(pending)
             error = append_errors.not_sent(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
@@ -48,9 +48,9 @@ def sequence_numbers_used_again() -> Patches:
     original = PartitionStream._mounted
 
     def _mounted(self, message, now_ms, out):
-        if not len(self._monitor):
+        if not len(self._tracker):
             self.next_sequence = 1
-            self._monitor._last_sequence = 0
+            self._tracker._last_sequence = 0
         original(self, message, now_ms, out)
 
     yield instead(PartitionStream, "_mounted", _mounted)
@@ -62,8 +62,8 @@ def sent_again_on_a_new_link() -> Patches:
     original = PartitionStream._mounted
 
     def _mounted(self, message, now_ms, out):
-        for pending in list(self._monitor):
-            self._monitor.remove(pending)
+        for pending in list(self._tracker):
+            self._tracker.remove(pending)
             self._outbox._waiting.appendleft(
                 WaitingSubmission(pending.submission, pending.deadline_ms)
             )

@@ -5,16 +5,16 @@ from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import (
     partition_store,
-    repair,
+    replica_repair,
     session_claim,
     session_recovery,
     store_session,
 )
-from waltz_core.replication.partition_store import PartitionStore, _Waiting
+from waltz_core.replication.partition_store import PartitionStore, _PendingRequest
 from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
-from waltz_core.replication.repair import ReplicaRepair, SetMark
-from waltz_core.replication.repairs import Repairs
-from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, ReplicaStage
+from waltz_core.replication.repair_runner import RepairRunner
+from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
+from waltz_core.replication.replica_session import NO_CORRELATION_ID, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
 from waltz_core.replication.session_recovery import Origin, Recovery
 from waltz_core.replication.settlement import Settlement
@@ -153,7 +153,7 @@ def mark_on_a_short_log() -> Patches:
     """A low-water mark is set on a replica whose log does not reach it."""
     next_step, changed, set_mark = (
         ReplicaRepair.next_step,
-        Repairs._changed,
+        RepairRunner._changed,
         PartitionLog.set_low_water_mark,
     )
 
@@ -181,7 +181,7 @@ def mark_on_a_short_log() -> Patches:
             files.chain, files.synced_max = ours, last
 
     yield instead(ReplicaRepair, "next_step", _next_step)
-    yield instead(Repairs, "_changed", _changed)
+    yield instead(RepairRunner, "_changed", _changed)
     yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
 
@@ -192,8 +192,8 @@ def open_before_second_cas() -> Patches:
 
     def _write(self, view, waiting):
         original(self, view, waiting)
-        if waiting is _Waiting.STATES and self._session.window is None:
-            self._waiting = _Waiting.NOTHING
+        if waiting is _PendingRequest.STATES and self._session.window is None:
+            self._waiting = _PendingRequest.NOTHING
             self._wrote(as_written(view))
 
     yield instead(PartitionStore, "_write", _write)
@@ -212,7 +212,7 @@ def unknown_cas_taken_as_success() -> Patches:
     original = PartitionStore._coordinator_unavailable
 
     def _coordinator_unavailable(self, waiting, reason):
-        if waiting in (_Waiting.STATES, _Waiting.CLAIM):
+        if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
             self._wrote(as_written(self._writing))
         else:
             original(self, waiting, reason)
@@ -226,7 +226,7 @@ def conflict_taken_as_success() -> Patches:
     original = PartitionStore._process_reading
 
     def _process_reading(self, waiting, view):
-        if waiting is _Waiting.STATES_CHECK:
+        if waiting is _PendingRequest.STATES_CHECK:
             self._wrote(self._writing)
         else:
             original(self, waiting, view)
@@ -292,7 +292,7 @@ def connections_are_replaced() -> Patches:
     """
 
     def _forget(self):
-        self.stage, self.repair, self.ticket = ReplicaStage.ABSENT, None, NO_TICKET
+        self.stage, self.repair, self.correlation_id = ReplicaStage.ABSENT, None, NO_CORRELATION_ID
         self.unanswered_bytes = 0
         self._requests.clear()
 
@@ -376,17 +376,17 @@ def appends_without_order() -> Patches:
         self.unanswered_bytes -= len(request.records)
         self.synced_last = max(self.synced_last, request.lineage[-1].last)
 
-    original = ReplicaSession.append_flight
+    original = ReplicaSession.append_from_window
 
-    def append_flight(self, flight, now_ms):
-        if flight.entry.last % 7 == 3:
-            self.next_id, self.next_chain = flight.entry.last + 1, flight.entry.chain
-            self.synced_last = flight.entry.last
+    def append_from_window(self, window_batch, now_ms):
+        if window_batch.entry.last % 7 == 3:
+            self.next_id, self.next_chain = window_batch.entry.last + 1, window_batch.entry.chain
+            self.synced_last = window_batch.entry.last
         else:
-            original(self, flight, now_ms)
+            original(self, window_batch, now_ms)
 
     yield instead(ReplicaSession, "appended", appended)
-    yield instead(ReplicaSession, "append_flight", append_flight)
+    yield instead(ReplicaSession, "append_from_window", append_from_window)
 
 
 @switch
@@ -415,7 +415,7 @@ def lineage_not_compared() -> Patches:
         return answer.lineage[-1].chain
 
     yield instead(ReplicaRepair, "_align", _align)
-    yield instead(repair, "verify_batches", verify_batches)
+    yield instead(replica_repair, "verify_batches", verify_batches)
 
 
 @switch

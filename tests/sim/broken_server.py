@@ -14,12 +14,12 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import BarrierReached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import validation
-from waltz_core.server.locking.dependent_appends import Followers, RecentAppends
+from waltz_core.server.locking.dependent_appends import DependentAppends, RecentAppends
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.tickets import BatchTicket
+from waltz_core.server.locking.pending_appends import PendingBatch
 from waltz_core.server.locking.validation import ValidatedPiece
-from waltz_core.server.partition.proofs import Proofs
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.read.reads import Reads
 from waltz_core.wire.messages import Reason
@@ -120,8 +120,8 @@ def conflict_in_flight_answered_at_once() -> Patches:
     """A row is rejected because of a transaction in flight before that transaction is final."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def validate_rows(ticket, stop, table, position):
-        piece = rows(ticket, stop, table, position)
+    def validate_rows(pending, stop, table, position):
+        piece = rows(pending, stop, table, position)
         return (
             piece
             if piece.part is not None
@@ -130,8 +130,8 @@ def conflict_in_flight_answered_at_once() -> Patches:
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
-        outcome = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
+        kept = [pending for pending in piece.doubtful if pending.transaction_id >= 0]
+        outcome = [pending for pending in piece.doubtful if pending.transaction_id < 0]
         return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
     yield instead(pipeline, "validate_rows", validate_rows)
@@ -177,13 +177,13 @@ def loss_answered_before_settled() -> Patches:
         original(self, event)
         pipeline = self.pipeline
         outcomes = []
-        pipeline._flights.gathered = None
-        for flight in pipeline._flights.pop_lost()[0]:
-            for ticket in flight.tickets:
-                if ticket.settle(pipeline.high_water_mark):
-                    pipeline._mounts.invalidate(ticket.req_id.client_id)
-                pipeline._landed(ticket, outcomes)
-            outcomes.extend(BarrierReached(token) for token in flight.waiting)
+        pipeline._in_flight.gathered = None
+        for sent in pipeline._in_flight.pop_lost()[0]:
+            for pending in sent.appends:
+                if pending.settle(pipeline.high_water_mark):
+                    pipeline._mounts.invalidate(pending.req_id.client_id)
+                pipeline._finish_part(pending, outcomes)
+            outcomes.extend(BarrierReached(token) for token in sent.waiting)
         self._route(outcomes)
 
     yield instead(Partition, "_session_closed", _session_closed)
@@ -210,10 +210,10 @@ def connection_checked_on_arrival_only() -> Patches:
             passed[(connection, message.req_id)] = True
         return receive(self, connection, message, **others)
 
-    def still_fresh(self, ticket):
-        if passed.pop((ticket.connection, ticket.req_id), False):
+    def still_fresh(self, pending):
+        if passed.pop((pending.connection, pending.req_id), False):
             return None
-        return stale(self, ticket)
+        return stale(self, pending)
 
     def drop_nothing(self, connection):
         return []
@@ -273,8 +273,8 @@ def cache_filled_at_submission() -> Patches:
     def _route(self, outcomes):
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = [*self.pipeline._flights][-1]
-                self.reads.remember(flight.entry, flight.batch)
+                sent = [*self.pipeline._in_flight][-1]
+                self.reads.remember(sent.entry, sent.batch)
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome])
 
@@ -291,11 +291,11 @@ def feed_reaches_what_is_in_flight() -> Patches:
         original(self, outcomes)
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = next(reversed([*self.pipeline._flights]), None)
-                if flight is not None and flight.batch is outcome.batch:
-                    self.reads.remember(flight.entry, flight.batch)
-                    self.reads.advanced(flight.entry.last)
-                    self.feed.advanced(self._session_id, flight.entry.last)
+                sent = next(reversed([*self.pipeline._in_flight]), None)
+                if sent is not None and sent.batch is outcome.batch:
+                    self.reads.remember(sent.entry, sent.batch)
+                    self.reads.advanced(sent.entry.last)
+                    self.feed.advanced(self._session_id, sent.entry.last)
 
     yield instead(Partition, "_route", _route)
 
@@ -328,7 +328,7 @@ def mark_answered_without_proof() -> Patches:
     def _answer_mark(self, event, *, always=False):
         self._out.append(self._with_mark(event))
 
-    yield instead(Proofs, "is_fresh", is_fresh)
+    yield instead(LinearizableRequests, "is_fresh", is_fresh)
     yield instead(Partition, "_answer_mark", _answer_mark)
 
 
@@ -355,13 +355,13 @@ def released_counts_as_lost() -> Patches:
 
 
 @switch
-def doubtful_flights_land() -> Patches:
+def doubtful_batches_are_committed() -> Patches:
     """Appends in flight are reported as committed when their session is lost."""
     original = AppendPipeline.settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):
-        for flight in self._flights:
-            last = max(last, min(flight.entry.last, opened.high_water_mark))
+        for sent in self._in_flight:
+            last = max(last, min(sent.entry.last, opened.high_water_mark))
         return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
 
     yield instead(AppendPipeline, "settled", settled)
@@ -370,7 +370,7 @@ def doubtful_flights_land() -> Patches:
 @switch
 def batch_answered_before_all_is_final() -> Patches:
     """A batch is answered when all its rows are validated, before they are final."""
-    yield instead(BatchTicket, "is_final", property(lambda self: self.is_validated))
+    yield instead(PendingBatch, "is_final", property(lambda self: self.is_validated))
 
 
 @switch
@@ -431,7 +431,7 @@ def append_locks_missing_in_lock_blocks() -> Patches:
     """A lock block contains only write locks, not append locks."""
     rows, singles = pipeline.validate_rows, pipeline.validate_singles
 
-    def validate_rows(ticket, stop, table, position):
+    def validate_rows(pending, stop, table, position):
         def without(outcome):
             def no_append_locks(rows_kept, keep):
                 none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
@@ -444,11 +444,11 @@ def append_locks_missing_in_lock_blocks() -> Patches:
             instead(validation, "entered_locks", entered),
             instead(validation, "writers_of", writers),
         ):
-            return rows(ticket, stop, table, position)
+            return rows(pending, stop, table, position)
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [ticket.message for ticket in group if ticket.transaction_id >= 0]
+        kept = [pending.message for pending in group if pending.transaction_id >= 0]
         locks = [lock for each in kept for lock in each.write_locks]
         writers = bytes(row for row, each in enumerate(kept) for _ in each.write_locks)
         packed = np.array(locks, dtype=">i4").tobytes()
@@ -465,7 +465,7 @@ def followed_session_not_compared() -> Patches:
     def holds(self, message, last):
         return message.client_high_water_mark <= last
 
-    yield instead(Followers, "holds", holds)
+    yield instead(DependentAppends, "holds", holds)
 
 
 @switch
@@ -485,9 +485,9 @@ def append_locks_not_followed() -> Patches:
     """The answer to a dependent append omits one that wrote a common lock as an append lock."""
     original = RecentAppends.add
 
-    def add(self, ticket, record):
-        message = dataclasses.replace(ticket.message, append_locks=())
-        original(self, dataclasses.replace(ticket, message=message), record)
+    def add(self, pending, record):
+        message = dataclasses.replace(pending.message, append_locks=())
+        original(self, dataclasses.replace(pending, message=message), record)
 
     yield instead(RecentAppends, "add", add)
 

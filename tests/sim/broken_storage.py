@@ -6,7 +6,7 @@ from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.errors import DiskFailed
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.files import record_search, segments
-from waltz_core.storage.files.format import Marker
+from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
@@ -47,7 +47,7 @@ def truncate_without_intent() -> Patches:
         self.segments.truncate(last_to_keep, cut)
         self.synced_max = self.last_id
         self.chain = self.synced_chain = self.segments.chain
-        marker = min(self.slot.acked, Marker(self.last_id, self.chain))
+        marker = min(self.slot.acked, AckedMarker(self.last_id, self.chain))
         self.write_slot(replace(self.slot, acked=marker))
 
     yield instead(LogFiles, "truncate", truncate)
@@ -305,7 +305,7 @@ def marker_not_kept() -> Patches:
     original = LogFiles.write_slot
 
     def write_slot(self, slot):
-        original(self, replace(slot, acked=Marker(BEFORE_FIRST, bytes(16))))
+        original(self, replace(slot, acked=AckedMarker(BEFORE_FIRST, bytes(16))))
 
     def durable_before(self, position):
         return BEFORE_FIRST

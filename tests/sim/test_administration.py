@@ -1,4 +1,4 @@
-"""An operator takes replicas offline, marks them suspect, reseeds and removes them under faults.
+"""An operator takes replicas offline, marks them suspect, re-seeds and removes them under faults.
 
 No command that a storage accepts loses acknowledged data: the checkers of the simulator verify
 this, and at the end all replicas are complete. `WALTZ_ADMIN_SEEDS` adds more seeds.
@@ -31,7 +31,7 @@ SEEDS = 30 + int(os.environ.get("WALTZ_ADMIN_SEEDS", "0"))
 PAUSE_MS = (50, 600)
 
 
-class DeclareOperations:
+class OperatorRequests:
     """What the operator does, again and again, until it is stopped."""
 
     def __init__(self, cluster, rng):
@@ -101,7 +101,7 @@ def run(seed):
 def admin_connection(cluster, schedule):
     faults.plan(cluster, schedule)
     cluster.start_clients()
-    hands = DeclareOperations(cluster, Random(schedule.seed))
+    hands = OperatorRequests(cluster, Random(schedule.seed))
     setup = schedule.setup
     cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
     cluster.repair()

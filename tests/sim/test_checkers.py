@@ -20,9 +20,9 @@ from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_archive import StoredFile
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.guarantees.bounds import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_in, data_of
 from waltz_sim.guarantees.ledger import CheckedTransaction, Ledger, RowKind
+from waltz_sim.guarantees.limit_guarantees import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.guarantees.replica_guarantees import segments_of
 from waltz_sim.guarantees.sometimes import SOMETIMES, never
 from waltz_sim.schedule import Schedule, Setup

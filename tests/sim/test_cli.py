@@ -9,7 +9,7 @@ from waltz_sim import cli as simulate
 from waltz_sim.cli import INTERRUPTED, main
 from waltz_sim.coverage import Coverage, FailedSeed
 from waltz_sim.faults.kinds import THEMES
-from waltz_sim.run import Drawing
+from waltz_sim.run import ScheduleGenerator
 from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
 
 
@@ -107,7 +107,7 @@ def test_after_fewer_steps_a_world_is_repaired(capsys):
     assert main(words) == 0
     whole = json.loads(capsys.readouterr().out)
     assert 300 < short["steps"] < whole["steps"]
-    assert Drawing(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
+    assert ScheduleGenerator(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
 
 
 def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
@@ -118,9 +118,10 @@ def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
     plain = json.loads(capsys.readouterr().out)
     assert rough["trace"] != plain["trace"]
     assert (
-        Drawing(300, is_rough=True).command(3) == "python -m waltz_sim --seed 3 --rough --steps 300"
+        ScheduleGenerator(300, is_rough=True).command(3)
+        == "python -m waltz_sim --seed 3 --rough --steps 300"
     )
-    kinds = [Drawing(is_rough=True).schedule_of(seed) for seed in range(20)]
+    kinds = [ScheduleGenerator(is_rough=True).schedule_of(seed) for seed in range(20)]
     for schedule in kinds:
         # Later kinds have streams of their own, in rough worlds, too.
         kinds_of = (each.kind for each in schedule.faults if each.kind not in LATER_KINDS)

@@ -10,7 +10,7 @@ from waltz_core.storage.service.service import NO_STORAGE_ID
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults
-from waltz_sim.guarantees.budget import is_sound, read_whole
+from waltz_sim.guarantees.data_loss_budget import is_sound, read_whole
 from waltz_sim.guarantees.history import Violation
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.world.simulated_disk import Survival
@@ -257,10 +257,10 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     process = cluster.servers[0]
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
     assert own_ms == start_ms
-    process.set_pace(1.2)
+    process.set_clock_rate(1.2)
     cluster.world.run(1_000 * MS)
     assert process.now_ms - own_ms == pytest.approx(1_200, abs=2)
-    process.set_pace(0.8)
+    process.set_clock_rate(0.8)
     seen = process.now_ms
     assert seen >= own_ms + 1_198
     cluster.world.run(1_000 * MS)

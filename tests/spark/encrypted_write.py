@@ -45,7 +45,7 @@ def run(
     after = marks_of(connect)
     rows = rows_of(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
     broken = rows.mapInArrow(fails_once_of(after), rows.schema)
-    options = {"encryptionKeys": "vault:key_of", "encryptionKeyColumn": "key"}
+    options = {"encryptionKeys": "vault:key_of", "encryptionKeyIdColumn": "key"}
     result = waltz_spark.append(broken, connect, batchSize="10", **options)
     assert (result.counts["committed"], result.counts["rejected"]) == (TASKS * ROWS, 0)
     with WaltzClient(connect) as client:

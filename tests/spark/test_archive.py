@@ -16,7 +16,7 @@ from tests.patience import HANG_S
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
-from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
+from waltz_spark.datasource.batch_read import ReadTask, WaltzBatchReader
 from waltz_spark.datasource.change_feed import with_checked_rules
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
@@ -132,7 +132,7 @@ def test_a_change_feed_reads_the_archive_and_then_the_storages(
     with caplog.at_level(logging.INFO, "waltz"):
         tasks = reader.partitions()
         found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
-    assert all(isinstance(each, Task) and each.archived is not None for each in tasks)
+    assert all(isinstance(each, ReadTask) and each.archived is not None for each in tasks)
     kinds = Counter((kind, partition) for _, kind, partition in found)
     updates = ROWS - KEYS
     for partition in range(PARTITIONS):
@@ -148,7 +148,7 @@ def test_a_missing_archive_fails_no_read(
     elsewhere = archived._replace(url=f"file://{tmp_path}/nothing")
     with caplog.at_level(logging.WARNING, "waltz"):
         tasks = elsewhere.reader("transaction_id").partitions()
-    assert all(isinstance(each, Task) and each.archived is None for each in tasks)
+    assert all(isinstance(each, ReadTask) and each.archived is None for each in tasks)
     assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS
 
 
@@ -159,7 +159,7 @@ def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Arc
     archived.cluster.down()
     expected = {(each[1], each[3]) for each in archived.rows}
     for reader, tasks in planned:
-        mine = [each for each in tasks if isinstance(each, Task) and each.archived is not None]
+        mine = [each for each in tasks if isinstance(each, ReadTask) and each.archived is not None]
         found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
         assert len(found) >= len(archived.rows) // 2
         for row in found:

@@ -29,7 +29,7 @@ from waltz_spark.writer.batch_write import (
     forget,
     new_job,
 )
-from waltz_spark.writer.task import Job, TaskResult
+from waltz_spark.writer.task import TaskResult, WriteJob
 
 pytestmark = pytest.mark.spark
 
@@ -67,17 +67,17 @@ class Write:
         self.client = WaltzClient(connect)
         self.marks = self.client.high_water_marks(linearizable=True)
 
-    def job(self) -> Job:
+    def job(self) -> WriteJob:
         """Begin a run."""
         return self.job_of(SCHEMA)
 
-    def job_of(self, schema: StructType) -> Job:
+    def job_of(self, schema: StructType) -> WriteJob:
         """Begin a run with other columns."""
         job = new_job(self.options, schema, self.name)
         asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=KEEP_MS))
         return job
 
-    def finish(self, job: Job, *tasks: TaskResult) -> None:
+    def finish(self, job: WriteJob, *tasks: TaskResult) -> None:
         """Commit a run, as the driver does."""
         finish(job, tasks, NamedWrite(self.name, 7))
 
@@ -101,7 +101,9 @@ def write(connect: str, request: pytest.FixtureRequest) -> Iterator[Write]:
     made.client.close()
 
 
-def stopped_after(write: Write, job: Job, rows: list[bytes], count: int, task: int = 0) -> None:
+def stopped_after(
+    write: Write, job: WriteJob, rows: list[bytes], count: int, task: int = 0
+) -> None:
     """Run an attempt that brings `count` rows into the log and dies."""
     before = sum(write.in_log().values())
 
@@ -176,7 +178,7 @@ def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
 
 @contextlib.contextmanager
 def while_an_attempt_is_paused(
-    write: Write, job: Job, rows: list[bytes]
+    write: Write, job: WriteJob, rows: list[bytes]
 ) -> Iterator[list[ConnectionSuperseded]]:
     """Run the block while an attempt has half of its rows in the log; it continues afterwards."""
     may_go_on = threading.Event()

@@ -71,7 +71,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     written = customers(spark, 300)
     options = {"dataFormat": "msgpack", "encryptionKeys": str(directory)}
     written.write.format("waltz").mode("append").options(
-        **options, encryptionKeyColumn="customer"
+        **options, encryptionKeyIdColumn="customer"
     ).save(connect)
     since = {"startingHighWaterMarks": before, "connect": connect}
     reader = spark.read.format("waltz").options(**since, **options).schema(SCHEMA)
@@ -108,7 +108,7 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
     marks = json.loads(marks_of(spark, connect))
     customers(spark, 30).write.format("waltz").mode("append").options(
-        dataFormat="msgpack", encryptionKeys=str(directory), encryptionKeyColumn="customer"
+        dataFormat="msgpack", encryptionKeys=str(directory), encryptionKeyIdColumn="customer"
     ).save(connect)
     table, schema = str(tmp_path / "table"), "id long, op string, value long, customer string"
     given = {"schema": schema, "format": "parquet"}
@@ -141,7 +141,7 @@ def test_a_read_needs_its_keys_in_tasks_only(
     spark: SparkSession, connect: str, directory: Path
 ) -> None:
     before = marks_of(spark, connect)
-    options = {"encryptionKeys": str(directory), "encryptionKey": "customer-0"}
+    options = {"encryptionKeys": str(directory), "encryptionKeyId": "customer-0"}
     secret = spark.createDataFrame([("a secret", 0, 9)], "data string, partition int, header int")
     secret.write.format("waltz").mode("append").options(**options).save(connect)
     spark.createDataFrame([("plain", 0)], "data string, partition int").write.format("waltz").mode(
@@ -188,7 +188,7 @@ def test_a_stream_decrypts(
     before = marks_of(spark, connect)
     options = {"dataFormat": "json", "encryptionKeys": str(directory)}
     customers(spark, 30).write.format("waltz").mode("append").options(
-        **options, encryptionKeyColumn="customer"
+        **options, encryptionKeyIdColumn="customer"
     ).save(connect)
     lacking = options | {"encryptionKeys": str(without(directory, "customer-2"))}
     query = (
@@ -200,7 +200,7 @@ def test_a_stream_decrypts(
         .options(
             dataFormat="json",
             encryptionKeys=str(directory),
-            encryptionKey="customer-0",
+            encryptionKeyId="customer-0",
             checkpointLocation=str(tmp_path / "checkpoint"),
         )
         .trigger(availableNow=True)
@@ -217,7 +217,7 @@ def test_a_stream_decrypts(
 
 def encrypted_write(connect: str, name: str, directory: Path) -> Write:
     return Write(
-        connect, name, encryptionKeys=str(directory), encryptionKey=f"customer-{len(name) % 3}"
+        connect, name, encryptionKeys=str(directory), encryptionKeyId=f"customer-{len(name) % 3}"
     )
 
 
@@ -255,10 +255,10 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
 ) -> None:
     rows, job = rows_of(0, 60), write.job()
     stopped_after(write, job, rows, 40)
-    used = write.options.encryption_key
+    used = write.options.encryption_key_id
     other = next(each.name for each in directory.iterdir() if each.name != used)
     lacking = Write(
-        connect, write.name, encryptionKeys=str(without(directory, used)), encryptionKey=other
+        connect, write.name, encryptionKeys=str(without(directory, used)), encryptionKeyId=other
     )
     with pytest.raises(
         BadRequest,
@@ -266,7 +266,7 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     ):
         lacking.job().write_task(batches_of(rows), 0, 1)
     lacking.client.close()
-    rotated = Write(connect, write.name, encryptionKeys=str(directory), encryptionKey=other)
+    rotated = Write(connect, write.name, encryptionKeys=str(directory), encryptionKeyId=other)
     written = rotated.job().write_task(batches_of(rows), 0, 2)
     rotated.client.close()
     assert written.found >= 40
@@ -283,7 +283,7 @@ def test_rejected_rows_are_recomputed_from_decrypted_ones(
     options = {
         "dataFormat": "json",
         "encryptionKeys": str(directory),
-        "encryptionKeyColumn": "customer",
+        "encryptionKeyIdColumn": "customer",
     }
     for more in (5, 7):
         rows = spark.range(1).select(

@@ -19,7 +19,7 @@ from waltz_core.errors import BadRequest
 from waltz_spark.functions import lock
 from waltz_spark.options import parse_write
 from waltz_spark.writer.batch_write import new_job
-from waltz_spark.writer.task import Job
+from waltz_spark.writer.task import WriteJob
 
 pytestmark = pytest.mark.spark
 
@@ -242,7 +242,7 @@ SCHEMA = StructType(
 )
 
 
-def job_of(connect: str, name: str, **options: str) -> Job:
+def job_of(connect: str, name: str, **options: str) -> WriteJob:
     """Begin a write under a lock, of rows that were computed before anything was in the log."""
     wanted = {
         "connect": connect,

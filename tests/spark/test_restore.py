@@ -166,7 +166,7 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
     (left / "destroyed").unlink()
     rows = [(f"{name}-{n}".encode(), n % PARTITIONS, name) for name in names for n in range(20)]
     frame = spark.createDataFrame(rows, "data binary, partition int, key string")
-    options = {"encryptionKeys": str(keys), "encryptionKeyColumn": "key"}
+    options = {"encryptionKeys": str(keys), "encryptionKeyIdColumn": "key"}
     frame.write.format("waltz").options(**options, writeId="monday").mode("append").save(connect)
     all_rows = Counter((data, None) for data, _, _ in rows)
     remaining = Counter((data, None) for data, _, name in rows if name == "kept")

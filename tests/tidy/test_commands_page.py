@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import is_verb, option_names, parsed, shown_options, verbs_of
-from waltz_core.cli.main import NOUNS, OVERVIEW
+from tests.commands import is_subcommand, option_names, parsed, shown_options, subcommands_of
+from waltz_core.cli.main import GROUPS, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"])
@@ -24,26 +24,26 @@ THERE = {
 }
 # A command in full, up to what a shell or a table would end it with.
 WHOLE = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
-# A command by noun and verb alone, as a span of code.
-SHORT = re.compile(rf"`((?:{'|'.join(NOUNS)}) [a-z][a-z-]*(?: [^`]*)?)`")
+# A command by group and subcommand alone, as a span of code.
+SHORT = re.compile(rf"`((?:{'|'.join(GROUPS)}) [a-z][a-z-]*(?: [^`]*)?)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9.-]*[a-z0-9])?")
 
 
 def faults(text: str) -> list[str]:
     """Return what is wrong with a command, without its `waltz-core`."""
-    noun, *rest = text.split()
-    if noun not in NOUNS:
-        return [f"no noun {noun!r}"]
-    verbs, known = verbs_of(noun), {"--help"}
-    if is_verb(noun):
-        known = option_names(verbs[noun])
-    elif rest and not rest[0].startswith(("-", "NOUN", "VERB", "[")):
-        verb = rest[0].rstrip(".,:)")
-        if verb in NOUNS[noun].nouns and len(rest) > 1:
-            verb += " " + rest[1].rstrip(".,:)")
-        if verb not in verbs:
-            return [f"no verb {verb!r} of {noun!r}"]
-        known = option_names(verbs[verb])
+    group, *rest = text.split()
+    if group not in GROUPS:
+        return [f"no group {group!r}"]
+    subcommands, known = subcommands_of(group), {"--help"}
+    if is_subcommand(group):
+        known = option_names(subcommands[group])
+    elif rest and not rest[0].startswith(("-", "GROUP", "SUBCOMMAND", "[")):
+        subcommand = rest[0].rstrip(".,:)")
+        if subcommand in GROUPS[group].groups and len(rest) > 1:
+            subcommand += " " + rest[1].rstrip(".,:)")
+        if subcommand not in subcommands:
+            return [f"no subcommand {subcommand!r} of {group!r}"]
+        known = option_names(subcommands[subcommand])
     return [f"no option {each} of it" for each in OPTION.findall(text) if each not in known]
 
 
@@ -67,10 +67,10 @@ def test_every_command_of_a_page_exists():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("cluster creat x", "no verb 'creat' of 'cluster'"),
+        ("cluster creat x", "no subcommand 'creat' of 'cluster'"),
         ("cluster create x --partition 3", "no option --partition of it"),
         ("bench append-one --second 3", "no option --second of it"),
-        ("disc verify x", "no noun 'disc'"),
+        ("disc verify x", "no group 'disc'"),
     ],
 )
 def test_errors_in_the_page_would_be_found(text, fault):
@@ -78,7 +78,7 @@ def test_errors_in_the_page_would_be_found(text, fault):
     assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
 
 
-@pytest.mark.parametrize("text", [each for noun in NOUNS.values() for each in noun.examples])
+@pytest.mark.parametrize("text", [each for group in GROUPS.values() for each in group.examples])
 def test_every_example_in_a_help_can_be_given(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert parsed(shlex.split(text))
@@ -94,7 +94,11 @@ def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     table = page[page.index("## The 32 commands") :]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
-    wanted = [f"`{tool} {verb}`" for tool, verbs in THERE.items() for verb in verbs.split()]
+    wanted = [
+        f"`{tool} {subcommand}`"
+        for tool, subcommands in THERE.items()
+        for subcommand in subcommands.split()
+    ]
     assert [there.strip() for there, _, _ in rows] == wanted
     assert len(wanted) == 32
     for there, here, difference in rows:
@@ -104,15 +108,17 @@ def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():
 
 def test_every_noun_has_a_row_and_every_verb_states_what_it_does():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    for noun in NOUNS:
-        assert f"`{noun}`" in page
-        for name, verb in verbs_of(noun).items():
-            assert len(verb.help) > 10, f"{noun} {name} has no help"
+    for group in GROUPS:
+        assert f"`{group}`" in page
+        for name, subcommand in subcommands_of(group).items():
+            assert len(subcommand.help) > 10, f"{group} {name} has no help"
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_timeout_options_have_the_same_name_everywhere(noun):
-    shown = {each for verb in verbs_of(noun).values() for each in shown_options(verb)}
+@pytest.mark.parametrize("group", GROUPS)
+def test_timeout_options_have_the_same_name_everywhere(group):
+    shown = {
+        each for subcommand in subcommands_of(group).values() for each in shown_options(subcommand)
+    }
     assert not {each for each in shown if each.startswith(("--wait", "--timeout"))} - {
         "--timeout-s"
     }

@@ -18,7 +18,7 @@ _NOTHING: Final[Partitions] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class PrincipalGrants:
     """What one principal is granted, by itself and by its groups."""
 
     partitions: Mapping[AccessVerb, Partitions] = field(default_factory=dict, hash=False)
@@ -58,7 +58,7 @@ class Granted:
             return partitions[:1]
         return dict.fromkeys(partitions)
 
-    def covers(self, earlier: "Granted") -> bool:
+    def covers(self, earlier: "PrincipalGrants") -> bool:
         """Whether everything that was granted earlier is granted now."""
         return all(
             _covers(self.partitions.get(verb, _NOTHING), partitions)
@@ -66,7 +66,7 @@ class Granted:
         )
 
 
-NO_GRANT: Final = Granted()
+NO_GRANT: Final = PrincipalGrants()
 
 
 class Grants:
@@ -75,13 +75,13 @@ class Grants:
     def __init__(self, permissions: Permissions) -> None:
         found: dict[str, dict[AccessVerb, Partitions]] = {}
         for grant in permissions.grants:
-            holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
-            for holder in holders:
-                verbs = found.setdefault(holder, {})
+            grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
+            for grantee in grantees:
+                verbs = found.setdefault(grantee, {})
                 verbs[grant.verb] = _joined(verbs.get(grant.verb, _NOTHING), grant.partitions)
-        self._of = {principal: Granted(verbs) for principal, verbs in found.items()}
+        self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
 
-    def of(self, principal: str) -> Granted:
+    def of(self, principal: str) -> PrincipalGrants:
         """Return what a principal is granted."""
         return self._of.get(principal, NO_GRANT)
 

@@ -5,7 +5,7 @@
 Rules:
     1. Input is checked here, before `access_node` encodes it: BadConfig for a value that no node
        may have, BadRequest for a change that does not fit the permissions.
-    2. A holder has at most one grant of a verb after a change of it: partitions are merged.
+    2. A grantee has at most one grant of a verb after a change of it: partitions are merged.
     3. A partition for which a principal has `replicate` keeps one, unless the caller forces the
        change: without one, its server cannot open a session (`check_replicate`).
     4. A change that has no effect returns equal permissions, so no revision is written.
@@ -34,8 +34,8 @@ TEXT_CHARACTERS_MAX: Final = 200
 REVISION_MAX: Final = (1 << 63) - 1
 
 
-class Holder(NamedTuple):
-    """The holder of a grant: a principal, or a group."""
+class Grantee(NamedTuple):
+    """The grantee of a grant: a principal, or a group."""
 
     name: str
     is_group: bool
@@ -113,13 +113,13 @@ def check_principal(name: str) -> None:
 
 def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: int) -> set[int]:
     """Return the partitions, of `count`, for which a principal has a verb, also by its groups."""
-    holders = {Holder(principal, is_group=False)}
-    holders |= {
-        Holder(name, is_group=True)
+    grantees = {Grantee(principal, is_group=False)}
+    grantees |= {
+        Grantee(name, is_group=True)
         for name, members in permissions.groups.items()
         if principal in members
     }
-    return _covered(permissions, verb, holders, count)
+    return _covered(permissions, verb, grantees, count)
 
 
 def check_replicate(before: Permissions, after: Permissions, count: int) -> None:
@@ -135,20 +135,20 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
 
 
 def _replicated(permissions: Permissions, count: int) -> set[int]:
-    holders = {
-        Holder(each.holder, each.is_group)
+    grantees = {
+        Grantee(each.grantee, each.is_group)
         for each in permissions.grants
-        if not each.is_group or permissions.groups[each.holder]
+        if not each.is_group or permissions.groups[each.grantee]
     }
-    return _covered(permissions, AccessVerb.REPLICATE, holders, count)
+    return _covered(permissions, AccessVerb.REPLICATE, grantees, count)
 
 
 def _covered(
-    permissions: Permissions, verb: AccessVerb, holders: set[Holder], count: int
+    permissions: Permissions, verb: AccessVerb, grantees: set[Grantee], count: int
 ) -> set[int]:
     found: set[int] = set()
     for each in permissions.grants:
-        if each.verb is verb and Holder(each.holder, each.is_group) in holders:
+        if each.verb is verb and Grantee(each.grantee, each.is_group) in grantees:
             found |= _numbers(each.partitions, count)
     return found
 
@@ -163,19 +163,19 @@ def _numbers(ranges: Ranges, count: int) -> set[int]:
 
 
 def grant(
-    old: Permissions, holder: Holder, verbs: Sequence[AccessVerb], partitions: Ranges
+    old: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
 ) -> Permissions:
     """Add verbs for partitions (rule 2); raises BadConfig, and BadRequest for a missing group."""
-    _check_holder(old, holder)
+    _check_grantee(old, grantee)
     grants = old.grants
     for verb in verbs:
-        grants = _with_grant(grants, holder, verb, partitions)
+        grants = _with_grant(grants, grantee, verb, partitions)
     return replace(old, grants=grants)
 
 
 def revoke(
     old: Permissions,
-    holder: Holder,
+    grantee: Grantee,
     verbs: Sequence[AccessVerb],
     partitions: Ranges,
     *,
@@ -183,41 +183,41 @@ def revoke(
 ) -> Permissions:
     """Remove verbs for partitions; `partition_count` is that of the cluster.
 
-    Raises BadConfig, and BadRequest if the holder has no such grant (rule 1).
+    Raises BadConfig, and BadRequest if the grantee has no such grant (rule 1).
     """
-    _check_holder(old, holder)
+    _check_grantee(old, grantee)
     grants = old.grants
     for verb in verbs:
-        grants = _without_grant(grants, holder, verb, partitions, partition_count)
+        grants = _without_grant(grants, grantee, verb, partitions, partition_count)
     if grants == old.grants:
         words = ",".join(each.value for each in verbs)
         raise BadRequest(
-            f"nothing was changed: {holder} has no grant of {words} for partitions "
+            f"nothing was changed: {grantee} has no grant of {words} for partitions "
             f"{ranges_text(partitions)}. {LIST_HINT}"
         )
     return replace(old, grants=grants)
 
 
-def _check_holder(old: Permissions, holder: Holder) -> None:
-    if holder.is_group:
-        _check_group(old, holder.name)
+def _check_grantee(old: Permissions, grantee: Grantee) -> None:
+    if grantee.is_group:
+        _check_group(old, grantee.name)
     else:
-        check_principal(holder.name)
+        check_principal(grantee.name)
 
 
-def _is_of(grant: Grant, holder: Holder, verb: AccessVerb) -> bool:
-    return (grant.holder, grant.is_group, grant.verb) == (holder.name, holder.is_group, verb)
+def _is_of(grant: Grant, grantee: Grantee, verb: AccessVerb) -> bool:
+    return (grant.grantee, grant.is_group, grant.verb) == (grantee.name, grantee.is_group, verb)
 
 
 def _with_grant(
-    grants: tuple[Grant, ...], holder: Holder, verb: AccessVerb, partitions: Ranges
+    grants: tuple[Grant, ...], grantee: Grantee, verb: AccessVerb, partitions: Ranges
 ) -> tuple[Grant, ...]:
-    found = [each for each in grants if _is_of(each, holder, verb)]
+    found = [each for each in grants if _is_of(each, grantee, verb)]
     merged = _merged([partitions, *(each.partitions for each in found)])
-    added = Grant(holder.name, holder.is_group, verb, merged)
+    added = Grant(grantee.name, grantee.is_group, verb, merged)
     if not found:
         return (*grants, added)
-    rest = (each for each in grants if each is found[0] or not _is_of(each, holder, verb))
+    rest = (each for each in grants if each is found[0] or not _is_of(each, grantee, verb))
     return tuple(added if each is found[0] else each for each in rest)
 
 
@@ -238,14 +238,14 @@ def _merged(every: Iterable[Ranges]) -> Ranges:
 
 def _without_grant(
     grants: tuple[Grant, ...],
-    holder: Holder,
+    grantee: Grantee,
     verb: AccessVerb,
     partitions: Ranges,
     partition_count: int,
 ) -> tuple[Grant, ...]:
     kept: list[Grant] = []
     for each in grants:
-        if not _is_of(each, holder, verb):
+        if not _is_of(each, grantee, verb):
             kept.append(each)
             continue
         if partitions is None:
@@ -286,7 +286,7 @@ def delete_group(old: Permissions, group: str) -> Permissions:
     return replace(
         old,
         groups={name: its for name, its in old.groups.items() if name != group},
-        grants=tuple(each for each in old.grants if not (each.is_group and each.holder == group)),
+        grants=tuple(each for each in old.grants if not (each.is_group and each.grantee == group)),
     )
 
 

@@ -20,7 +20,7 @@ class Grant:
     `partitions` are ranges first..last, ascending and apart; None: all partitions.
     """
 
-    holder: str
+    grantee: str
     is_group: bool
     verb: AccessVerb
     partitions: tuple[tuple[int, int], ...] | None

@@ -50,7 +50,7 @@ _HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 CountedFeed: TypeAlias = tuple[int, int]
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket, as the time at which everything that was taken is paid for."""
 
     __slots__ = ("_burst_ns", "_paid_ns", "per_s")
@@ -100,7 +100,7 @@ class IssuedIdLimit:
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
 
     def take(self, principal: str, now_ns: int) -> None:
         """Charge an ID; raises Overloaded."""
@@ -109,7 +109,7 @@ class IssuedIdLimit:
             if len(self._buckets) >= QUOTAS_MAX:
                 for name in [name for name, each in self._buckets.items() if each.is_full(now_ns)]:
                     del self._buckets[name]
-            bucket = self._buckets[principal] = Bucket(IDS_PER_S, _IDS_BURST_NS)
+            bucket = self._buckets[principal] = TokenBucket(IDS_PER_S, _IDS_BURST_NS)
         wait_ns = bucket.wait_ns(now_ns)
         if wait_ns:
             raise Overloaded(
@@ -130,9 +130,9 @@ class Quota:
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
         self.feeds: dict[CountedFeed, Hashable] = {}  # with the connection of each
-        self._bytes: Bucket | None = None
-        self._appends: Bucket | None = None
-        self._rejections = Bucket(REJECTIONS_PER_S)
+        self._bytes: TokenBucket | None = None
+        self._appends: TokenBucket | None = None
+        self._rejections = TokenBucket(REJECTIONS_PER_S)
         self.change(limits)
 
     def change(self, limits: PrincipalLimits) -> None:
@@ -260,7 +260,7 @@ class Quotas:
         self._labels: dict[str, None] = {}
         self.usage: dict[str, Usage] = {}  # by label
 
-    def learn(self, permissions: Permissions, grants: Grants) -> None:
+    def apply(self, permissions: Permissions, grants: Grants) -> None:
         """Take a revision (rules 5 and 6)."""
         self._limits, self._grants = dict(permissions.limits), grants
         self._labels = _labels(permissions)
@@ -324,15 +324,15 @@ class Quotas:
         return None if found == PrincipalLimits() else found
 
 
-def _bucket(per_s: int | None) -> Bucket | None:
-    return None if per_s is None else Bucket(per_s)
+def _bucket(per_s: int | None) -> TokenBucket | None:
+    return None if per_s is None else TokenBucket(per_s)
 
 
 def _labels(permissions: Permissions) -> dict[str, None]:
     found: dict[str, None] = {}
     for grant in permissions.grants:
-        holders = permissions.groups[grant.holder] if grant.is_group else (grant.holder,)
-        for each in holders:
+        grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
+        for each in grantees:
             if len(found) == LABELS_MAX:
                 return found
             found[each] = None

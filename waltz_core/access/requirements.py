@@ -23,7 +23,7 @@ class AccessVerb(Enum):
 class Scope(Enum):
     """The partitions for which the verbs must be granted."""
 
-    OWN = "the partition that the message names, or each one if it names several"
+    NAMED = "the partition that the message names, or each one if it names several"
     ANY = "at least one partition, whichever it is"
     ALL = "all partitions"
 
@@ -71,13 +71,13 @@ CREDENTIAL: Final[Declaration] = Exempt.CREDENTIAL
 
 
 @cache
-def all_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
+def all_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
     """Return the requirement of every one of these verbs."""
     return Requirement(verbs, scope, is_all=True)
 
 
 @cache
-def one_of(*verbs: AccessVerb, scope: Scope = Scope.OWN) -> Declaration:
+def one_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
     """Return the requirement of at least one of these verbs."""
     return Requirement(verbs, scope, is_all=False)
 

@@ -44,7 +44,7 @@ _STREAMS_MAX: Final = 32
 _PAGE_EXPANSION: Final = 4
 
 
-class _Part(NamedTuple):
+class _RowGroupRead(NamedTuple):
     """The part of a read that one row group has."""
 
     range: RangeRead
@@ -216,7 +216,7 @@ class ArchiveReader:
                 f"{first}..{last} are not available: the last archived one is {manifest.last}"
             )
 
-    def _part(self, first: TransactionId, last: TransactionId, bytes_max: int) -> _Part:
+    def _part(self, first: TransactionId, last: TransactionId, bytes_max: int) -> _RowGroupRead:
         """Return the records that one row group has, at least one."""
         entry = next(self._entries_from(first))
         index = self._index(entry)
@@ -234,7 +234,7 @@ class ArchiveReader:
             entries,
             chain_before,
         )
-        return _Part(found, entry, index, number)
+        return _RowGroupRead(found, entry, index, number)
 
     def _continues(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note where a read has ended; return whether it began where an earlier one had ended."""
@@ -246,7 +246,7 @@ class ArchiveReader:
                 self._continuations.popitem(last=False)
             return continues
 
-    def _read_ahead(self, part: _Part) -> None:
+    def _read_ahead(self, part: _RowGroupRead) -> None:
         entry, index, number = part.entry, part.object_index, part.group + 1
         if number < index.group_count and index.group_first(number) <= entry.last:
             key = self._key("group", entry.name, number)
@@ -316,7 +316,7 @@ def _place(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> i
     return bisect_left(entries, transaction_id, key=lambda each: each.last)
 
 
-def _next_id(part: _Part) -> TransactionId:
+def _next_id(part: _RowGroupRead) -> TransactionId:
     return TransactionId(part.range.first + int(part.range.lengths.size))
 
 

@@ -14,8 +14,8 @@ Rules (docs/decisions/055):
     3. The object that holds the end is read. Its chain is verified from its first to its last
        batch, and must be the manifest's, so the end has the chain of the source's log.
     4. Its version is above all that the cluster's folder has: with the same key, what the lost
-       cluster had archived after the end is garbage, and no sign of a rollback (`collection.py`,
-       rule 9).
+       cluster had archived after the end is garbage, and no sign of a rollback
+       (`garbage_collection.py`, rule 9).
     5. The caller pins the sources before the check of rule 2, which it repeats at its end
        (`pins.py`).
 """
@@ -39,12 +39,12 @@ from waltz_core.archive.file_names import (
     version_of,
 )
 from waltz_core.archive.manifest import Manifest, ObjectEntry
+from waltz_core.archive.manifest_jobs import NewManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import write_read_back
-from waltz_core.archive.upload_job import NewManifest
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId

@@ -29,9 +29,7 @@ from waltz_core.archive.file_names import (
     page_name,
 )
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry, decode_page
-from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
-from waltz_core.archive.store import ArchiveStore
-from waltz_core.archive.upload_job import (
+from waltz_core.archive.manifest_jobs import (
     BatchRun,
     ExpiredManifest,
     ExpiryJob,
@@ -39,6 +37,8 @@ from waltz_core.archive.upload_job import (
     ReplacedObject,
     UploadJob,
 )
+from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
+from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import Buffer

@@ -5,17 +5,17 @@ from importlib.util import find_spec
 
 import click
 
-from waltz_core.cli.verbs import Verb
+from waltz_core.cli.subcommands import Subcommand
 from waltz_core.errors import BadConfig
 
 
-@click.command(cls=Verb, help="", context_settings={"ignore_unknown_options": True})
+@click.command(cls=Subcommand, help="", context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def explain(words: tuple[str, ...]) -> int:
     """Explain how to install the benchmarks."""
     raise BadConfig("the benchmarks are not installed. Hint: run pip install 'waltz-spark[bench]'.")
 
 
-bench: Verb = (
+bench: Subcommand = (
     explain if find_spec("waltz_bench") is None else import_module("waltz_bench.command").bench
 )

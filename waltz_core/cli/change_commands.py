@@ -25,10 +25,10 @@ from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import NO_CLUSTER_SPECIFIED, VerbFunction
+from waltz_core.cli.subcommands import NO_CLUSTER_SPECIFIED, SubcommandFunction
 from waltz_core.cluster.change.audit import DONE, AuditEntry
-from waltz_core.cluster.change.replica_steps import Plan
-from waltz_core.cluster.change.storage_changes import Progress
+from waltz_core.cluster.change.replica_steps import ReplicaPlan
+from waltz_core.cluster.change.storage_changes import PlanProgress
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -60,25 +60,27 @@ class Command:
         self.waits_for = what
         self.line.show(done_count, count, what)
 
-    async def carry_out(self, plan: Plan) -> None:
+    async def carry_out(self, plan: ReplicaPlan) -> None:
         """Move the replicas as planned."""
         await self.coordinator.storages.carry_out(plan, self._show_progress)
 
-    def _show_progress(self, progress: Progress) -> None:
+    def _show_progress(self, progress: PlanProgress) -> None:
         for step in progress.step:
             self.note(str(step))
         what = "; ".join(map(str, progress.step or progress.waits))
         self.wait_for(what, progress.done_count, progress.count)
 
 
-def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Result]]], VerbFunction]:
-    """Make a verb of a function that changes a cluster: it takes a `Command` and returns a result.
+def changes(
+    *, creates: bool = False
+) -> Callable[[Callable[..., Awaitable[Result]]], SubcommandFunction]:
+    """Make a subcommand of a function that changes a cluster: it takes a `Command`.
 
-    See the module's rules. `creates` is passed to `audited`; a verb's option `force` has the same
-    effect, as it works on incomplete clusters, too.
+    See the module's rules. `creates` is passed to `audited`; a subcommand's option `force` has the
+    same effect, as it works on incomplete clusters, too.
     """
 
-    def decorate(work: Callable[..., Awaitable[Result]]) -> VerbFunction:
+    def decorate(work: Callable[..., Awaitable[Result]]) -> SubcommandFunction:
         @options.connect
         @options.as_json
         @options.timeout_s()
@@ -106,7 +108,7 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
     return decorate
 
 
-def with_cluster_argument(function: VerbFunction) -> VerbFunction:
+def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
 
     @options.argument(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_json, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import KINDS
 from waltz_core.config.settings import load
 
 
-@verb
+@subcommand
 @options.argument(
     "kind",
     "KIND",

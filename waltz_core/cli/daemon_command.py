@@ -17,7 +17,7 @@ from typing import TypeVar
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.config.settings import Config, load
 from waltz_core.errors import BadConfig
 
@@ -33,13 +33,13 @@ _COLLECTION_THRESHOLD = 10_000
 _RESERVED_FILES = 100
 
 
-def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbFunction]:
+def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], SubcommandFunction]:
     """Declare `--config` and one option for each setting of a daemon.
 
     The decorated function imports and returns the daemon's `run`: help needs no daemon.
     """
 
-    def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> VerbFunction:
+    def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> SubcommandFunction:
         @options.config_file
         @options.exit_with_parent
         @functools.wraps(load_daemon)

@@ -13,7 +13,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_json, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
 from waltz_core.transport.net import split_address
 
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
         return f"{self.name}{{{self.labels}}}" if self.labels else self.name
 
 
-@verb
+@subcommand
 @options.argument("address", "HOST:HTTP_PORT", "host of the daemon, and its setting `http_port`")
 @click.option(
     "--match", default="", metavar="TEXT", help="show only metrics whose name contains this text"

@@ -9,9 +9,9 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
-from waltz_core.cli.verbs import VerbFunction, verb
+from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.config.declarations import LocalConfig
-from waltz_core.config.settings import Loaded, load
+from waltz_core.config.settings import LoadedConfig, load
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -31,7 +31,7 @@ _directory = click.option(
 )
 
 
-def _fixed(function: VerbFunction) -> VerbFunction:
+def _fixed(function: SubcommandFunction) -> SubcommandFunction:
     docs = {each.name: each.metadata["doc"] for each in fields(LocalConfig)}
     for flag, name in reversed(FIXED_OPTIONS.items()):
         text = f"{docs[name]} [default: {getattr(LocalConfig(), name)}]"
@@ -39,7 +39,7 @@ def _fixed(function: VerbFunction) -> VerbFunction:
     return function
 
 
-@verb
+@subcommand
 @options.config_file
 @_fixed
 @click.option(
@@ -108,7 +108,7 @@ def up(
     return 0
 
 
-def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
+def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfig]) -> None:
     """Raise BadConfig if counts or ports differ from those of the directory's cluster."""
     if not cluster.exists():
         return
@@ -129,13 +129,13 @@ def _check_created_with(cluster: LocalCluster, settings: Loaded[LocalConfig]) ->
 
 def _settings(
     directory: Path | None, config: Path | None = None, flags: dict[str, str | None] | None = None
-) -> Loaded[LocalConfig]:
+) -> LoadedConfig[LocalConfig]:
     """Return the settings of file, environment and flags, with sources; raises BadConfig."""
     flags = {**(flags or {}), "directory": None if directory is None else str(directory)}
     return load(LocalConfig, path=config, environment=os.environ, flags=flags)
 
 
-@verb
+@subcommand
 @options.as_json
 @_directory
 def status(*, as_json: bool, directory: Path | None) -> int:
@@ -153,7 +153,7 @@ def status(*, as_json: bool, directory: Path | None) -> int:
     return 0 if all(row[1] == "up" for row in rows) else 1
 
 
-@verb
+@subcommand
 @click.option("--keep-zookeeper", is_flag=True, help="stop only servers and storages")
 @_directory
 def down(*, keep_zookeeper: bool, directory: Path | None) -> int:

@@ -17,22 +17,30 @@ import click
 
 from waltz_core import __version__
 from waltz_core.cli.output import print_error, print_result
-from waltz_core.cli.verbs import USAGE_ERROR, LazyVerb, Noun, explanation, sentence
+from waltz_core.cli.subcommands import (
+    USAGE_ERROR,
+    CommandGroup,
+    LazySubcommand,
+    explanation,
+    sentence,
+)
 from waltz_core.errors import BadConfig, WaltzError
 
 
-class NounEntry(NamedTuple):
-    """A noun: its line of help, its verbs with theirs, and examples to copy."""
+class GroupEntry(NamedTuple):
+    """A group: its line of help, its subcommands with theirs, and examples to copy."""
 
     text: str
-    verbs: Mapping[str, Mapping[str, str]] | str  # module -> verb -> text; or its module alone
+    subcommands: (
+        Mapping[str, Mapping[str, str]] | str
+    )  # module -> subcommand -> text; or its module alone
     examples: Sequence[str] = ()
-    aliases: Mapping[str, str] = {}  # name in Waltz 0.13 -> verb
-    nouns: Mapping[str, str] = {}  # first word of a verb of two words -> its line of help
+    aliases: Mapping[str, str] = {}  # name in Waltz 0.13 -> subcommand
+    groups: Mapping[str, str] = {}  # first word of a subcommand of two words -> its line of help
 
 
-NOUNS: Mapping[str, NounEntry] = {
-    "local": NounEntry(
+GROUPS: Mapping[str, GroupEntry] = {
+    "local": GroupEntry(
         "run a whole cluster on this machine: up, status, down",
         {
             "local_command": {
@@ -48,7 +56,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "local down",
         ),
     ),
-    "cluster": NounEntry(
+    "cluster": GroupEntry(
         "create, show, check and change a cluster: its storages, replicas and preferred owners",
         {
             "cluster.cluster_command": {
@@ -56,7 +64,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "show": "show the servers, storages and partitions of a cluster",
                 "protect": "restrict access to the cluster's znodes to the users in the auth file",
             },
-            "cluster.cluster_roots": {
+            "cluster.cluster_list": {
                 "list": "list the clusters in a ZooKeeper, or below one of its znodes",
                 "show-key": "print the cluster key, the ID of the cluster that every storage has",
                 "delete": (
@@ -91,7 +99,7 @@ NOUNS: Mapping[str, NounEntry] = {
                 "unprefer": "remove a server's preference for some partitions",
                 "audit": "list the changes by commands: user, time and outcome",
             },
-            "cluster.cluster_rescue": {
+            "cluster.cluster_disaster_recovery": {
                 "accept-replicas": "accept one replica's log if there is no trusted quorum",
                 "rebuild-metadata": "rebuild the znodes of a cluster from the data of its storages",
             },
@@ -107,7 +115,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "unassign-partition": "remove-replica",
         },
     ),
-    "doctor": NounEntry(
+    "doctor": GroupEntry(
         "report problems of a cluster, and the commands that repair them",
         "doctor.doctor_command",
         (
@@ -115,7 +123,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "doctor --json --timeout-s 10",
         ),
     ),
-    "storage": NounEntry(
+    "storage": GroupEntry(
         "run a storage, administer storages",
         {
             "storage.storage_run": {
@@ -151,7 +159,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "storage scrub --admin s1:15281 --partition 0-15",
         ),
     ),
-    "server": NounEntry(
+    "server": GroupEntry(
         "run a server, list servers, choose which partitions they own",
         {
             "server.server_run": {
@@ -174,7 +182,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "server metrics server1:15182 --match high_water_mark",
         ),
     ),
-    "access": NounEntry(
+    "access": GroupEntry(
         "show and change the permissions and tokens of principals",
         {
             "access.access_grants": {
@@ -210,12 +218,12 @@ NOUNS: Mapping[str, NounEntry] = {
             "access token create spark-etl --file etl.token --connect zk1:2181/waltz/payments",
             "access check spark-etl append --partition 7 --connect zk1:2181/waltz/payments",
         ),
-        nouns={
+        groups={
             "group": "change the groups of principals",
             "token": "create and revoke tokens",
         },
     ),
-    "archive": NounEntry(
+    "archive": GroupEntry(
         "show, verify, repair and expire the transactions in the object store",
         {
             "archive.archive_status": {
@@ -238,7 +246,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "archive unpin 5f1c3f0e-7d6b-4a5e-9f0b-0c6d8f2a1b44 --connect zk1:2181/waltz/payments",
         ),
     ),
-    "disk": NounEntry(
+    "disk": GroupEntry(
         "show and verify the files of a storage, rebuild an index",
         {
             "disk.disk_control": {
@@ -260,7 +268,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "disk dump-segment /var/lib/waltz -p 0 --first 41",
         ),
     ),
-    "zookeeper": NounEntry(
+    "zookeeper": GroupEntry(
         "run the ZooKeeper that comes with PySpark",
         {
             "zookeeper_command": {
@@ -271,7 +279,7 @@ NOUNS: Mapping[str, NounEntry] = {
             },
         },
     ),
-    "client": NounEntry(
+    "client": GroupEntry(
         "append, read and watch transactions; check the guarantees of the log",
         {
             "client.client_command": {
@@ -297,7 +305,7 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
-    "follow": NounEntry(
+    "follow": GroupEntry(
         "keep a Delta table equal to the log, exactly once",
         "client.follow_command",
         (
@@ -305,7 +313,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "follow /lake/t --connect zk1:2181/w --key id --column id:int64 --until now",
         ),
     ),
-    "config": NounEntry(
+    "config": GroupEntry(
         "show every setting and where its value comes from",
         {
             "config_command": {
@@ -314,17 +322,17 @@ NOUNS: Mapping[str, NounEntry] = {
             },
         },
     ),
-    "backup": NounEntry(
+    "backup": GroupEntry(
         "save one consistent point in the log of all partitions, while the cluster runs",
         "backup.backup_command",
         ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
     ),
-    "restore": NounEntry(
+    "restore": GroupEntry(
         "create a cluster from a backup and the archive",
         "backup.restore_command",
         ("restore --connect zk1:2181/w --backup monday --archive s3://bucket/w --storage s1:1:2",),
     ),
-    "bench": NounEntry(
+    "bench": GroupEntry(
         "run a benchmark and print its results as one JSON line",
         "bench_command",
         (
@@ -360,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_result(OVERVIEW)
         return USAGE_ERROR
     try:
-        # Loading a verb takes most of a second: ctrl-C is handled from here on.
+        # Loading a subcommand takes most of a second: ctrl-C is handled from here on.
         return run(words)
     except WaltzError as error:
         print_error(f"waltz-core: {error}")
@@ -388,7 +396,7 @@ def run(words: list[str]) -> int:
         return USAGE_ERROR
 
 
-@click.group(cls=Noun, context_settings={"max_content_width": HELP_WIDTH_MAX})
+@click.group(cls=CommandGroup, context_settings={"max_content_width": HELP_WIDTH_MAX})
 @click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")
 @click.option(
     "--logging",
@@ -401,29 +409,34 @@ def program(logging_path: Path | None) -> None:
     _start_logging(logging_path)
 
 
-def _command(name: str, entry: NounEntry) -> click.Command:
-    if isinstance(entry.verbs, str):
-        return LazyVerb(name, entry.verbs, entry.text, examples=entry.examples)
-    noun = Noun(name, help=sentence(entry.text), short_help=entry.text)
-    noun.examples = entry.examples
-    older = {verb: alias for alias, verb in entry.aliases.items()}
+def _command(name: str, entry: GroupEntry) -> click.Command:
+    if isinstance(entry.subcommands, str):
+        return LazySubcommand(name, entry.subcommands, entry.text, examples=entry.examples)
+    group = CommandGroup(name, help=sentence(entry.text), short_help=entry.text)
+    group.examples = entry.examples
+    older = {subcommand: alias for alias, subcommand in entry.aliases.items()}
     inner = {
-        word: Noun(word, help=sentence(text), short_help=text) for word, text in entry.nouns.items()
+        word: CommandGroup(word, help=sentence(text), short_help=text)
+        for word, text in entry.groups.items()
     }
-    for module, verbs in entry.verbs.items():
-        for verb, text in verbs.items():
-            first, _, rest = verb.partition(" ")
+    for module, subcommands in entry.subcommands.items():
+        for subcommand, text in subcommands.items():
+            first, _, rest = subcommand.partition(" ")
             if rest:
-                inner[first].add_command(LazyVerb(rest, module, text, verb=verb))
-                noun.add_command(inner[first])
+                inner[first].add_command(LazySubcommand(rest, module, text, subcommand=subcommand))
+                group.add_command(inner[first])
                 continue
-            noun.add_command(LazyVerb(verb, module, text))
-            if verb in older:
-                noun.add_command(LazyVerb(older[verb], module, text, verb=verb, hidden=True))
-    return noun
+            group.add_command(LazySubcommand(subcommand, module, text))
+            if subcommand in older:
+                group.add_command(
+                    LazySubcommand(
+                        older[subcommand], module, text, subcommand=subcommand, hidden=True
+                    )
+                )
+    return group
 
 
-for _name, _entry in NOUNS.items():
+for _name, _entry in GROUPS.items():
     program.add_command(_command(_name, _entry))
 
 

@@ -34,7 +34,7 @@ class ProgressLine:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             self._begin_s = time.monotonic() + SHOW_AFTER_S
-            with suppress(RuntimeError):  # a verb without a loop
+            with suppress(RuntimeError):  # a subcommand without a loop
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
         return self

@@ -1,8 +1,8 @@
-"""The options and arguments of several verbs, each declared once.
+"""The options and arguments of several subcommands, each declared once.
 
 Rules:
     1. A name of an earlier version is accepted and not shown (`older`).
-    2. `@gathered(Kind)` passes the values of several options to a verb as one `Kind`.
+    2. `@gathered(Kind)` passes the values of several options to a subcommand as one `Kind`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 from click.decorators import FC
 
-from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.config.settings import nearest
 
 CONNECT_EXAMPLE: Final = "zk1:2181,zk2:2181/waltz/payments"
@@ -24,7 +24,7 @@ PATH: Final = click.Path(path_type=Path)
 
 
 class ExplainedArgument(click.Argument):
-    """An argument with a text in the help of its verb."""
+    """An argument with a text in the help of its subcommand."""
 
     def __init__(self, names: list[str], *, help: str, **rest: Any) -> None:  # noqa: A002, ANN401
         super().__init__(names, **rest)
@@ -80,7 +80,7 @@ def timeout_s(
     older: str = "--timeout",
     name: str = "timeout_s",
 ) -> Callable[[FC], FC]:
-    """Declare the timeout of a verb."""
+    """Declare the timeout of a subcommand."""
     return click.option(
         "--timeout-s",
         name,
@@ -94,7 +94,7 @@ def timeout_s(
 
 
 def wait_s(function: FC) -> FC:
-    """Declare the timeout of a verb that waits for ZooKeeper only."""
+    """Declare the timeout of a subcommand that waits for ZooKeeper only."""
     what = "seconds to wait for ZooKeeper"
     return timeout_s(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
 
@@ -129,10 +129,10 @@ tls = click.option(
 )
 
 
-def gather_options(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
-    """Pass the options that are fields of `kind` to the verb as one value, its first argument."""
+def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], SubcommandFunction]:
+    """Pass the options that are fields of `kind` to the subcommand, as its first argument."""
 
-    def decorate(function: VerbFunction) -> VerbFunction:
+    def decorate(function: SubcommandFunction) -> SubcommandFunction:
         @functools.wraps(function)
         def run(**words: Any) -> object:  # noqa: ANN401 - what click has parsed
             given = {name: words.pop(name) for name in kind.__annotations__ if name in words}
@@ -144,7 +144,7 @@ def gather_options(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
 
 
 def files(what: str) -> Callable[[FC], FC]:
-    """Declare the files of a verb of `disk`, and `--json`."""
+    """Declare the files of a subcommand of `disk`, and `--json`."""
     path = argument("path", "PATH", what, type=PATH)
     chosen = click.option(
         "-p",

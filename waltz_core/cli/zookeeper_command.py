@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig
 from waltz_core.local import zookeeper_process
 
 
-@verb
+@subcommand
 @click.option(
     "--config",
     type=options.PATH,

@@ -22,7 +22,7 @@ from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.model.compression import Zstd
 from waltz_core.client.model.decorator import transactional
-from waltz_core.client.model.predecessors import FollowedState, Predecessor
+from waltz_core.client.model.predecessors import PipelinedState, Predecessor
 from waltz_core.client.model.serializers import BYTES, JSON, MSGPACK, Serializer
 from waltz_core.client.model.transaction import (
     AsyncTransaction,
@@ -65,7 +65,7 @@ __all__ = [
     "DecryptedColumn",
     "DecryptedPayload",
     "Encryption",
-    "FollowedState",
+    "PipelinedState",
     "PoisonPolicy",
     "Predecessor",
     "Protobuf",

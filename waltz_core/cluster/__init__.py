@@ -31,7 +31,7 @@ Everything but R/x has the bytes of Waltz 0.13, so that 0.13 clients and tools c
 root; they ignore the nodes below R/x.
 
 Ownership of a partition. Each server creates its node `s_N`. When the set of servers changes, the
-child version of R/serverDescriptors changes with it, and the lead server (the one with the smallest
+child version of R/serverDescriptors changes with it, and the leader (the one with the smallest
 ID) writes an assignment that carries this version. All other processes wait until both versions are
 equal: only then does the assignment name exactly the live servers. A partition that moves gets the
 next generation. Two servers may assume for a moment that they own the same partition; the
@@ -39,6 +39,6 @@ compare-and-set on R/store/partition/P, with which each session begins, decides.
 
 Start reading with `coordinator.py`: it has all operations of servers, storages, clients and
 commands. `znodes/` has paths, values and the interface to ZooKeeper, `membership/` the live servers
-and the assignment, `change/` the changes by commands, `zookeeper/` the sessions. `writes.py` has
-exactly-once writes.
+and the assignment, `change/` the changes by commands, `zookeeper/` the sessions.
+`write_registry.py` has exactly-once writes.
 """

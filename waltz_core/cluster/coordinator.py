@@ -34,7 +34,7 @@ from waltz_core.cluster.membership.issued_ids import IssuedIds
 from waltz_core.cluster.membership.loads import PublishedLoads
 from waltz_core.cluster.membership.reachability import PublishedReachability
 from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
-from waltz_core.cluster.writes import WriteRegistry
+from waltz_core.cluster.write_registry import WriteRegistry
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import (
     NO_NODE,
@@ -42,7 +42,7 @@ from waltz_core.cluster.znodes.interface import (
     Node,
     Operation,
     SessionState,
-    Set,
+    SetNode,
     Signal,
     StateCallback,
     Znodes,
@@ -111,7 +111,7 @@ class Coordinator:
         self.storages = StorageChanges(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = PublishedLoads(self._nodes)
-        self.reach = PublishedReachability(self._nodes)
+        self.reachability = PublishedReachability(self._nodes)
         self.permissions = StoredPermissions(self._nodes)
         self._applied = AppliedRevisions(self._nodes)
         self.paths = self._nodes.paths
@@ -141,7 +141,7 @@ class Coordinator:
         after two session timeouts an operator should look.
         """
         limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
-        return self._nodes.contact.disconnected_ms < limit_ms
+        return self._nodes.connection_history.disconnected_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
         """Call back, on the event loop, at each change of the session's state."""
@@ -291,7 +291,7 @@ class Coordinator:
                 )
             try:
                 await self._znodes.write(
-                    [Set(path, model.encode_id(last_id + 1), node.stat.version)]
+                    [SetNode(path, model.encode_id(last_id + 1), node.stat.version)]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 continue  # An ID that may have been allocated is skipped.
@@ -313,7 +313,7 @@ class Coordinator:
             node = await self._nodes.require(path)
             if decode_node(path, node, model.decode_id) >= client_id:
                 return await self._membership.raise_generations(generations)
-            step = Set(path, model.encode_id(client_id), node.stat.version)
+            step = SetNode(path, model.encode_id(client_id), node.stat.version)
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
@@ -366,12 +366,12 @@ class Coordinator:
         if expected.metadata == NO_NODE:
             # The metadata of 0.13 is empty at first, too: the first session is version 1.
             steps.append(CreateNode(path, model.EMPTY_METADATA.to_bytes(partition_id)))
-        steps.append(Set(path, data, max(expected.metadata, 0)))
+        steps.append(SetNode(path, data, max(expected.metadata, 0)))
         marker_path = self.paths.marker(partition_id)
         if expected.marker == NO_NODE:
             steps.append(CreateNode(marker_path, marker.to_bytes()))
         else:
-            steps.append(Set(marker_path, marker.to_bytes(), expected.marker))
+            steps.append(SetNode(marker_path, marker.to_bytes(), expected.marker))
         *_, metadata_version, marker_version = await self._znodes.write(steps)
         return PartitionVersions(metadata_version, marker_version)
 
@@ -407,7 +407,7 @@ class Coordinator:
             new = change(old)
             check_replica_change(old, new, partition_count)
             try:
-                await self._znodes.write([Set(path, new.to_bytes(), node.stat.version)])
+                await self._znodes.write([SetNode(path, new.to_bytes(), node.stat.version)])
             except errors.CoordinatorConflict:
                 continue
             return new
@@ -516,7 +516,7 @@ class Coordinator:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow_servers` registers the
-        same server ID again. From now on it also fulfills the lead server's duty whenever this
+        same server ID again. From now on it also fulfills the leader's duty whenever this
         process has the smallest live server ID.
         """
         await self._membership.register(descriptor)
@@ -526,13 +526,13 @@ class Coordinator:
         await self._membership.prefer(descriptor)
 
     def keep_assignment(self) -> None:
-        """From now on, as the lead, keep the assignment: partitions move by load."""
+        """From now on, as the leader, keep the assignment: partitions move by load."""
         self._membership.keeps_all = True
 
     async def move_partitions(
         self, seen: ServersView, moves: Mapping[PartitionId, ServerId]
     ) -> bool:
-        """As the lead, move partitions; return False if servers or ownership have changed."""
+        """As the leader, move partitions; return False if servers or ownership have changed."""
         return await self._membership.move(seen, moves)
 
     async def unregister_server(self) -> None:

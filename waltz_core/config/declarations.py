@@ -588,7 +588,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "The number of the group of storages in which this server runs. The server prefers "
         "storages of this group for reads. -1: it reads from all storages in turn."
     )
-    partition_fetches_max: int = setting(
+    partition_storage_reads_max: int = setting(
         8,
         "Maximum number of concurrent reads from storages for one partition.",
         minimum=1,
@@ -792,7 +792,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         'each key, or a function "module:function". If it is empty, the client neither '
         "encrypts nor decrypts payloads.",
     )
-    encryption_key: str = setting(
+    encryption_key_id: str = setting(
         "",
         "The ID of the key with which the client encrypts payloads, unless an append names "
         "another key. If it is empty, these payloads are not encrypted.",
@@ -808,7 +808,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         super().validate()
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
-        for name in ("encryption_key", "encryption_required"):
+        for name in ("encryption_key_id", "encryption_required"):
             if getattr(self, name) and not self.encryption_keys:
                 raise BadConfig(
                     f"setting {name} requires setting encryption_keys, which is not set"

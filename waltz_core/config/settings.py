@@ -93,7 +93,7 @@ class ShownSetting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[ConfigT]):
+class LoadedConfig(Generic[ConfigT]):
     """A configuration, and the origin of each setting that is not the default."""
 
     config: ConfigT
@@ -115,7 +115,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Value | None] | None = None,
-) -> Loaded[ConfigT]:
+) -> LoadedConfig[ConfigT]:
     """Load a configuration (rule 1). A flag that is None was not given.
 
     Raises:
@@ -144,7 +144,7 @@ def load(
     for name, each in known.items():
         if each.metadata["example"] and not values.get(name):
             raise BadConfig(_missing(config_type, name))
-    return Loaded(config_type(**values), origins)
+    return LoadedConfig(config_type(**values), origins)
 
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:

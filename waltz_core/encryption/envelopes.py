@@ -211,7 +211,7 @@ class _DecryptionCall:
         self._keys = keys
         self._partition = partition
         self._is_required = is_required
-        self._heads: dict[bytes, _Head | str] = {}
+        self._heads: dict[bytes, _CallCipher | str] = {}
 
     def decrypt(self, data: bytes, header: int) -> DecryptedPayload:
         if data[: len(MAGIC)] != MAGIC:
@@ -237,13 +237,13 @@ class _DecryptionCall:
         except self._invalid_tag:
             return DecryptedPayload(None, found.mismatch)
 
-    def _head(self, head: bytes) -> "_Head | str":
+    def _head(self, head: bytes) -> "_CallCipher | str":
         found = self._heads.get(head)
         if found is None:
             found = self._heads[head] = self._found(head)
         return found
 
-    def _found(self, head: bytes) -> "_Head | str":
+    def _found(self, head: bytes) -> "_CallCipher | str":
         """Return the derived key of the envelopes with a head, or the reason why there is none."""
         encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
         key_id = _key_id_of(encoded_key_id)
@@ -256,10 +256,10 @@ class _DecryptionCall:
             f"the payload cannot be decrypted with key {key_id!r}: the payload was changed "
             "or copied from another transaction, or the key was replaced"
         )
-        return _Head(key.derived(salt), encoded_key_id, mismatch)
+        return _CallCipher(key.derived(salt), encoded_key_id, mismatch)
 
 
-class _Head(NamedTuple):
+class _CallCipher(NamedTuple):
     """What the envelopes of one call have in common; `mismatch` is the reason for a wrong tag."""
 
     aead: "AESGCM"

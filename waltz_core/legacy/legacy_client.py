@@ -114,7 +114,7 @@ LegacyResponse: TypeAlias = ClientMessage | Frames | EndConnection | Inexpressib
 
 
 @dataclass(slots=True)
-class _Mount:
+class _LegacyMount:
     """The latest mount of a partition on this connection; `is_ready` between READY and its end."""
 
     req_id: ReqId
@@ -129,7 +129,7 @@ class LegacyClientAdapter:
     def __init__(self, version: int) -> None:
         assert version <= VERSION_MAX
         self._version = version
-        self._mounts: dict[PartitionId, _Mount] = {}
+        self._mounts: dict[PartitionId, _LegacyMount] = {}
         # When the end of a partition's mount was last reported, if it has no mount now (rule 5).
         self._ended_s: dict[PartitionId, float] = {}
         self._ends_soon = False
@@ -154,7 +154,7 @@ class LegacyClientAdapter:
                     "mount request: expected a high-water mark of -1 or more, found "
                     f"{message.client_high_water_mark}"
                 )
-            self._mounts[partition_id] = _Mount(message.req_id)
+            self._mounts[partition_id] = _LegacyMount(message.req_id)
         if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
             return (
                 None

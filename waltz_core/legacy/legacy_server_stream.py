@@ -2,7 +2,7 @@
 
 A 0.13 server acknowledges nothing and never answers some requests, so the outcome of an append is
 inferred from the feed. This module and `legacy_server_appends.py` contain all such inferences; the
-stream and the monitor do not know of them (docs/design/wire-format.md 2, decision 022).
+stream and the outcome tracker do not know of them (docs/design/wire-format.md 2, decision 022).
 
 Rules (1 to 3 and 7: `legacy_server_appends.py`):
     4. That other rows are not in the log is inferred from a mark of the server that the feed has

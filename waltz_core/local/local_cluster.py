@@ -124,8 +124,8 @@ class Member:
 
 
 @dataclass(slots=True)
-class State:
-    """What `cluster.json` holds."""
+class SavedState:
+    """The content of `cluster.json`."""
 
     root: str
     partition_count: int
@@ -200,7 +200,7 @@ class LocalCluster:
         self._tls = "" if tls is None else str(tls.absolute())
         self._archive_url = archive_url
         self._settings = settings or {}
-        self._state: State | None = None
+        self._state: SavedState | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._held: list[socket.socket] = []
 
@@ -406,7 +406,7 @@ class LocalCluster:
                 ) from None
             yield
 
-    def _loaded(self) -> State:
+    def _loaded(self) -> SavedState:
         if self._state is None:
             path = self.directory / STATE_FILE
             try:
@@ -414,7 +414,7 @@ class LocalCluster:
                 members = [Member(**entry) for entry in raw["members"]]
                 host = raw.get("host", LOOPBACK)
                 files = [raw.get(name, "") for name in ("auth_file", "tls")]
-                self._state = State(raw["root"], raw["partition_count"], members, host, *files)
+                self._state = SavedState(raw["root"], raw["partition_count"], members, host, *files)
                 self._state.port_base = raw.get("port_base", 0)
                 self._state.archive_url = raw.get("archive_url", "")
             except FileNotFoundError:
@@ -457,7 +457,7 @@ class LocalCluster:
         for member in members[zookeepers:]:
             member.http_port = port(None)
         files = (self._auth_file, self._tls)
-        self._state = State(
+        self._state = SavedState(
             ROOT_DEFAULT, partitions, members, self._host, *files, port_base=self._port_base
         )
         self._save()

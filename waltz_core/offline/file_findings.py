@@ -25,7 +25,7 @@ class FileFinding(NamedTuple):
     what: str
 
 
-class Findings:
+class VerificationFindings:
     """All findings of a verification."""
 
     def __init__(self, limit: int) -> None:
@@ -56,7 +56,7 @@ class Findings:
 class FileFindings:
     """Collects the findings of one file."""
 
-    def __init__(self, findings: Findings, path: str) -> None:
+    def __init__(self, findings: VerificationFindings, path: str) -> None:
         self._findings = findings
         self._path = path
 

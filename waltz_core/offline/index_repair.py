@@ -137,7 +137,7 @@ def _good_header(file: File, path: Path, first: int) -> bytes:
     return data
 
 
-class _Part(NamedTuple):
+class _IndexPart(NamedTuple):
     """Entries of the new index from a position on; kept ones are of records that cannot be read."""
 
     position: int
@@ -145,12 +145,12 @@ class _Part(NamedTuple):
     is_kept: bool
 
 
-def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
+def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
     """Return the entries of the new index, part by part."""
     for part in walk(file, first):
         position = part.first - first
         if not isinstance(part, Gap):
-            yield _Part(
+            yield _IndexPart(
                 position, np.array(part.bounds[:-1], dtype=np.int64) + part.offset, is_kept=False
             )
             continue
@@ -159,11 +159,11 @@ def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
             kept = old.read(position, count)
             if kept.size != count or not _is_plausible(kept, part):
                 kept = np.full(count, part.offset, dtype=np.int64)
-            yield _Part(position, kept, is_kept=True)
+            yield _IndexPart(position, kept, is_kept=True)
             continue
         kept = old.read(position, old.count)
         if kept.size and _is_plausible(kept, part):
-            yield _Part(position, kept, is_kept=True)
+            yield _IndexPart(position, kept, is_kept=True)
 
 
 def _is_plausible(entries: I64, gap: Gap) -> bool:
@@ -173,7 +173,7 @@ def _is_plausible(entries: I64, gap: Gap) -> bool:
     )
 
 
-def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) -> Repaired:
+def _compare(path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIndex) -> Repaired:
     count = wrong = kept = 0
     for part in parts:
         size = int(part.offsets.size)
@@ -190,7 +190,7 @@ def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) 
     return Repaired(path, count, old.count, wrong, kept)
 
 
-def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_Part]) -> None:
+def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPart]) -> None:
     """Replace the old index by a new one, durably (rule 1)."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     file = disk.open(temporary, create=True)

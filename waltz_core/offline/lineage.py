@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from waltz_core.offline.file_findings import Findings, records_text
+from waltz_core.offline.file_findings import VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, ReadableFile, segment_path
 from waltz_core.offline.layout import (
     BATCH_BYTES,
@@ -83,7 +83,7 @@ class ChainCheck:
         directory: Path,
         firsts: list[int],
         start: BatchesEnd,
-        findings: Findings,
+        findings: VerificationFindings,
         is_wrong: Callable[[int], bool],
         ends: frozenset[int],
     ) -> None:

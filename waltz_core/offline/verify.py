@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from waltz_core.errors import BadRequest
-from waltz_core.offline.file_findings import Findings
+from waltz_core.offline.file_findings import VerificationFindings
 from waltz_core.offline.files import (
     chosen,
     first_ids_in,
@@ -36,7 +36,7 @@ class Verified(NamedTuple):
 
     path: Path
     logs: dict[int, FoundLog]
-    findings: Findings
+    findings: VerificationFindings
     seconds: float
 
 
@@ -48,7 +48,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
         DiskFailed: a storage runs on it, or a file cannot be read.
     """
     began = time.perf_counter()
-    findings = Findings(limit)
+    findings = VerificationFindings(limit)
     with locked_shared(path):
         if path.is_file() and first_of(path.name) is not None:
             logs = {-1: verify_segment(path, findings)}
@@ -65,7 +65,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
 
 
 def _verify_storage(
-    directory: Path, partitions: list[int] | None, findings: Findings
+    directory: Path, partitions: list[int] | None, findings: VerificationFindings
 ) -> dict[int, FoundLog]:
     control = read_control(directory / CONTROL_NAME)
     check_control(control, findings)
@@ -80,7 +80,7 @@ def _verify_storage(
     return logs
 
 
-def _check_assignment(control: Control, here: list[int], findings: Findings) -> None:
+def _check_assignment(control: Control, here: list[int], findings: VerificationFindings) -> None:
     for number, entry in enumerate(control.entries):
         if is_assigned(entry) and number not in here:
             session = -1 if entry.info is None else entry.info.session
@@ -103,7 +103,7 @@ def _check_assignment(control: Control, here: list[int], findings: Findings) -> 
             )
 
 
-def _verify_partition(directory: Path, findings: Findings) -> dict[int, FoundLog]:
+def _verify_partition(directory: Path, findings: VerificationFindings) -> dict[int, FoundLog]:
     """Verify a partition's directory, with its storage's control file if it is in a storage."""
     parent = directory.absolute().parent
     if not directory.absolute().name.isdecimal():
@@ -114,7 +114,7 @@ def _verify_partition(directory: Path, findings: Findings) -> dict[int, FoundLog
 
 
 def _verify_one(
-    directory: Path, number: int, control: Control | None, findings: Findings
+    directory: Path, number: int, control: Control | None, findings: VerificationFindings
 ) -> FoundLog:
     expected = expected_log(directory, number, control, findings)
     seen = verify_log(directory / str(number), expected, findings)

@@ -18,7 +18,7 @@ Rules:
 from pathlib import Path
 from typing import NamedTuple
 
-from waltz_core.offline.file_findings import FileFindings, Findings
+from waltz_core.offline.file_findings import FileFindings, VerificationFindings
 from waltz_core.offline.files import read_all
 from waltz_core.offline.layout import (
     ASSIGNED,
@@ -81,7 +81,7 @@ def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
 # the storage
 
 
-def check_control(control: Control | None, findings: Findings) -> None:
+def check_control(control: Control | None, findings: VerificationFindings) -> None:
     """Report the errors of the control file."""
     report = findings.in_file(CONTROL_NAME)
     if control is None:
@@ -110,7 +110,7 @@ def check_control(control: Control | None, findings: Findings) -> None:
                 )
 
 
-def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
+def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool) -> None:
     """Report the errors of `waltz-x.id`; Waltz 0.13 has none."""
     report = findings.in_file(ID_NAME)
     data = read_all(directory / ID_NAME)
@@ -128,7 +128,7 @@ def check_id(directory: Path, findings: Findings, *, has_slots: bool) -> None:
 
 
 def expected_log(
-    directory: Path, number: int, control: Control | None, findings: Findings
+    directory: Path, number: int, control: Control | None, findings: VerificationFindings
 ) -> ExpectedLog:
     """Return what the control files state of a partition; report their errors."""
     report = findings.in_file(f"{number}/{SLOTS_NAME}")
@@ -217,7 +217,10 @@ def _check_slots(
 
 
 def compare(
-    expected: ExpectedLog, entry: ControlEntry | None, seen: FoundLog, findings: Findings
+    expected: ExpectedLog,
+    entry: ControlEntry | None,
+    seen: FoundLog,
+    findings: VerificationFindings,
 ) -> None:
     """Report where the log contradicts the control files."""
     info = entry.info if entry is not None else None

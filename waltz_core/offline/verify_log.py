@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from waltz_core.offline.file_findings import Findings, records_text
+from waltz_core.offline.file_findings import VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, first_ids_in, names_in, segment_path
 from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import BatchesEnd, ChainCheck, batches_of, header_of
@@ -26,12 +26,12 @@ _LOCK_NAMES: Final = {"waltz-x.lck", "waltz-x.lck.old"}
 _SUFFIXES: Final = (".seg", ".idx", ".chn")
 
 
-def verify_log(directory: Path, expected: ExpectedLog, findings: Findings) -> FoundLog:
+def verify_log(directory: Path, expected: ExpectedLog, findings: VerificationFindings) -> FoundLog:
     """Verify the log in a partition's directory."""
     return _LogCheck(directory, expected, findings).run()
 
 
-def verify_segment(path: Path, findings: Findings) -> FoundLog:
+def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
     """Verify one segment, without its batches: their chain begins in the preceding segment."""
     seen = FoundLog()
     SegmentCheck(
@@ -54,7 +54,9 @@ def has_batches(directory: Path) -> bool:
 
 
 class _LogCheck:
-    def __init__(self, directory: Path, expected: ExpectedLog, findings: Findings) -> None:
+    def __init__(
+        self, directory: Path, expected: ExpectedLog, findings: VerificationFindings
+    ) -> None:
         self._directory = directory
         self._expected = expected
         self._findings = findings

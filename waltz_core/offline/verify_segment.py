@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from waltz_core.offline.file_findings import FileFindings, Findings, records_text
+from waltz_core.offline.file_findings import FileFindings, VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, segment_path
 from waltz_core.offline.layout import (
     CHAIN_HEADER_BYTES,
@@ -90,7 +90,7 @@ class SegmentCheck:
         *,
         next_first: int | None,
         expected: ExpectedLog,
-        findings: Findings,
+        findings: VerificationFindings,
         seen: FoundLog,
         chain: ChainCheck | None,
         is_wrong: Callable[[int], bool],

@@ -294,11 +294,11 @@ class _Cluster:
         if not cluster.servers:
             self._report("no-server", "servers", start=self._case.start("server"))
             return
-        lead = cluster.servers[min(cluster.servers)]
+        leader = cluster.servers[min(cluster.servers)]
         if not cluster.is_settled:
-            if not lead.failure:  # a failure is a finding of its own, with the same command
-                start = self._case.start("server", lead.address)
-                self._report("assignment-stale", lead.address, server=lead.address, start=start)
+            if not leader.failure:  # a failure is a finding of its own, with the same command
+                start = self._case.start("server", leader.address)
+                self._report("assignment-stale", leader.address, server=leader.address, start=start)
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:

@@ -159,7 +159,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "assignment-stale",
             "ZooKeeper's assignment of partitions does not match the running servers: the "
-            "lead server {server} has not written a new assignment. Hint: stop its process "
+            "leader {server} has not written a new assignment. Hint: stop its process "
             "and start it again.",
             _START,
         ),

@@ -46,7 +46,7 @@ from waltz_core.machine import Report, earliest
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
     Batch,
@@ -70,8 +70,8 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 
-# The ticket of its requests; `Repairs` has those from 0 on.
-ARCHIVE_TICKET: Final = -3
+# The correlation_id of its requests; `RepairRunner` has those from 0 on.
+ARCHIVE_CORRELATION_ID: Final = -3
 ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
 # A single call of an object store, which shows no progress, may take this long.
@@ -169,7 +169,7 @@ class _Lag:
 class SessionArchiver:
     """The archive of one session. `wanted` is the mark to write to ZooKeeper, if any."""
 
-    def __init__(self, claim: Claim, *, outbox: list[Effect], limits: SessionLimits) -> None:
+    def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
         self.recorded = claim.archived
         self.wanted: ArchivedMark | None = None
         self.is_checked = claim.archived is None  # rule 2
@@ -241,7 +241,7 @@ class SessionArchiver:
     def _check_next(self, now_ms: int) -> None:
         first = TransactionId(self.last + 1)
         self._unchecked[0].send_request(
-            LineageRequest, first, first, now_ms=now_ms, ticket=ARCHIVE_TICKET
+            LineageRequest, first, first, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
     def _checked(self, answer: LineageResponse, now_ms: int) -> None:
@@ -328,7 +328,9 @@ class SessionArchiver:
         chain = GENESIS_CHAIN if recorded is None else recorded.chain
         manifest = ("", 0) if recorded is None else (recorded.manifest, recorded.manifest_crc)
         fields = (self._attempt_count, first, committed, chain, *manifest)
-        each.send_request(ArchiveRange, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+        each.send_request(
+            ArchiveRange, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
+        )
 
     def _collect(
         self,
@@ -357,7 +359,9 @@ class SessionArchiver:
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, each.replica, first, now_ms, is_collection=True)
         fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
-        each.send_request(CollectGarbage, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+        each.send_request(
+            CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
+        )
 
     def _collected(self, notice: GarbageCollected, now_ms: int) -> None:
         if notice.error:
@@ -401,7 +405,9 @@ class SessionArchiver:
         self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
-        each.send_request(ExpireObjects, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+        each.send_request(
+            ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
+        )
 
     def _objects_expired(self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int) -> None:
         """A replica has written the manifest; without one, nothing has changed."""
@@ -462,7 +468,9 @@ class SessionArchiver:
         old = (request.first, request.last, request.name)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *old, *mark)
-        each.send_request(ReplaceObject, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+        each.send_request(
+            ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
+        )
 
     def _object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written the object and the manifest; without one, nothing has changed."""
@@ -562,7 +570,11 @@ class SessionArchiver:
             if each.synced_last >= found.last:
                 attempt.is_comparing = True
                 each.send_request(
-                    LineageRequest, found.last, found.last, now_ms=now_ms, ticket=ARCHIVE_TICKET
+                    LineageRequest,
+                    found.last,
+                    found.last,
+                    now_ms=now_ms,
+                    correlation_id=ARCHIVE_CORRELATION_ID,
                 )
                 return
 
@@ -705,7 +717,9 @@ class SessionArchiver:
                 self._learned[each.replica] = recorded
                 last, chain, _, *others = recorded
                 fields = (last, chain, *others)
-                each.send_request(SetArchived, *fields, now_ms=now_ms, ticket=ARCHIVE_TICKET)
+                each.send_request(
+                    SetArchived, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
+                )
 
     def _report(self, name: str, **fields: object) -> None:
         session = ("session", self._session_id)

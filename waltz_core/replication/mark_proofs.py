@@ -29,7 +29,7 @@ class _Proof:
 
 
 class MarkProofs:
-    """The proofs that are under way in one session; their tokens are the tickets of heartbeats."""
+    """The proofs that are under way in one session; a token is the correlation ID of heartbeats."""
 
     def __init__(
         self, assigned: Sequence[ReplicaId], *, outbox: list[Effect], limits: SessionLimits
@@ -50,7 +50,7 @@ class MarkProofs:
             if (
                 each.unanswered_count < self._limits.lag_count_max
             ):  # one that hangs confirms nothing
-                each.send_request(messages.Heartbeat, now_ms=now_ms, ticket=token)
+                each.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
 
     def vote(self, token: int, replica: ReplicaId) -> None:
         """A replica knows of no later session."""

@@ -35,9 +35,9 @@ from waltz_core.records.record import (
 from waltz_core.replication.archiving import ExpiryBounds
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_claim import (
-    Claim,
     InDoubtIds,
-    View,
+    PartitionNodes,
+    SessionClaim,
     claim_over,
     is_newer,
     rejection,
@@ -70,7 +70,12 @@ from waltz_core.replication.session_events import (
     WriteMetadata,
 )
 from waltz_core.replication.session_recovery import origin_of
-from waltz_core.replication.store_session import Cause, Ending, PartitionConstants, StoreSession
+from waltz_core.replication.store_session import (
+    EndCause,
+    PartitionConstants,
+    SessionEnd,
+    StoreSession,
+)
 
 if TYPE_CHECKING:
     from random import Random
@@ -79,7 +84,7 @@ _NONCE_BYTES: Final = 16
 _NAMES_MAX: Final = 16  # number of own sessions that are remembered, to recognize them
 
 
-class _Waiting(Enum):
+class _PendingRequest(Enum):
     """The request to the coordinator that is under way."""
 
     NOTHING = auto()
@@ -118,9 +123,9 @@ class PartitionStore:
         self._replicas: tuple[ReplicaId, ...] = ()
         # The session, and the coordinator.
         self._session: StoreSession | None = None
-        self._view: View | None = None  # the nodes in ZooKeeper, if known
-        self._writing: View | None = None  # the nodes if the write under way succeeds
-        self._waiting = _Waiting.NOTHING
+        self._nodes: PartitionNodes | None = None  # the nodes in ZooKeeper, if known
+        self._writing: PartitionNodes | None = None  # the nodes if the write under way succeeds
+        self._waiting = _PendingRequest.NOTHING
         self._attempt = 0
         self._retry_at_ms: int | None = None  # when to send the next request to the coordinator
         # State that outlives sessions.
@@ -243,7 +248,7 @@ class PartitionStore:
             case Submit() | ProveMark() | ExpireArchive() | ReplaceInArchive():
                 self._use_session(event)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
-                if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
+                if event.attempt == self._attempt and self._waiting is not _PendingRequest.NOTHING:
                     self._coordinator_event(event)
             case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
                 self._ordered(event)
@@ -358,13 +363,13 @@ class PartitionStore:
         if session.ended is not None:
             self._session_ended(session, session.ended)
             return
-        if self._waiting is not _Waiting.NOTHING or self._retry_at_ms is not None:
+        if self._waiting is not _PendingRequest.NOTHING or self._retry_at_ms is not None:
             return
         states, archived = session.wanted_states(self._now_ms), session.wanted_archived
         if states is not None or archived is not None:
             self._write_states(session, states, archived)
 
-    def _session_ended(self, session: StoreSession, ending: Ending) -> None:
+    def _session_ended(self, session: StoreSession, ending: SessionEnd) -> None:
         replica = ending.replica
         if ending.promised is not None and replica is not None:
             self._promised[replica] = ending.promised
@@ -375,15 +380,15 @@ class PartitionStore:
         is_useful = session.is_useful(self._now_ms)
         self._end_session(ending.reason, ending.error_code)
         match ending.cause:
-            case Cause.STALLED:
+            case EndCause.STALLED:
                 self._release(ending.reason, for_others=True)
-            case Cause.REJECTED:
+            case EndCause.REJECTED:
                 self._final_rejection = ending.reason if ending.is_final else None
                 self._rejected(ending.reason)
-            case Cause.FENCED:
-                self._view = None
+            case EndCause.FENCED:
+                self._nodes = None
                 self._claim_after(self._pause_ms())
-            case Cause.LEFT | Cause.RETURNED:
+            case EndCause.LEFT | EndCause.RETURNED:
                 if is_useful:
                     self._failure_count = 0
                 self._claim_after(self._pause_ms())
@@ -393,11 +398,11 @@ class PartitionStore:
         session = self._session
         if session is None:
             return
-        session.end(Ending(Cause.LEFT, reason))
+        session.end(SessionEnd(EndCause.LEFT, reason))
         self._session = None
         # A write under way may or may not succeed: the nodes must be read again.
-        if self._waiting is not _Waiting.NOTHING or self._writing is not None:
-            self._view = None
+        if self._waiting is not _PendingRequest.NOTHING or self._writing is not None:
+            self._nodes = None
         self._forget_request()
         window = session.window
         if window is None:
@@ -439,7 +444,7 @@ class PartitionStore:
             self._retry_at_ms = self._now_ms + wait_ms
 
     def _forget_request(self) -> None:
-        self._waiting = _Waiting.NOTHING
+        self._waiting = _PendingRequest.NOTHING
         self._writing = None
         self._retry_at_ms = None
 
@@ -447,67 +452,67 @@ class PartitionStore:
         """Send the next request: the pause is over."""
         if self._generation is None:
             return
-        if self._waiting in (_Waiting.CLAIM_CHECK, _Waiting.STATES_CHECK):
+        if self._waiting in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
             self._read(self._waiting)
-        elif self._session is None and self._view is not None:
-            self._claim(self._view)
+        elif self._session is None and self._nodes is not None:
+            self._claim(self._nodes)
         elif self._session is None:
-            self._read(_Waiting.READ)
+            self._read(_PendingRequest.READ)
 
-    def _read(self, waiting: _Waiting) -> None:
+    def _read(self, waiting: _PendingRequest) -> None:
         self._waiting = waiting
         self._attempt += 1
         self._outbox.append(ReadMetadata(self._attempt))
 
-    def _write(self, view: View, waiting: _Waiting) -> None:
-        """Compare-and-set; `view` has the new values and the versions that they replace."""
-        assert view.marker is not None
-        self._waiting, self._writing = waiting, view
+    def _write(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
+        """Compare-and-set; `nodes` has the new values and the versions that they replace."""
+        assert nodes.marker is not None
+        self._waiting, self._writing = waiting, nodes
         self._attempt += 1
         self._outbox.append(
             WriteMetadata(
                 self._attempt,
-                view.metadata,
-                view.marker,
-                view.metadata_version,
-                view.marker_version,
+                nodes.metadata,
+                nodes.marker,
+                nodes.metadata_version,
+                nodes.marker_version,
             )
         )
 
     def _coordinator_event(
         self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
     ) -> None:
-        waiting, self._waiting = self._waiting, _Waiting.NOTHING
+        waiting, self._waiting = self._waiting, _PendingRequest.NOTHING
         if not isinstance(event, MetadataUnknown):
             self._unavailable_count = 0
         match event:
             case MetadataRead():
                 metadata = EMPTY_METADATA if event.metadata is None else event.metadata
                 versions = event.metadata_version, event.marker_version
-                view = View(metadata, versions[0], event.marker, versions[1])
-                self._process_reading(waiting, view)
+                nodes = PartitionNodes(metadata, versions[0], event.marker, versions[1])
+                self._process_reading(waiting, nodes)
             case MetadataWritten():
                 assert self._writing is not None
-                view = self._writing._replace(
+                nodes = self._writing._replace(
                     metadata_version=event.metadata_version, marker_version=event.marker_version
                 )
-                self._wrote(view)
+                self._wrote(nodes)
             case MetadataConflict():
-                self._view = None
-                check = waiting is _Waiting.STATES
-                self._read(_Waiting.STATES_CHECK if check else _Waiting.CLAIM_CHECK)
+                self._nodes = None
+                check = waiting is _PendingRequest.STATES
+                self._read(_PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK)
             case MetadataUnknown():
                 self._coordinator_unavailable(waiting, event.reason)
 
-    def _coordinator_unavailable(self, waiting: _Waiting, reason: str) -> None:
+    def _coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
         """Repeat the request after a pause; an open session continues."""
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
-        self._view = None
-        if waiting is _Waiting.CLAIM:
-            self._waiting = _Waiting.CLAIM_CHECK
-        elif waiting is _Waiting.STATES:
-            self._waiting = _Waiting.STATES_CHECK
-        elif waiting is not _Waiting.READ:
+        self._nodes = None
+        if waiting is _PendingRequest.CLAIM:
+            self._waiting = _PendingRequest.CLAIM_CHECK
+        elif waiting is _PendingRequest.STATES:
+            self._waiting = _PendingRequest.STATES_CHECK
+        elif waiting is not _PendingRequest.READ:
             self._waiting = waiting
         self._attempt += 1  # a late answer is dropped
         self._retry_at_ms = self._now_ms + self._growing_ms(self._unavailable_count)
@@ -516,70 +521,72 @@ class PartitionStore:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms
 
-    def _process_reading(self, waiting: _Waiting, view: View) -> None:
-        self._view = view
+    def _process_reading(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
+        self._nodes = nodes
         wrote = self._writing
-        if waiting is _Waiting.READ:
-            self._claim(view)
+        if waiting is _PendingRequest.READ:
+            self._claim(nodes)
             return
         assert wrote is not None
-        if (view.metadata, view.marker) == (wrote.metadata, wrote.marker):
-            self._wrote(view)
-        elif waiting is _Waiting.CLAIM_CHECK:
+        if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
+            self._wrote(nodes)
+        elif waiting is _PendingRequest.CLAIM_CHECK:
             self._writing = None
-            self._claim(view)
-        elif view.versions == wrote.versions:
-            self._write(wrote, _Waiting.STATES)
+            self._claim(nodes)
+        elif nodes.versions == wrote.versions:
+            self._write(wrote, _PendingRequest.STATES)
         else:
             self._writing = None
             assert self._session is not None
-            self._session.end(Ending(Cause.FENCED, "another server has claimed a store session"))
+            self._session.end(
+                SessionEnd(EndCause.FENCED, "another server has claimed a store session")
+            )
 
-    def _wrote(self, view: View) -> None:
+    def _wrote(self, nodes: PartitionNodes) -> None:
         """A write is known to have succeeded."""
-        self._view, self._writing = view, None
+        self._nodes, self._writing = nodes, None
         if self._session is None:
-            self._start_session(view)
+            self._start_session(nodes)
             return
         if self._session.window is None:
             self._no_quorum_since_ms = None
-        self._session.wrote(view.metadata.states, view.archived, self._now_ms)
+        self._session.wrote(nodes.metadata.states, nodes.archived, self._now_ms)
 
     # -----------------------------------------------------------------------------------------
     # CAS#1: the claim (A, B)
 
-    def _claim(self, view: View) -> None:
+    def _claim(self, nodes: PartitionNodes) -> None:
         assert self._generation is not None
         assert self._session is None
         if self._no_quorum_since_ms is None:
             self._no_quorum_since_ms = self._now_ms
-        if is_newer(view.metadata.generation, self._generation):
+        if is_newer(nodes.metadata.generation, self._generation):
             self._release(
-                f"the generation of the partition is {view.metadata.generation}, but this "
+                f"the generation of the partition is {nodes.metadata.generation}, but this "
                 f"server owns it in generation {self._generation}"
             )
             return
-        if self._is_race_lost(view):
+        if self._is_race_lost(nodes):
             return
-        reason = self._final_rejection or rejection(view, self._replicas, self._promised)
+        reason = self._final_rejection or rejection(nodes, self._replicas, self._promised)
         if reason is not None:
             self._rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
-        claimed = claim_over(view, self._generation, self._replicas, nonce)
+        claimed = claim_over(nodes, self._generation, self._replicas, nonce)
         # Only this machine knows whether another owner had a session since its own last one.
-        self._is_unbroken = self._is_unbroken and view.name in self._our_names
+        self._is_unbroken = self._is_unbroken and nodes.name in self._our_names
         assert claimed.name is not None
         self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
-        self._write(claimed, _Waiting.CLAIM)
+        self._write(claimed, _PendingRequest.CLAIM)
 
-    def _is_race_lost(self, view: View) -> bool:
+    def _is_race_lost(self, nodes: PartitionNodes) -> bool:
         """Count sessions claimed by other servers since the own one; pause or release (row 17)."""
-        if not self._our_names or view.name in self._our_names:
+        if not self._our_names or nodes.name in self._our_names:
             return False
-        if self._lost_to == view.name:
+        if self._lost_to == nodes.name:
             return False
-        self._lost_to = view.name
+        self._lost_to = nodes.name
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release(
@@ -587,7 +594,7 @@ class PartitionStore:
             )
             return True
         if self._lost_race_count > 1:
-            self._view = None
+            self._nodes = None
             self._retry_at_ms = self._now_ms + self._pause_ms()
             return True
         return False
@@ -595,30 +602,30 @@ class PartitionStore:
     def _rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
         self._report("partition.open_failed", reason=reason)
-        self._view = None
+        self._nodes = None
         self._no_quorum_since_ms = self._now_ms
         self._claim_after(self._limits.rejected_retry_ms)
 
-    def _start_session(self, view: View) -> None:
+    def _start_session(self, nodes: PartitionNodes) -> None:
         assert self._generation is not None
-        assert view.marker is not None
-        session_id = view.metadata.session_id
+        assert nodes.marker is not None
+        session_id = nodes.metadata.session_id
         bound_later = {
             name: promised for name, promised in self._promised.items() if promised > session_id
         }
-        claim = Claim(
+        claim = SessionClaim(
             session_id=session_id,
             generation=self._generation,
-            nonce=view.marker.nonce,
-            origin=origin_of(view.metadata, view.marker),
-            states=view.metadata.states,
+            nonce=nodes.marker.nonce,
+            origin=origin_of(nodes.metadata, nodes.marker),
+            states=nodes.metadata.states,
             assigned=self._replicas,
             unbroken=self._is_unbroken,
             known_last=self._high_water_mark,
             in_doubt=self._in_doubt,
             excluded=dict(self._held_until_ms),
             bound_later=bound_later,
-            archived=view.archived,
+            archived=nodes.archived,
         )
         self._report("session.claimed", session=session_id, origin=claim.origin.name)
         self._session = StoreSession(
@@ -636,13 +643,13 @@ class PartitionStore:
         archived: ArchivedMark | None,
     ) -> None:
         """Write new states, a new archived mark, or both; what is None stays."""
-        view = self._view
-        assert view is not None, "the versions are known from the claim or the last write"
-        assert view.marker is not None
-        assert view.metadata.session_id == session.claim.session_id
+        nodes = self._nodes
+        assert nodes is not None, "the versions are known from the claim or the last write"
+        assert nodes.marker is not None
+        assert nodes.metadata.session_id == session.claim.session_id
         session.writing = session.states if states is None else states
-        written = states_over(view, session.writing, archived or view.archived)
-        self._write(written, _Waiting.STATES)
+        written = states_over(nodes, session.writing, archived or nodes.archived)
+        self._write(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:
         self._outbox.append(Report(name, tuple(fields.items())))

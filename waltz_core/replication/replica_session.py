@@ -38,9 +38,9 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.replication.repair import ReplicaRepair
+    from waltz_core.replication.replica_repair import ReplicaRepair
 
-NO_TICKET: Final = -1
+NO_CORRELATION_ID: Final = -1
 # Maximum number of append latencies kept for the metrics, which take them every second.
 LATENCIES_MAX: Final = 4_096
 
@@ -88,11 +88,11 @@ _UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
 
 @dataclass(slots=True)
 class SessionRequest:
-    """A request without an answer; the sender defines the meaning of `ticket`."""
+    """A request without an answer; the sender defines the meaning of `correlation_id`."""
 
     message: StorageMessage
     sent_ms: int
-    ticket: int
+    correlation_id: int
 
 
 class ReplicaSession:
@@ -110,7 +110,7 @@ class ReplicaSession:
         self.replica = replica
         self.stage = ReplicaStage.ABSENT
         self.repair: ReplicaRepair | None = None
-        self.ticket = NO_TICKET  # of the one repair or copy step that is under way
+        self.correlation_id = NO_CORRELATION_ID  # of the one repair or copy step that is under way
         self.is_broken = False  # the connection is known to be lost
         self.is_excluded = False  # rule 3
         self.supports_archiving = False  # as PREPARED shows
@@ -189,7 +189,7 @@ class ReplicaSession:
         self.is_excluded = self.is_excluded or self.is_marked or may_change
         self.stage = ReplicaStage.ABSENT
         self.repair = None
-        self.ticket = NO_TICKET
+        self.correlation_id = NO_CORRELATION_ID
         self.unanswered_bytes = 0
         self._requests.clear()
 
@@ -201,7 +201,7 @@ class ReplicaSession:
         kind: Callable[..., StorageMessage],
         *fields: object,
         now_ms: int,
-        ticket: int = NO_TICKET,
+        correlation_id: int = NO_CORRELATION_ID,
     ) -> None:
         """Send a request of a kind; `fields` are those after the prefix."""
         assert self.is_connected
@@ -210,7 +210,7 @@ class ReplicaSession:
         assert type(message) in _ANSWERS
         if isinstance(message, messages.AppendRaw):
             self.unanswered_bytes += len(message.records) + len(message.locks)
-        self._requests[self._sequence] = SessionRequest(message, now_ms, ticket)
+        self._requests[self._sequence] = SessionRequest(message, now_ms, correlation_id)
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
     def take(self, answer: StorageMessage) -> SessionRequest:
@@ -248,17 +248,17 @@ class ReplicaSession:
         self.next_chain = chain
         self._redial_ms = self._limits.redial_ms_min
 
-    def append_flight(self, flight: WindowBatch, now_ms: int) -> None:
+    def append_from_window(self, window_batch: WindowBatch, now_ms: int) -> None:
         """Send a batch from memory."""
-        assert flight.chain_before == self.next_chain
-        batch = flight.batch
+        assert window_batch.chain_before == self.next_chain
+        batch = window_batch.batch
         self._append(
             (batch.first, batch.lengths, batch.records, batch.records_crc),
-            (flight.chain_before, (flight.entry,), flight.locks),
+            (window_batch.chain_before, (window_batch.entry,), window_batch.locks),
             now_ms,
         )
         self.next_id = TransactionId(batch.last + 1)
-        self.next_chain = flight.entry.chain
+        self.next_chain = window_batch.entry.chain
 
     def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
         """Send copied batches; `chain` is that of the log after them."""

@@ -28,7 +28,7 @@ from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.session_recovery import Origin, origin_of, states_to_claim
 
 
-class View(NamedTuple):
+class PartitionNodes(NamedTuple):
     """Both nodes of the partition, with their versions or those that they replace."""
 
     metadata: PartitionMetadata
@@ -64,7 +64,7 @@ class InDoubtIds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
     `known_last` is the highest ID that this owner ever saw committed. `excluded` are replicas that
@@ -92,26 +92,26 @@ def is_newer(generation: Generation, other: Generation) -> bool:
 
 
 def rejection(
-    view: View, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
+    nodes: PartitionNodes, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
 ) -> str | None:
     """Return why no session may be claimed here (rules 2 and 3), or None.
 
     `promised` are the sessions to which storages reported to be bound.
     """
-    if origin_of(view.metadata, view.marker) is Origin.LOST:
+    if origin_of(nodes.metadata, nodes.marker) is Origin.LOST:
         return (
-            "the partition was opened before, but its metadata in ZooKeeper has no states "
-            "of replicas: ZooKeeper's data was lost or rolled back"
+            "the partition was opened before, but its metadata in ZooKeeper has no replica states: "
+            "ZooKeeper's data was lost or rolled back"
         )
-    states = view.metadata.states
+    states = nodes.metadata.states
     quorum = quorum_size(len(replicas))
-    strangers = [name for name in replicas if name not in states]
-    if states and len(strangers) >= quorum:
+    new_replicas = [name for name in replicas if name not in states]
+    if states and len(new_replicas) >= quorum:
         return (
             f"expected fewer than {quorum} new replicas at once, found "
-            f"{', '.join(strangers)} among {', '.join(replicas)}"
+            f"{', '.join(new_replicas)} among {', '.join(replicas)}"
         )
-    known = view.metadata.session_id
+    known = nodes.metadata.session_id
     ahead = [name for name in replicas if promised.get(name, known) > known]
     if len(ahead) > len(replicas) - quorum:
         return (
@@ -122,29 +122,29 @@ def rejection(
 
 
 def claim_over(
-    view: View, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
-) -> View:
+    nodes: PartitionNodes, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
+) -> PartitionNodes:
     """Return the values of CAS#1: the next session ID, the nonce, everything else unchanged."""
-    assert not is_newer(view.metadata.generation, generation), "rule 1"
-    origin = origin_of(view.metadata, view.marker)
+    assert not is_newer(nodes.metadata.generation, generation), "rule 1"
+    origin = origin_of(nodes.metadata, nodes.marker)
     assert origin is not Origin.LOST, "rule 2"
-    session_id = SessionId(view.metadata.session_id + 1)
-    states = states_to_claim(origin, view.metadata.states, replicas)
-    state = MarkerState.NEW if view.marker is None else view.marker.state
-    return view._replace(
+    session_id = SessionId(nodes.metadata.session_id + 1)
+    states = states_to_claim(origin, nodes.metadata.states, replicas)
+    state = MarkerState.NEW if nodes.marker is None else nodes.marker.state
+    return nodes._replace(
         metadata=PartitionMetadata(generation, session_id, states),
-        marker=PartitionMarker(state, session_id, nonce, view.archived),
+        marker=PartitionMarker(state, session_id, nonce, nodes.archived),
     )
 
 
 def states_over(
-    view: View, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None
-) -> View:
+    nodes: PartitionNodes, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None
+) -> PartitionNodes:
     """Return the values of CAS#2 and CAS#3: states, archived mark, and the partition is open."""
-    marker = view.marker
+    marker = nodes.marker
     assert marker is not None
-    metadata = PartitionMetadata(view.metadata.generation, view.metadata.session_id, states)
-    return view._replace(
+    metadata = PartitionMetadata(nodes.metadata.generation, nodes.metadata.session_id, states)
+    return nodes._replace(
         metadata=metadata,
         marker=PartitionMarker(MarkerState.OPEN, marker.session_id, marker.nonce, archived),
     )

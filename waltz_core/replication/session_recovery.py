@@ -174,8 +174,9 @@ class Recovery:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
             return (
-                f"the replica has records up to transaction {answer.synced_max}, but "
-                "ZooKeeper has no states of the partition's replicas"
+                "expected a replica without records, because ZooKeeper has no replica states for "
+                f"the partition, found records up to transaction {answer.synced_max}. Hint: run "
+                "`waltz-core doctor`."
             )
         if answer.engaged_session <= self.newest_session:
             return None

@@ -28,19 +28,19 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
-# The ticket of its requests; `Repairs` has those from 0 on.
-SETTLEMENT_TICKET: Final = -2
+# The correlation_id of its requests; `RepairRunner` has those from 0 on.
+SETTLEMENT_CORRELATION_ID: Final = -2
 
 
 class Settlement:
     """The queries of one session, one at a time; `outcome` is set when all are answered."""
 
     def __init__(
-        self, claim: Claim, mark: TransactionId, engaged: Sequence[ReplicaSession]
+        self, claim: SessionClaim, mark: TransactionId, engaged: Sequence[ReplicaSession]
     ) -> None:
         assert engaged
         self._replicas = list(engaged)  # the first one is queried
@@ -56,7 +56,11 @@ class Settlement:
         """Query a replica, or set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
             self._replicas[0].send_request(
-                LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLEMENT_TICKET
+                LineageRequest,
+                self._mark,
+                self._mark,
+                now_ms=now_ms,
+                correlation_id=SETTLEMENT_CORRELATION_ID,
             )
             return
         in_doubt = self._claim.in_doubt
@@ -133,7 +137,7 @@ class Settlement:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
         self._replicas[0].send_request(
-            LineageRequest, first, last, now_ms=now_ms, ticket=SETTLEMENT_TICKET
+            LineageRequest, first, last, now_ms=now_ms, correlation_id=SETTLEMENT_CORRELATION_ID
         )
 
     def _settle(self, committed_last: TransactionId, *, has_expired: bool = False) -> None:

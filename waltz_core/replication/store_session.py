@@ -36,23 +36,23 @@ from waltz_core.errors import (
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.archiving import (
+    ARCHIVE_CORRELATION_ID,
     ARCHIVE_NOTICES,
-    ARCHIVE_TICKET,
     ExpiryBounds,
     SessionArchiver,
 )
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.mark_proofs import MarkProofs
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.repair import ReplicaRepair
-from waltz_core.replication.repairs import Repairs
+from waltz_core.replication.repair_runner import RepairRunner
+from waltz_core.replication.replica_repair import ReplicaRepair
 from waltz_core.replication.replica_session import (
     MARKED,
     ReplicaSession,
     ReplicaStage,
     SessionRequest,
 )
-from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
     Batch,
@@ -63,7 +63,7 @@ from waltz_core.replication.session_events import (
     SessionOpened,
 )
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
-from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
+from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -71,8 +71,8 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# Tickets of requests are those of `Repairs`, except for heartbeats (the proof's token) and
-# `SETTLEMENT_TICKET`.
+# Correlation IDs of requests are those of `RepairRunner`, except for heartbeats (the proof's token)
+# and `SETTLEMENT_CORRELATION_ID`.
 
 # A stalled replica answers hundreds of appends late, all at once: one report a second is enough.
 SLOW_REPORT_MS: Final = 1_000
@@ -94,7 +94,7 @@ class PartitionConstants(NamedTuple):
     storage_ids: Mapping[ReplicaId, bytes]
 
 
-class Cause(Enum):
+class EndCause(Enum):
     """Why a session ended, as far as it matters to the next one."""
 
     LEFT = auto()  # an engaged replica was lost, or rejected a request
@@ -104,13 +104,13 @@ class Cause(Enum):
     REJECTED = auto()  # it is unsafe to continue
 
 
-class Ending(NamedTuple):
+class SessionEnd(NamedTuple):
     """Why a session ended; the replica at fault and the session to which it is bound, if any.
 
     `is_final`: another session must not be tried, although it might not meet the same obstacle.
     """
 
-    cause: Cause
+    cause: EndCause
     reason: str
     replica: ReplicaId | None = None
     rejected_append: bool = False
@@ -124,7 +124,7 @@ class StoreSession:
 
     def __init__(
         self,
-        claim: Claim,
+        claim: SessionClaim,
         facts: PartitionConstants,
         *,
         outbox: list[Effect],
@@ -137,7 +137,7 @@ class StoreSession:
         self.window: SessionWindow | None = None  # from the opening on
         self.opened_ms: int | None = None
         self.is_settled = False
-        self.ended: Ending | None = None
+        self.ended: SessionEnd | None = None
         # The states that ZooKeeper is known to have, and those that a write under way would set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
         self.writing: dict[ReplicaId, ReplicaState] | None = None
@@ -148,7 +148,7 @@ class StoreSession:
             )
             for replica in (*claim.assigned, *former)
         }
-        self.repairs = Repairs(
+        self.repairs = RepairRunner(
             self.replicas, self.recovery, claim.archived, outbox=outbox, limits=limits
         )
         self._facts = facts
@@ -289,7 +289,7 @@ class StoreSession:
         self._proofs.expire(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
-            self.end(Ending(Cause.STALLED, "no quorum of replicas acknowledges appends"))
+            self.end(SessionEnd(EndCause.STALLED, "no quorum of replicas acknowledges appends"))
         self._advance(now_ms)
 
     def submit(self, batch: Batch, now_ms: int) -> None:
@@ -349,7 +349,7 @@ class StoreSession:
             self._open(now_ms)
         self._advance(now_ms)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: SessionEnd) -> None:
         """End the session: close all connections, answer all proofs."""
         if self.ended is not None:
             return
@@ -466,7 +466,7 @@ class StoreSession:
         each.lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
             reason = f"replica {each.replica}: {reason}"
-            ending = Ending(Cause.LEFT, reason, each.replica, rejected_append=wait_ms > 0)
+            ending = SessionEnd(EndCause.LEFT, reason, each.replica, rejected_append=wait_ms > 0)
             self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
@@ -490,7 +490,9 @@ class StoreSession:
             earliest_ms = self.opened_ms + self._limits.rejoin_ms_min
         if earliest_ms <= now_ms:
             self.end(
-                Ending(Cause.RETURNED, f"replica {each.replica} has connected again", each.replica)
+                SessionEnd(
+                    EndCause.RETURNED, f"replica {each.replica} has connected again", each.replica
+                )
             )
             return
         each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
@@ -513,17 +515,17 @@ class StoreSession:
             case messages.Prepared():
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
-                self._proofs.vote(request.ticket, each.replica)
-            case messages.LineageResponse() if request.ticket == SETTLEMENT_TICKET:
+                self._proofs.vote(request.correlation_id, each.replica)
+            case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
                 assert self._settlement is not None
                 self._settlement.answered(each, answer, now_ms)
                 self._note_settled()
-            case _ if request.ticket == ARCHIVE_TICKET:
+            case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
                 self._archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
-                self.repairs.answered(each, request.ticket, answer, now_ms)
+                self.repairs.answered(each, request.correlation_id, answer, now_ms)
 
     def _archive_answered(
         self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
@@ -541,7 +543,7 @@ class StoreSession:
         now_ms: int,
     ) -> bool:
         """Return whether a rejected request was one of the archive; most end no session."""
-        if request.ticket != ARCHIVE_TICKET:
+        if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
             self._archiving.rejected(each, request.message, reason, now_ms)
@@ -555,7 +557,7 @@ class StoreSession:
     def _note_checked(self) -> None:
         """The log was compared with the recorded mark, perhaps not for the last time."""
         if self._archiving.contradiction is not None:
-            self.end(Ending(Cause.REJECTED, self._archiving.contradiction))
+            self.end(SessionEnd(EndCause.REJECTED, self._archiving.contradiction))
         else:
             self._note_settled()
 
@@ -569,24 +571,24 @@ class StoreSession:
         is_fenced = is_bound and promised > self.claim.session_id
         is_same = is_bound and promised == self.claim.session_id
         if is_fenced and self.claim.bound_later.get(each.replica) != promised:
-            self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
+            self.end(SessionEnd(EndCause.FENCED, reason, each.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
             # It has lost the nonce of its promise, but will accept the next session.
-            self.end(Ending(Cause.FENCED, reason, each.replica))
+            self.end(SessionEnd(EndCause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._found_rival(each, reason, now_ms)
         elif self._archive_rejected(each, request, error, reason, now_ms):
             pass
         elif self._is_unreadable_doubt(request, error, now_ms):
             self._note_settled()
-        elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
+        elif self.repairs.fill_rejected(request.correlation_id, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
-        elif not self.repairs.source_rejected(request.ticket, each, error, reason, now_ms):
+        elif not self.repairs.source_rejected(request.correlation_id, each, error, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
     def _is_unreadable_doubt(self, request: SessionRequest, error: WaltzError, now_ms: int) -> bool:
         """Whether the settlement continues without a replica that cannot return its batches."""
-        if request.ticket != SETTLEMENT_TICKET or self._settlement is None:
+        if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
         return self._settlement.unreadable(error, now_ms)
 
@@ -601,7 +603,7 @@ class StoreSession:
                 f"{self.claim.session_id} to another server, but ZooKeeper had no such "
                 "session: ZooKeeper's data was rolled back"
             )
-            self.end(Ending(Cause.REJECTED, reason, is_final=True))
+            self.end(SessionEnd(EndCause.REJECTED, reason, is_final=True))
 
     def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
@@ -613,7 +615,9 @@ class StoreSession:
         reason = self.recovery.objection(answer)
         if reason is not None:
             if self.window is None and self.recovery.is_needed(each.replica):
-                self.end(Ending(Cause.REJECTED, f"replica {each.replica}: {reason}", each.replica))
+                self.end(
+                    SessionEnd(EndCause.REJECTED, f"replica {each.replica}: {reason}", each.replica)
+                )
             else:
                 self._reject(each, reason, now_ms)
             return
@@ -633,7 +637,7 @@ class StoreSession:
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
-            self.end(Ending(Cause.REJECTED, self.repairs.contradiction, is_final=True))
+            self.end(SessionEnd(EndCause.REJECTED, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed():
             self._reject(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ended is None:
@@ -659,14 +663,14 @@ class StoreSession:
                 f"the log of the replicas ends at transaction {mark}, but "
                 f"{self.claim.known_last} was committed"
             )
-            self.end(Ending(Cause.REJECTED, reason))
+            self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
         if mark < self._archiving.last:
             reason = (
                 f"the log of the replicas ends at transaction {mark}, but {self._archiving.last} "
                 "is archived"
             )
-            self.end(Ending(Cause.REJECTED, reason))
+            self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
         self.repairs.decided(mark)
@@ -708,14 +712,14 @@ class StoreSession:
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
         while each.next_id <= last and not each.is_lagging:
-            flight = window.at(each.next_id)
-            if flight is None:
+            window_batch = window.at(each.next_id)
+            if window_batch is None:
                 copied_last = min(window.committed, window.first - 1)
                 self.repairs.supply(each, TransactionId(copied_last), now_ms)
                 return
-            if flight.entry.last > last:
+            if window_batch.entry.last > last:
                 return
-            each.append_flight(flight, now_ms)
+            each.append_from_window(window_batch, now_ms)
 
     def _commit(self, now_ms: int) -> None:
         window = self.window

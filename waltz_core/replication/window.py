@@ -43,7 +43,7 @@ class SessionWindow:
     """The batches from `first` to `last`; `committed` is the last ID of the last committed one."""
 
     __slots__ = (
-        "_flights",
+        "_batches",
         "_size_bytes",
         "_uncommitted",
         "chain",
@@ -54,7 +54,7 @@ class SessionWindow:
     )
 
     def __init__(self, high_water_mark: TransactionId, chain: Chain) -> None:
-        self._flights: dict[TransactionId, WindowBatch] = {}
+        self._batches: dict[TransactionId, WindowBatch] = {}
         self._uncommitted: deque[WindowBatch] = deque()
         self._size_bytes = 0
         self.in_flight_bytes = 0
@@ -64,12 +64,12 @@ class SessionWindow:
     @property
     def first(self) -> TransactionId:
         """The first ID that is kept; the next one to be submitted if no batch is."""
-        return next(iter(self._flights), TransactionId(self.last + 1))
+        return next(iter(self._batches), TransactionId(self.last + 1))
 
     @property
     def uncommitted(self) -> list[Batch]:
         """The batches in flight, in order."""
-        return [flight.batch for flight in self._uncommitted]
+        return [window_batch.batch for window_batch in self._uncommitted]
 
     @property
     def oldest_ms(self) -> int | None:
@@ -78,7 +78,7 @@ class SessionWindow:
 
     def at(self, first: TransactionId) -> WindowBatch | None:
         """Return the batch that begins at `first`, if it is kept."""
-        return self._flights.get(first)
+        return self._batches.get(first)
 
     def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> WindowBatch:
         """Add the next batch and compute its chain."""
@@ -93,34 +93,34 @@ class SessionWindow:
         if batch.locks is not None:
             end = LogEnd(batch.last, self.chain)
             locks = encode(batch.first, end, before, batch.locks, batch.distances)
-        flight = WindowBatch(entry, batch, before, now_ms, locks)
-        self._flights[batch.first] = flight
-        self._uncommitted.append(flight)
-        self._size_bytes += flight.size_bytes + len(locks)
-        self.in_flight_bytes += flight.size_bytes
+        window_batch = WindowBatch(entry, batch, before, now_ms, locks)
+        self._batches[batch.first] = window_batch
+        self._uncommitted.append(window_batch)
+        self._size_bytes += window_batch.size_bytes + len(locks)
+        self.in_flight_bytes += window_batch.size_bytes
         self.last = batch.last
-        return flight
+        return window_batch
 
     def commit(self, mark: TransactionId) -> bool:
         """A quorum has everything up to `mark`: return whether whole batches became committed."""
         assert mark <= self.last, "a replica has more than was ever submitted"
         before = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:
-            flight = self._uncommitted.popleft()
-            self.in_flight_bytes -= flight.size_bytes
-            self.committed, self.committed_chain = flight.entry.last, flight.entry.chain
+            window_batch = self._uncommitted.popleft()
+            self.in_flight_bytes -= window_batch.size_bytes
+            self.committed, self.committed_chain = window_batch.entry.last, window_batch.entry.chain
         assert self.committed >= before
         return self.committed > before
 
     def trim(self, needed_first: TransactionId, bytes_max: int, count_max: int) -> None:
         """Drop committed batches that no replica needs any more, or that are over a limit."""
-        while self._flights:
-            first = next(iter(self._flights))
-            flight = self._flights[first]
-            if flight.entry.last > self.committed:
+        while self._batches:
+            first = next(iter(self._batches))
+            window_batch = self._batches[first]
+            if window_batch.entry.last > self.committed:
                 return  # invariant 2
-            is_kept = self._size_bytes <= bytes_max and len(self._flights) <= count_max
-            if flight.entry.last >= needed_first and is_kept:
+            is_kept = self._size_bytes <= bytes_max and len(self._batches) <= count_max
+            if window_batch.entry.last >= needed_first and is_kept:
                 return
-            del self._flights[first]
-            self._size_bytes -= flight.size_bytes + len(flight.locks)
+            del self._batches[first]
+            self._size_bytes -= window_batch.size_bytes + len(window_batch.locks)

@@ -108,7 +108,7 @@ LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
 # Writing
 
 
-class _Part(NamedTuple):
+class _RecordField(NamedTuple):
     name: str
     convert: Convert
     default: Any  # as fastavro writes it
@@ -152,7 +152,7 @@ class AvroConverter:
 
     def _record(self, schema: Mapping[str, Any]) -> Convert:
         fields = [
-            _Part(
+            _RecordField(
                 each["name"],
                 self.of(each["type"]),
                 self._default(each["type"], each[DEFAULT]) if DEFAULT in each else None,

@@ -6,7 +6,7 @@ can take over a partition at any moment; `waltz_core.replication` makes this saf
     process           the process: settings, registration, links to clients and storages, shutdown
     partition         the machine of a partition: routes between the parts below and the store's
                       sessions, and reports marks only with a proof that no later session exists
-    append            the append pipeline: mounts, lanes, pace, outcomes
+    append            the append pipeline: mounts, lanes, throttle, outcomes
     locking           the lock table, the validation of rows, contending writers
     read              feeds and ranges, from memory or from a storage
     partition_events  the events and effects of a partition, and its limits

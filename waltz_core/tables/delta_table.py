@@ -79,7 +79,8 @@ class FollowedDeltaTable:
             check_schema(schema)
             if missing := [name for name in key if name not in schema.names]:
                 raise BadConfig(
-                    f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+                    f"key: expected columns of the table, found {missing[0]!r}. Hint: declare this "
+                    "column, or correct the key."
                 )
         self._schema = _with_place(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)

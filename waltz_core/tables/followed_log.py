@@ -167,7 +167,7 @@ def transactions_schema(declared: ArrowSchema) -> ArrowSchema:
     return pa.schema([*log, *declared])
 
 
-class ClientLog:
+class ClientFollowedLog:
     """The log and the changes in it.
 
     Args:

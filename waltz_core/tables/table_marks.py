@@ -175,9 +175,9 @@ def continued(metadata: str | None, version: int | None, start: TableMarks) -> T
         if version is None:
             return start
         raise BadFormat(
-            f"the table has {version} transactions or more of follower {start.follower!r}, but no "
-            "commit with their high-water marks, because the table's log was cleaned up. "
-            "Hint: pass the marks of the table, or build the table again."
+            f"follower {start.follower!r}: expected a commit of the table with high-water marks "
+            f"for version {version}, found none: the table's log was cleaned up. Hint: pass the "
+            "marks of the table, or build the table again."
         )
     if found.cluster != start.cluster:
         raise ClusterKeyMismatch(

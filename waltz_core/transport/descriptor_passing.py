@@ -56,7 +56,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                 listening.bind(_abstract(name))
                 listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
-                _log.warning("segment.handover_unavailable name=%s error=%s", name, error)
+                _log.warning("segment.sharing_unavailable name=%s error=%s", name, error)
                 return
             while True:
                 await permits.acquire()
@@ -64,7 +64,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     permits.release()
-                    _log.warning("segment.handover_accept_failed name=%s error=%s", name, error)
+                    _log.warning("segment.sharing_accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
                 answering = callers.create_task(_answer(caller, request_bytes, open_requested))
@@ -122,7 +122,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
         user = _user_of(caller)
         if user not in _trusted():
             _log.info(
-                "segment.handover_denied error=%s", f"user {user} is not the user of this process"
+                "segment.sharing_denied error=%s", f"user {user} is not the user of this process"
             )
             return
         try:
@@ -136,12 +136,12 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
             # NB: not under the timeout: a file that a thread opens after it would never be closed.
             descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
-            _log.info("segment.handover_denied error=%s", error)
+            _log.info("segment.sharing_denied error=%s", error)
             return
         try:
             socket.send_fds(caller, [_DESCRIPTOR_MESSAGE], [descriptor])
         except OSError as error:  # the caller has disconnected meanwhile
-            _log.info("segment.handover_failed error=%s", error)
+            _log.info("segment.sharing_failed error=%s", error)
         finally:
             os.close(descriptor)
 

@@ -22,7 +22,7 @@ Rules:
     8. The user of a listener's link processes a request only after `denial` or `permitted`. Before
        that, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
-       after `STRANGER_S_MAX`. Until then its requests are answered with denials, because 0.13
+       after `UNAUTHORIZED_S_MAX`. Until then its requests are answered with denials, because 0.13
        clients would connect again at once after a disconnect.
     10. With TLS the same rules hold. Bytes that TLS has passed to the socket do not count as
         unsent, so as many bytes as the limits of rules 3 and 4 may wait there in addition.
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 HELLO_S_MAX: Final = 5.0
 CLOSE_S_MAX: Final = 5.0
-STRANGER_S_MAX: Final = 5.0
+UNAUTHORIZED_S_MAX: Final = 5.0
 WRITE_BACKLOG_BYTES_HIGH: Final = 1024 * 1024
 WRITE_BACKLOG_BYTES_LOW: Final = 256 * 1024
 WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -247,7 +247,7 @@ class Link:
         return self.address.rpartition(":")[0]
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthorized(self) -> bool:
         """Whether it is a listener's, and its peer has no permission (rule 9)."""
         return self.access is not None and not self.access.has_permission
 
@@ -511,7 +511,7 @@ class Link:
         self.abort(str(failed))
 
     def _frame_bytes_max(self) -> int:
-        return SMALL_FRAME_BYTES_MAX if self.is_stranger else FRAME_BYTES_MAX
+        return SMALL_FRAME_BYTES_MAX if self.is_unauthorized else FRAME_BYTES_MAX
 
     def _without_token(self, messages: list[Message]) -> list[Message]:
         """Take the token, if the first message of a peer is one (rule 7); return the others.
@@ -565,7 +565,7 @@ class Link:
             self.access.take_token(credential.token)
 
     def _hello_received(self) -> None:
-        self._set_timer(_TICK_S if self.access is None else STRANGER_S_MAX, self._tick)
+        self._set_timer(_TICK_S if self.access is None else UNAUTHORIZED_S_MAX, self._tick)
         self._owner.on_ready(self)
 
     def _pass_on(self, messages: list[Message], count: int) -> None:
@@ -640,8 +640,10 @@ class Link:
 
     def _tick(self) -> None:
         """Enforce rules 5, 6 and 9, every `_TICK_S`."""
-        if self.is_stranger:
-            self.abort(f"the principal of the connection had no permission for {STRANGER_S_MAX} s")
+        if self.is_unauthorized:
+            self.abort(
+                f"the principal of the connection had no permission for {UNAUTHORIZED_S_MAX} s"
+            )
             return
         if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit

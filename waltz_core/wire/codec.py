@@ -148,7 +148,7 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
 _Writer: TypeAlias = Callable[[Message, FieldWriter], None]
 
 
-class _Plan(NamedTuple):
+class _MessageLayout(NamedTuple):
     """The layout of one message in a frame of one version."""
 
     name: str
@@ -160,11 +160,11 @@ class _Plan(NamedTuple):
 
 
 # Filled on demand, never changed: the table has a few dozen classes and few versions.
-_plans_made: dict[tuple[type[Message], int], _Plan] = {}
-_tables_made: dict[tuple[WireProtocol, int], dict[int, _Plan]] = {}
+_plans_made: dict[tuple[type[Message], int], _MessageLayout] = {}
+_tables_made: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
 
 
-def _plans(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
+def _plans(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
     """Return the plans of all messages that exist in a version of a protocol, by type code."""
     found = _tables_made.get((protocol, version))
     if found is None:
@@ -172,15 +172,15 @@ def _plans(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
     return found
 
 
-def _plan(message_class: type[Message], version: int) -> _Plan:
+def _plan(message_class: type[Message], version: int) -> _MessageLayout:
     found = _plans_made.get((message_class, version))
     if found is None:
         found = _plans_made[message_class, version] = _make_plan(message_class, version)
     return found
 
 
-def _make_table(protocol: WireProtocol, version: int) -> dict[int, _Plan]:
-    found: dict[int, _Plan] = {}
+def _make_table(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
+    found: dict[int, _MessageLayout] = {}
     for message_class in message_classes(protocol):
         if _exists(message_class, version):
             assert message_class.code not in found, "messages.py rule 3: a code is used twice"
@@ -206,7 +206,7 @@ def _exists(message_class: type[Message], version: int) -> bool:
     return message_class.since <= version and (until is None or version <= until)
 
 
-def _make_plan(message_class: type[Message], version: int) -> _Plan:
+def _make_plan(message_class: type[Message], version: int) -> _MessageLayout:
     protocol = message_class.protocol
     if not _exists(message_class, version):
         raise LocalProtocolError(
@@ -238,7 +238,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
         writers.append(write)
         readers.append(read)
     end_run()
-    return _Plan(
+    return _MessageLayout(
         name=message_class.__name__,
         magic=protocol.magic,
         code_byte=bytes((message_class.code,)),

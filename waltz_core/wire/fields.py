@@ -68,7 +68,7 @@ FieldReader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
 # Fields of fixed size
 
 
-class Fixed(NamedTuple):
+class FixedFormat(NamedTuple):
     """A format character of `struct`, and the conversions of the value."""
 
     letter: str
@@ -94,15 +94,15 @@ def _is_one(value: int) -> bool:
     return value == 1
 
 
-FIXED: Final[dict[FieldKind, Fixed]] = {
-    FieldKind.BOOL: Fixed("B", int, _is_one),
-    FieldKind.INT8: Fixed("b"),
-    FieldKind.INT32: Fixed("i"),
-    FieldKind.INT64: Fixed("q"),
-    FieldKind.CRC32: Fixed("I"),
-    FieldKind.RAW16: Fixed("16s", _sixteen_bytes),
-    FieldKind.RAW32: Fixed("32s", _bytes_of(32)),
-    FieldKind.REQ_ID: Fixed("16s", ReqId.to_bytes, ReqId.from_bytes),
+FIXED: Final[dict[FieldKind, FixedFormat]] = {
+    FieldKind.BOOL: FixedFormat("B", int, _is_one),
+    FieldKind.INT8: FixedFormat("b"),
+    FieldKind.INT32: FixedFormat("i"),
+    FieldKind.INT64: FixedFormat("q"),
+    FieldKind.CRC32: FixedFormat("I"),
+    FieldKind.RAW16: FixedFormat("16s", _sixteen_bytes),
+    FieldKind.RAW32: FixedFormat("32s", _bytes_of(32)),
+    FieldKind.REQ_ID: FixedFormat("16s", ReqId.to_bytes, ReqId.from_bytes),
 }
 
 

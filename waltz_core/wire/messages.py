@@ -167,8 +167,8 @@ class Message:
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
 
-    def own_partitions(self) -> Sequence[int]:
-        """The partitions of a request, for which its verbs must be granted (`Scope.OWN`)."""
+    def named_partitions(self) -> Sequence[int]:
+        """The partitions of a request, for which its verbs must be granted (`Scope.NAMED`)."""
         found: Sequence[int] | None = getattr(self, "partitions", None)
         if found is None:  # in its prefix, or in its request ID
             found = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]
@@ -807,7 +807,7 @@ class ClientIdResponse(ClientMessage):
 
 
 class RegistryOperation(IntEnum):
-    """An operation on the registry of exactly-once writes (`cluster/writes.py`)."""
+    """An operation on the registry of exactly-once writes (`cluster/write_registry.py`)."""
 
     BEGIN = 0
     READ = 1

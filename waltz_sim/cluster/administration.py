@@ -60,32 +60,32 @@ class Operator:
                 self._cluster.checks.count("administered" if is_done else "administration rejected")
                 self._on_answer(effect.message)
             case RunAdminTask():
-                self._run(effect.ticket, effect.task)
+                self._run(effect.task_id, effect.task)
             case Report():
                 pass
 
-    def _run(self, ticket: int, task: AdminTask) -> None:
+    def _run(self, task_id: int, task: AdminTask) -> None:
         if isinstance(task, admin_tasks.AdminQuery):
-            self._deliver(ticket, lambda: self._answer(task))
+            self._deliver(task_id, lambda: self._answer(task))
             return
 
         def change() -> None:
             if self._storage.engine is self._engine:
-                self._deliver(ticket, lambda: self._change(task))
+                self._deliver(task_id, lambda: self._change(task))
 
         self._storage.run_exclusively(change)
 
-    def _deliver(self, ticket: int, call: Callable[[], object]) -> None:
+    def _deliver(self, task_id: int, call: Callable[[], object]) -> None:
         value: object
         try:
             value = call()
         except WaltzError as error:
             value = error
-        self._take(AdminTaskDone(ticket, value))
+        self._take(AdminTaskDone(task_id, value))
 
     def _change(self, task: admin_tasks.ReplicaChange) -> object:
         self._cluster.world.note(f"{self._storage.name}: {task}")
-        if isinstance(task, admin_tasks.Reseed | admin_tasks.Unassign):
+        if isinstance(task, admin_tasks.ReSeedTask | admin_tasks.Unassign):
             self._cluster.budget.spend(self._storage)
         return admin_execution.carry_out(self._engine, task)
 

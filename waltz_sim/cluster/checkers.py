@@ -25,14 +25,14 @@ from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_sim.guarantees.archive_guarantees import ArchiveGuarantees
-from waltz_sim.guarantees.bounds import Bounds
 from waltz_sim.guarantees.checker_state import CheckerState
 from waltz_sim.guarantees.ledger import Ledger
-from waltz_sim.guarantees.locking import Locking
-from waltz_sim.guarantees.outcome_guarantees import Outcomes
-from waltz_sim.guarantees.replica_guarantees import Before, ReplicaGuarantees, first_on
+from waltz_sim.guarantees.limit_guarantees import LimitGuarantees
+from waltz_sim.guarantees.lock_guarantees import LockGuarantees
+from waltz_sim.guarantees.outcome_guarantees import OutcomeGuarantees
+from waltz_sim.guarantees.replica_guarantees import LogBefore, ReplicaGuarantees, first_on
 from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
-from waltz_sim.guarantees.sessions import Sessions
+from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 from waltz_sim.guarantees.sometimes import REPORTED
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class Checks(CheckerState):
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
-        self.sessions = Sessions(self)
+        self.sessions = SessionGuarantees(self)
         self.replicas = ReplicaGuarantees(self, self.sessions)
         self.answers = ResponseGuarantees(self, self.sessions)
-        self.locking = Locking(self)
-        self.outcomes = Outcomes(self, self.answers, self.locking)
-        self.bounds = Bounds(self)
+        self.locking = LockGuarantees(self)
+        self.outcomes = OutcomeGuarantees(self, self.answers, self.locking)
+        self.bounds = LimitGuarantees(self)
         self.archive = (
             ArchiveGuarantees(self, self.sessions) if cluster.setup.archive_interval_ms else None
         )
@@ -103,11 +103,13 @@ class Checks(CheckerState):
         """A fault has changed durable bytes of this replica."""
         self.replicas.became_corrupt(storage)
 
-    def before_work(self, storage: "SimStorage", work: Work) -> Before:
+    def before_work(self, storage: "SimStorage", work: Work) -> LogBefore:
         """Record a log's state before a piece of work; `worked` gets the returned value."""
         return self.replicas.before_work(storage, work)
 
-    def worked(self, storage: "SimStorage", work: Work, result: WorkResult, before: Before) -> None:
+    def worked(
+        self, storage: "SimStorage", work: Work, result: WorkResult, before: LogBefore
+    ) -> None:
         """A piece of work is done; its answer follows."""
         self.replicas.worked(storage, work, result, before)
         self.bounds.worked(storage)

@@ -18,7 +18,7 @@ import numpy as np
 
 from waltz_core.archive.file_names import FileOrigin, manifest_name, manifests_folder
 from waltz_core.archive.manifest import Expiry, Manifest, ObjectEntry
-from waltz_core.archive.upload_job import BatchRun, UploadJob
+from waltz_core.archive.manifest_jobs import BatchRun, UploadJob
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,

@@ -22,7 +22,7 @@ from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
-from waltz_core.server.locking.tickets import LARGE_BYTES
+from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
     Closed,

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from waltz_core.archive.collection import GRACE_MS, CollectionJob, CollectionOutcome, collect
 from waltz_core.archive.file_names import (
     FileOrigin,
     manifest_name,
@@ -37,8 +36,14 @@ from waltz_core.archive.file_names import (
     object_name,
     objects_folder,
 )
+from waltz_core.archive.garbage_collection import (
+    GRACE_MS,
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+    collect,
+)
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ObjectEntry
-from waltz_core.archive.upload_job import (
+from waltz_core.archive.manifest_jobs import (
     ExpiredManifest,
     ExpiryJob,
     ExpiryOutcome,
@@ -241,7 +246,10 @@ class SimArchive:
         return ExpiredManifest(first, name, crc32(data))
 
     def collect(
-        self, storage: "SimStorage", job: CollectionJob, done: Callable[[CollectionOutcome], None]
+        self,
+        storage: "SimStorage",
+        job: GarbageCollectionJob,
+        done: Callable[[GarbageCollectionOutcome], None],
     ) -> None:
         """Carry out a collection (rule 5)."""
 

@@ -258,7 +258,7 @@ class SimClient(Process):
                 link.number,
                 generation,
                 sequence,
-                may_follow=True,
+                supports_pipelining=True,
                 reads_own=bool(self.client_id % 2),  # like a server of L 8, or an older one
             )
         )

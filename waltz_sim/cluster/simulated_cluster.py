@@ -6,8 +6,8 @@ Rules:
     1. One partition. Resources shared by partitions of a process (a storage's disk, a server's
        memory) are tested elsewhere; the log's guarantees hold per partition.
     2. A run has two phases. In the first, faults occur; in the second they heal, and the cluster
-       must recover within a bounded time. Without a budget (`budget.py`) it does not have to
-       recover: it only must not break a guarantee.
+       must recover within a bounded time. Without a budget (`data_loss_budget.py`) it does not have
+       to recover: it only must not break a guarantee.
     3. An operator repairs what cannot heal by itself: returns swapped disks, gives a storage with a
        foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
        operator never accepts a log of unknown content.
@@ -27,7 +27,7 @@ from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
-from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.restored_log import restore
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_archive import SimArchive
@@ -36,7 +36,7 @@ from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
 from waltz_sim.cluster.simulated_storages import RESTART_MS, SimStorage
 from waltz_sim.cluster.workload import Workload
-from waltz_sim.guarantees.budget import Budget, read_whole
+from waltz_sim.guarantees.data_loss_budget import DataLossBudget, read_whole
 from waltz_sim.schedule import Schedule
 from waltz_sim.world.network import Network
 from waltz_sim.world.process import Process
@@ -86,13 +86,13 @@ class SimCluster:
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
         self.coordinator = SimCoordinator(self, replicas)
         self.archive = SimArchive(self)
-        self.budget = Budget(self)
+        self.budget = DataLossBudget(self)
         self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
         self.held_down: dict[str, None] = {}  # machines that must stay down for a while
         self.is_recovering = False
-        # The replica whose log an unfinished command has accepted (rescue.py).
-        self.unfinished_rescue: ReplicaId | None = None
-        self.rescue_count = 0
+        # The replica whose log an unfinished command has accepted (disaster_recovery.py).
+        self.unfinished_recovery: ReplicaId | None = None
+        self.disaster_recovery_count = 0
         self._unreadable: dict[str, int] = {}  # how often a log could not be read completely
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
@@ -211,8 +211,8 @@ class SimCluster:
                 self.replace(storage)
             elif not waits and self._cannot_be_repaired(storage):
                 self.replace(storage)
-        if self.unfinished_rescue is not None:
-            Rescue(self, lambda _: None, accepted=self.unfinished_rescue)
+        if self.unfinished_recovery is not None:
+            DisasterRecovery(self, lambda _: None, accepted=self.unfinished_recovery)
         if not waits:
             self.read_all()
             self._checkpoint()
@@ -248,7 +248,7 @@ class SimCluster:
         former = self.coordinator.storage_ids.get(storage.replica)
         if former is not None:
             self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
-        storage.reseed()
+        storage.re_seed()
         self.coordinator.storage_ids[storage.replica] = storage.storage_id
         self.restart_later(storage)
 
@@ -293,7 +293,7 @@ class SimCluster:
             server.dies_at = None
         for process in self.processes:
             process.slow_us = 0
-            process.set_pace(1.0)
+            process.set_clock_rate(1.0)
             if not (isinstance(process, SimServer) and process.is_hanging):
                 process.resume()
             if not process.is_up and not isinstance(process, SimClient):

@@ -106,7 +106,7 @@ class ContextClient(Process):
     # ---- the application
 
     async def _live(self) -> None:
-        client = _Client(self)
+        client = _SimulatedClient(self)
         await client.open()
         for _ in range(int(self.chance() * (COLD_COUNT_MAX + 1))):
             await self._one(self._run_context(client))
@@ -146,7 +146,7 @@ class ContextClient(Process):
             await client.set_partitions([0])
 
     async def _run_context(self, client: AsyncWaltzClient) -> None:
-        context = _Context(self)
+        context = _SimulatedContext(self)
         result: TransactionId | errors.WaltzError | None
         try:
             result = await (await client.submit(context))
@@ -254,7 +254,7 @@ class ContextClient(Process):
             self.loop.enter(lambda: wire.ended(reason))
 
 
-class _Context(TransactionContext):
+class _SimulatedContext(TransactionContext):
     """Moves money, appends to a list, or leaves a guard (`ledger.py`), based on the view."""
 
     def __init__(self, author: ContextClient) -> None:
@@ -303,7 +303,7 @@ class _View(AsyncCallbacks):
         await self._author.apply(transaction)
 
 
-class _Client(AsyncWaltzClient):
+class _SimulatedClient(AsyncWaltzClient):
     """The production client with simulated sockets and ZooKeeper (rule 1)."""
 
     def __init__(self, author: ContextClient) -> None:

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, GarbageCollectionOutcome
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import (
     CoordinatorUnavailable,
     NoSpace,
@@ -31,15 +31,15 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import archive_jobs, service, service_effects
 from waltz_core.storage.service.archive_reads import ArchiveQuery
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
 from waltz_core.wire.authentication import rejected
 from waltz_core.wire.messages import Message, StorageMessage
@@ -85,7 +85,7 @@ class SimStorage(Process):
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
-        self.engine: Engine | None = None
+        self.engine: StorageEngine | None = None
         self.service: StorageService | None = None
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
@@ -154,9 +154,9 @@ class SimStorage(Process):
             )
         self.engine = engine
 
-    def open_engine(self, disk: SimDisk) -> Engine:
-        """Open the directory on a disk; raises the errors of `Engine.open`, or PowerLoss."""
-        return Engine.open(
+    def open_engine(self, disk: SimDisk) -> StorageEngine:
+        """Open the directory on a disk; raises the errors of `StorageEngine.open`, or PowerLoss."""
+        return StorageEngine.open(
             disk,
             HOME,
             replace(self._settings, trust_fsync=self.trusts_fsync),
@@ -186,7 +186,7 @@ class SimStorage(Process):
 
     def _drop(self) -> None:
         self._is_dropping = True
-        self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+        self._step(service.PartitionDropped(PartitionId(self._cluster.partition_id)))
 
     def run_exclusively(self, call: "Callable[[], None]") -> None:
         """Call while the partition is not served; then serve it again if it is assigned.
@@ -249,7 +249,7 @@ class SimStorage(Process):
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.log_opened(self, log, bytes_before)
-        self._step(service.Opened(log))
+        self._step(service.PartitionOpened(log))
 
     def _end(self, reason: str) -> None:
         """End as the daemon does if its disk cannot be trusted: the supervisor restarts it."""
@@ -259,7 +259,7 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 
-    def _open_log(self, engine: Engine) -> PartitionLog:
+    def _open_log(self, engine: StorageEngine) -> PartitionLog:
         """Open as the daemon does: a full disk still has space for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.space.with_reserve(partial(engine.assign, partition_id))
@@ -296,7 +296,7 @@ class SimStorage(Process):
         self.disk.power_loss(survival, self.rng)
         self._cluster.restart_later(self)
 
-    def reseed(self) -> None:
+    def re_seed(self) -> None:
         """Get an empty disk and a new storage ID; the process is down."""
         assert not self.is_up
         self.disk.become(NO_CONTENTS)
@@ -385,7 +385,7 @@ class SimStorage(Process):
                 self._end(reason)
             case Report():
                 self._checks.reported(self.name, effect)
-            case service_effects.Idle():
+            case service_effects.PartitionIdle():
                 self._is_dropping = False
                 self.after(0, self._run_exclusive_call)
             case service_effects.CheckSpace(space):
@@ -418,7 +418,7 @@ class SimStorage(Process):
         self.is_uploading = False
         self._step(archive_jobs.ExpiryWritten(job, outcome))
 
-    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
         self._step(archive_jobs.FilesCollected(job, outcome))
 
     def archive_progressed(self) -> None:

@@ -47,7 +47,7 @@ FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
 
 
-class TwoAttempts(Process):
+class RetriedTask(Process):
     """One task; `written` is called when its second attempt has all rows in the log."""
 
     def __init__(self, cluster: "SimCluster", written: "Callable[[], None]") -> None:

@@ -18,7 +18,7 @@ import zlib
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client.model.predecessors import FOLLOW, FollowedState
+from waltz_core.client.model.predecessors import NO_PREDECESSORS, PipelinedState
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.outcome_tracker import SingleRow, Submission
 from waltz_core.errors import BeforeLogStart, WaltzError
@@ -96,19 +96,24 @@ class Workload:
         client: "SimClient",
         rows: "Sequence[RowPlan]",
         mark: int,
-        follows: FollowedState | None = None,
+        pipelined_state: PipelinedState | None = None,
     ) -> Submission:
         """Record rows (deals, or write, read and append locks) and pack them into a submission.
 
-        Following rows are computed from the state at the mark, and from appends in flight.
+        Dependent rows are computed from the state at the mark, and from appends in flight.
         """
         self._tokens += 1
-        operations = [self._operation(client.name, row, mark, follows) for row in rows]
+        operations = [self._operation(client.name, row, mark, pipelined_state) for row in rows]
         self._submissions[self._tokens] = operations
         if len(operations) == 1:
             operation = operations[0]
             content = SingleRow(
-                7, operation.data, operation.write, operation.read, operation.append, follows
+                7,
+                operation.data,
+                operation.write,
+                operation.read,
+                operation.append,
+                pipelined_state,
             )
             return Submission(
                 self._tokens, 1, TransactionId(operation.mark), content, zlib.crc32(operation.data)
@@ -132,10 +137,10 @@ class Workload:
         return operations
 
     def _operation(
-        self, author: str, row: RowPlan, mark: int, follows: FollowedState | None
+        self, author: str, row: RowPlan, mark: int, pipelined_state: PipelinedState | None
     ) -> Operation:
         self._numbers += 1
-        ahead = () if follows is None else follows.above(TransactionId(mark))
+        ahead = () if pipelined_state is None else pipelined_state.above(TransactionId(mark))
         number, checks = self._numbers, self._cluster.checks
         if isinstance(row, CheckedTransaction):
             write, read = row.write, row.read
@@ -148,13 +153,13 @@ class Workload:
             is_long = not number % LONG_EVERY
             data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
         state_mark = mark
-        if follows is not None and follows.has_seen:
-            mark = follows.mark
+        if pipelined_state is not None and pipelined_state.has_seen:
+            mark = pipelined_state.mark
         operation = Operation(
             number, author, row, write, read, append, mark, self._world.now_us, data
         )
-        if follows is not None and follows.has_seen:
-            operation.session_id, operation.state_mark = follows.session_id, state_mark
+        if pipelined_state is not None and pipelined_state.has_seen:
+            operation.session_id, operation.state_mark = pipelined_state.session_id, state_mark
             operation.followed = tuple(
                 (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))
                 for each in ahead
@@ -209,7 +214,7 @@ class _Application:
         self._client = client
         self._chance = client.chance
         self._rng = client.rng
-        self._follows = int(client.name.removeprefix("client")) < cluster.setup.followers
+        self._is_pipelined = int(client.name.removeprefix("client")) < cluster.setup.followers
         self._waiting = 0
         self._retries = 0
 
@@ -281,16 +286,16 @@ class _Application:
         return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
 
     def _append(
-        self, rows: "Sequence[RowPlan]", mark: int, following: FollowedState | None = None
+        self, rows: "Sequence[RowPlan]", mark: int, pipelined_state: PipelinedState | None = None
     ) -> None:
         self._waiting += 1
         if self._chance() < AHEAD_SHARE:
-            rows, mark, following = [((), (), (1,))], self._client.mark + 5, None
-        follows: FollowedState | None = None
-        if self._follows and len(rows) == 1:
+            rows, mark, pipelined_state = [((), (), (1,))], self._client.mark + 5, None
+        claimed: PipelinedState | None = None
+        if self._is_pipelined and len(rows) == 1:
             # Its state is that of the mark, and the claims of earlier appends are on top of it.
-            follows = (following or FOLLOW).claim(TransactionId(mark))[1]
-        self._client.append(self._workload.submission(self._client, rows, mark, follows))
+            claimed = (pipelined_state or NO_PREDECESSORS).claim(TransactionId(mark))[1]
+        self._client.append(self._workload.submission(self._client, rows, mark, claimed))
 
     def _settled(self, effect: stream_events.SubmissionSettled) -> None:
         operations = self._workload.ended(effect.token)
@@ -303,7 +308,7 @@ class _Application:
         if again and self._retries < RETRIES_MAX and not self._workload.is_over:
             self._retries += 1
             self._cluster.checks.count("retry after a rejection")
-            self._append(again, self._client.mark, effect.outcome.following)
+            self._append(again, self._client.mark, effect.outcome.pipelined_state)
         else:
             self._retries = 0
 

@@ -1,7 +1,7 @@
 """Faults of the object store, and of storages that upload to it.
 
 The rules of `kinds.py` apply here. They strike only in worlds with an archive. Where ZooKeeper's
-data is changed, rule 4 of `budget.py` applies.
+data is changed, rule 4 of `data_loss_budget.py` applies.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -10,7 +10,7 @@ from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.wire.messages import ExpireRequest, ObjectReplacementRequest
-from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults.injection import any_storage, counted, keep_down, pause
 from waltz_sim.faults.zookeeper_faults import may_rewrite, strand_owner
@@ -331,7 +331,7 @@ def _accept(cluster: SimCluster, replica: "ReplicaId", left: int) -> None:
             cluster.world.after(20 * MS, lambda: _accept(cluster, replica, left - 1))
 
     if not cluster.is_recovering:
-        Rescue(cluster, on_verdict, accepted=replica, loses=True)
+        DisasterRecovery(cluster, on_verdict, accepted=replica, loses=True)
 
 
 def _may_accept_less(cluster: SimCluster) -> bool:

@@ -1,7 +1,7 @@
 """Disk faults: errors, full, slow or lying disks, rot, and old, empty or swapped disks.
 
 The rules of `kinds.py` apply here. A fault that destroys promised data checks the budget
-(`budget.py`) first.
+(`data_loss_budget.py`) first.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from waltz_core.records.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
 from waltz_core.storage.files.lock_file import LOCKS_NAME
-from waltz_core.storage.service.engine import STORAGE_ID_NAME
+from waltz_core.storage.service.storage_engine import STORAGE_ID_NAME
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import HOME, NO_CONTENTS, DiskBackup, SimStorage
 from waltz_sim.faults.injection import any_storage, counted, keep_down, restore_trust_later
@@ -159,7 +159,7 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _is_of(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
-    """Whether a disk is an older copy of the storage's own: undetectable (budget.py, rule 2)."""
+    """Whether a disk is an older copy of the storage's own (data_loss_budget.py, rule 2)."""
     path, own_id = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
     return own_id is None or (other.disk.exists(path) and own_id in other.disk.content(path))
 
@@ -214,7 +214,7 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
-    """Flip a bit on the platter, while the page cache still has the correct data."""
+    """Flip a bit on the disk, while the page cache still has the correct data."""
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
         storage.disk.rot_unseen(path, rng.randrange(size), 1 << rng.randrange(8))

@@ -6,7 +6,7 @@ A fault that is not listed here is not simulated. The faults themselves are in `
 Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
        the cluster.
-    2. A fault destroys promised data of a replica only within a budget (`budget.py`).
+    2. A fault destroys promised data of a replica only within a budget (`data_loss_budget.py`).
     3. Each kind of fault that strikes is counted, so that a batch in which it never strikes can be
        rejected (`injection.py`).
     4. A rough run has a theme: a few kinds of faults of disks, ZooKeeper's data or assignments

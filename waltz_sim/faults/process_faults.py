@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_sim.cluster.servers import RELEASED_PAUSE_US
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.cluster.tasks import TwoAttempts
+from waltz_sim.cluster.tasks import RetriedTask
 from waltz_sim.faults.injection import any_storage, counted, keep_down, pause, pause_ms
 from waltz_sim.world.simulated_disk import DiskFault, Survival
 
@@ -235,7 +235,7 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
             quorum_away(cluster, rng, away_ms)
         cluster.world.after(later_ms * MS, task.continue_attempts)
 
-    task = TwoAttempts(cluster, written)
+    task = RetriedTask(cluster, written)
     return False
 
 
@@ -260,5 +260,5 @@ def clock_jump(cluster: SimCluster, rng: "Random") -> bool:
 
 def clock_drift(cluster: SimCluster, rng: "Random") -> bool:
     """Let a machine's monotonic clock and all its timers run fast or slow."""
-    rng.choice(list(cluster.processes)).set_pace(rng.choice((0.8, 0.9, 1.1, 1.2)))
+    rng.choice(list(cluster.processes)).set_clock_rate(rng.choice((0.8, 0.9, 1.1, 1.2)))
     return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
-from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
+from waltz_sim.cluster.disaster_recovery import BEST, STEPS, DisasterRecovery
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults.injection import keep_down, pause_ms, restore_trust_later
 from waltz_sim.world.simulated_disk import Survival
@@ -199,7 +199,7 @@ def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: in
     cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
 
 
-# ---- ZooKeeper's data (budget.py, rule 4)
+# ---- ZooKeeper's data (data_loss_budget.py, rule 4)
 
 
 def may_rewrite(cluster: SimCluster) -> bool:
@@ -338,19 +338,21 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
 
     def on_verdict(verdict: RebuildDecision | None) -> None:
         cluster.checks.count("fault accept_replicas")
-        cluster.checks.count("rescue interrupted" if verdict is None else "rescue done")
+        cluster.checks.count(
+            "disaster recovery interrupted" if verdict is None else "disaster recovery done"
+        )
         if verdict is None and again_ms is not None:
             cluster.world.after(again_ms * MS, run_again)
 
     def run_again() -> None:
         if not cluster.is_recovering:
-            Rescue(cluster, lambda _: None, accepted=accepted)
+            DisasterRecovery(cluster, lambda _: None, accepted=accepted)
 
     def run(left: int = 20) -> None:
         if left and accepted != BEST and cluster.storages[accepted].log is None:
             cluster.world.after(50 * MS, lambda: run(left - 1))
         elif not cluster.is_recovering:
-            Rescue(cluster, on_verdict, accepted=accepted, dies_after=dies_after)
+            DisasterRecovery(cluster, on_verdict, accepted=accepted, dies_after=dies_after)
 
     cluster.world.after(after_ms * MS, run)
 

@@ -5,7 +5,8 @@
     replica_guarantees
                 3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
-    sessions    2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
+    session_guarantees
+                2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
                 20 MetaShape
     response_guarantees
                 7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
@@ -13,14 +14,17 @@
     outcome_guarantees
                 1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
                 16 NotAhead, 17 LockSerial and Serializable, dependent appends, commit stamps
-    locking     18 LockBound, 19 ReserveHeld
+    lock_guarantees
+                18 LockBound, 19 ReserveHeld
     archive_guarantees
                 28 Archived, 29 ArchiveMono, 30 StartBound, 31 NoTrustedReset
-    bounds      26 Bounded
+    limit_guarantees
+                26 Bounded
     sometimes   27 Sometimes
     history     the reference history of a run
     ledger      the state of the simulated applications
-    budget      which losses the model allows
+    data_loss_budget
+                which losses the model allows
 
 The numbers and names are those of docs/design/correctness.md 3.2; 25 Converged is
 `checkers.Checks.at_end`.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_archive import StoredFile
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.guarantees.checker_state import CheckerState
-    from waltz_sim.guarantees.sessions import Sessions
+    from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 
 _FIRST: Final = TransactionId(0)
 
@@ -47,7 +47,7 @@ _FIRST: Final = TransactionId(0)
 class ArchiveGuarantees:
     """Checks the archive of one partition."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "Sessions") -> None:
+    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
         self._recorded: ArchivedMark | None = None

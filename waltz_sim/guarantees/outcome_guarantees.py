@@ -24,7 +24,7 @@ from waltz_sim.guarantees.history import Operation, data_in
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.guarantees.checker_state import CheckerState
-    from waltz_sim.guarantees.locking import Locking
+    from waltz_sim.guarantees.lock_guarantees import LockGuarantees
     from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
     from waltz_sim.world.process import Process
 
@@ -32,11 +32,11 @@ _REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
 _HEAD: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
 
 
-class Outcomes:
+class OutcomeGuarantees:
     """Checks the results that all applications receive."""
 
     def __init__(
-        self, evidence: "CheckerState", answers: "ResponseGuarantees", locking: "Locking"
+        self, evidence: "CheckerState", answers: "ResponseGuarantees", locking: "LockGuarantees"
     ) -> None:
         self._facts = evidence
         self._answers = answers

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.guarantees.checker_state import CheckerState
-    from waltz_sim.guarantees.sessions import Sessions
+    from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 
 HOME: Final = Path("/waltz/0")
 # A replica's records are compared with the history every N pieces of work.
 CHECK_EVERY: Final = 200
 
 
-class Durable(NamedTuple):
+class DurableValues(NamedTuple):
     """The values of a replica that may never decrease."""
 
     promised: SessionId
@@ -61,7 +61,7 @@ class Durable(NamedTuple):
     confirmed_mark: TransactionId
 
 
-class Before(NamedTuple):
+class LogBefore(NamedTuple):
     """The state of a log before a piece of work, as far as the checks need it."""
 
     synced_max: TransactionId = BEFORE_FIRST
@@ -75,21 +75,21 @@ class _Cut(NamedTuple):
     acked: int
 
 
-_NOTHING: Final = Before()
+_NOTHING: Final = LogBefore()
 
 
 class ReplicaGuarantees:
     """Checks all replicas that ever held the partition."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "Sessions") -> None:
+    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
-        self.durable: dict[str, Durable] = {}
+        self.durable: dict[str, DurableValues] = {}
         # The highest ID that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
         # The batches on its disk, and the last ID of each.
         self._holds: dict[str, dict[Chain, int]] = {}
-        self.corrupted: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
+        self.corrupted: dict[str, None] = {}  # replicas whose disk_state bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
         self._cutting: dict[str, _Cut] = {}  # truncations in progress
         self._work_count = 0
@@ -136,12 +136,12 @@ class ReplicaGuarantees:
         # Its earlier answers still count: they may be in flight.
 
     def became_corrupt(self, storage: "SimStorage") -> None:
-        """Note that a fault has changed bytes on this replica's platter."""
+        """Note that a fault has changed bytes on this replica's disk."""
         self.corrupted[storage.name] = None
 
     # ---- working
 
-    def before_work(self, storage: "SimStorage", work: "Work") -> Before:
+    def before_work(self, storage: "SimStorage", work: "Work") -> LogBefore:
         """Return the state of a log before a piece of work, for `worked`."""
         if not work.requests:
             return _NOTHING
@@ -149,13 +149,13 @@ class ReplicaGuarantees:
         if isinstance(message, Truncate) and message.session_id == log.promised:
             self._cutting[storage.name] = _Cut(message.last_to_keep, self._facts.history.last)
         if isinstance(message, SetLowWaterMark):
-            return Before(synced_max=log.synced_max)
+            return LogBefore(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
-            return Before(segment_count=len(segments_of(storage)))
+            return LogBefore(segment_count=len(segments_of(storage)))
         return _NOTHING
 
     def worked(
-        self, storage: "SimStorage", work: "Work", result: "WorkResult", before: Before
+        self, storage: "SimStorage", work: "Work", result: "WorkResult", before: LogBefore
     ) -> None:
         """Check a finished piece of work, before the storage answers it."""
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
@@ -195,7 +195,7 @@ class ReplicaGuarantees:
             self._facts.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
     def _appended(
-        self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: Before
+        self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: LogBefore
     ) -> None:
         """4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching: the batches on a disk."""
         name, session = storage.name, SessionId(message.session_id)
@@ -213,7 +213,7 @@ class ReplicaGuarantees:
         if before.segment_count and len(segments_of(storage)) > before.segment_count:
             self._facts.count("segment roll during recovery")
 
-    def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: Before) -> None:
+    def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: LogBefore) -> None:
         """10. LwmFull."""
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
@@ -280,7 +280,7 @@ class ReplicaGuarantees:
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono."""
         slot = log.slot
-        now = Durable(slot.promised, slot.last_session, slot.low_water_mark)
+        now = DurableValues(slot.promised, slot.last_session, slot.low_water_mark)
         before = self.durable.get(name)
         if now == before:
             return

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.guarantees.checker_state import CheckerState
-    from waltz_sim.guarantees.sessions import Sessions
+    from waltz_sim.guarantees.session_guarantees import SessionGuarantees
     from waltz_sim.world.network import SimLink
 
 _NEEDS_SESSION: Final = (
@@ -73,7 +73,7 @@ _FEED_HEADER: Final = 20
 class ResponseGuarantees:
     """Checks all messages from servers to clients."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "Sessions") -> None:
+    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
         # By server: the connection on which it answered each client's last mount.
@@ -124,8 +124,8 @@ class ResponseGuarantees:
         now = self._open.get(name)
         self._in_step[name] = {} if now is None else {now: None}
         self._mark_before[name] = self._mark.get(name, BEFORE_FIRST)
-        if server.pace < 1:
-            self._pace[name] = min(server.pace, self._pace.get(name, 1))
+        if server.clock_rate < 1:
+            self._pace[name] = min(server.clock_rate, self._pace.get(name, 1))
 
     # ---- messages from servers
 
@@ -190,8 +190,8 @@ class ResponseGuarantees:
             evidence.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
-            pace = self._pace.get(server.name, 1)
-            timer_ms = int(evidence.cluster.limits.high_water_mark_staleness_ms_max / pace)
+            clock_rate = self._pace.get(server.name, 1)
+            timer_ms = int(evidence.cluster.limits.high_water_mark_staleness_ms_max / clock_rate)
             known = self.acknowledged_at(evidence.world.now_ms - timer_ms - 1)
             if mark < known:
                 evidence.fail(

@@ -46,7 +46,7 @@ SOMETIMES: Final = (
     "dependent append of another session rejected",
     "append on an older connection",
     "session of a hanging server expired",
-    "rescue interrupted",
+    "disaster recovery interrupted",
     "replica marked by a command",
     "feed unsubscribed",
     "context client restarted",

@@ -105,7 +105,7 @@ class SyncDirectory(NamedTuple):
     site: str = ""
 
 
-class Remark(NamedTuple):
+class PositionMarker(NamedTuple):
     """A mark by which a test finds a position in the list; not a change of the disk."""
 
     what: object
@@ -122,7 +122,7 @@ DiskChange: TypeAlias = (
     | Sync
     | SyncFailed
     | SyncDirectory
-    | Remark
+    | PositionMarker
 )
 
 
@@ -188,12 +188,12 @@ class RecordingDisk:
         self.changes = list(changes)
         self.site = site
         self.inner = SimDisk(is_traced=False)
-        platter = Platter()
+        disk_state = DiskState()
         for change in self.changes:
-            platter.add(change)
-        self.inner.become(platter.image(Everything()))
-        self._files = dict(platter.files_seen())
-        self._next = platter.file_count
+            disk_state.add(change)
+        self.inner.become(disk_state.image(KeepAll()))
+        self._files = dict(disk_state.files_seen())
+        self._next = disk_state.file_count
 
     @classmethod
     def after_power_loss(
@@ -271,9 +271,9 @@ class RecordingDisk:
         """Return the file with a name."""
         return self._files[path]
 
-    def remark(self, what: object) -> None:
-        """Record a remark between two changes."""
-        self.changes.append(Remark(what))
+    def mark_position(self, what: object) -> None:
+        """Record a marker between two changes."""
+        self.changes.append(PositionMarker(what))
 
 
 def changes_of(contents: Contents) -> list[DiskChange]:
@@ -325,7 +325,7 @@ class Keep:
         return sizes[self.version(unit, len(sizes) - 1)]
 
 
-class Everything(Keep):
+class KeepAll(Keep):
     """Keeps all writes."""
 
     def version(self, unit: Unit, count: int) -> int:
@@ -334,7 +334,7 @@ class Everything(Keep):
         return count
 
 
-class Only(Keep):
+class KeepOnly(Keep):
     """Keeps only some units. A kept sector is not beyond the end of its file."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -347,7 +347,7 @@ class Only(Keep):
         return count if is_kept else 0
 
 
-class AllBut(Keep):
+class KeepAllBut(Keep):
     """Keeps all but some units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -358,7 +358,7 @@ class AllBut(Keep):
         return 0 if unit in self.units else count
 
 
-class AnyOf(Keep):
+class KeepRandom(Keep):
     """Keeps units at random, with any of their values, and sizes in between."""
 
     def __init__(self, rng: "Random") -> None:
@@ -378,7 +378,7 @@ class AnyOf(Keep):
 
 
 @dataclass(slots=True, eq=False)
-class _File:
+class _RecordedFile:
     """One file: durable content, visible content, and all values of sectors and size in between."""
 
     kept: bytearray = field(default_factory=bytearray)
@@ -439,11 +439,11 @@ class _File:
         return bytes(left)
 
 
-class Platter:
+class DiskState:
     """The state of a disk after a list of changes, change by change."""
 
     def __init__(self) -> None:
-        self._files: dict[FileId, _File] = {}
+        self._files: dict[FileId, _RecordedFile] = {}
         # Entries of directories, by path. A directory is an entry without a file.
         self._kept: dict[Path, FileId | None] = {}
         self._seen: dict[Path, FileId | None] = {}
@@ -469,7 +469,7 @@ class Platter:
                 self._files[file].sync()
             case SyncFailed(file):
                 self._files[file].doubtful.update(self._files[file].sectors)
-            case Remark():
+            case PositionMarker():
                 pass
             case _:
                 self._rename(change)
@@ -479,7 +479,7 @@ class Platter:
     ) -> None:
         match change:
             case CreateFile(path, file):
-                self._files[file] = _File()
+                self._files[file] = _RecordedFile()
                 self._enter(path, file)
             case Rename(source, target):
                 self._enter(target, self._seen[source])
@@ -539,11 +539,11 @@ class Platter:
         return Contents(contents, frozenset(directories))
 
 
-def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator[Keep]:
+def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Iterator[Keep]:
     """Return the choices at one point: nothing, all, each alone, all but each, at random."""
     yield Keep()
-    yield Everything()
-    units = platter.units()
+    yield KeepAll()
+    units = disk_state.units()
     if len(units) < 2:
         return
     files = {unit.file for unit in units if not isinstance(unit, DirectoryEntry)}
@@ -554,10 +554,10 @@ def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator
     groups.append([unit for unit in units if isinstance(unit, DirectoryEntry)])
     alone = [[unit] for unit in _some(units, rng)]
     for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
-        yield Only(group)
-        yield AllBut(group)
+        yield KeepOnly(group)
+        yield KeepAllBut(group)
     for _ in range(random_count):
-        yield AnyOf(rng)
+        yield KeepRandom(rng)
 
 
 def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
@@ -601,11 +601,11 @@ def delayed(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | 
     ]
 
 
-def platters(changes: Sequence[DiskChange]) -> Iterator[tuple[int, Platter]]:
+def disk_states(changes: Sequence[DiskChange]) -> Iterator[tuple[int, DiskState]]:
     """Return each point at which a crash may occur, as the number of changes before it."""
-    platter = Platter()
-    yield 0, platter
+    disk_state = DiskState()
+    yield 0, disk_state
     for position, change in enumerate(changes):
-        platter.add(change)
-        if not isinstance(change, Remark):
-            yield position + 1, platter
+        disk_state.add(change)
+        if not isinstance(change, PositionMarker):
+            yield position + 1, disk_state

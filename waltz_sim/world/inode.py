@@ -51,7 +51,7 @@ class Inode:
             self.unreadable = {sector for sector in self.unreadable if sector * SECTOR_BYTES < size}
         else:
             self.seen.extend(bytes(size - old))
-            # The new part reads as zeros on the platter, too, regardless of earlier content.
+            # The new part reads as zeros on the disk, too, regardless of earlier content.
             self.touch(old, size)
 
     def carry_over(self, sectors: Iterable[int], size: int) -> None:

@@ -33,8 +33,8 @@ class Process:
         self.incarnation = 1
         self.slow_us = 0  # delay before each input
         self.wall_offset_ms = 0
-        self.pace = 1.0  # the speed of its own clock
-        self._pace_since_us = (0, 0)  # the world's time and its own, when this speed began
+        self.clock_rate = 1.0  # the speed of its own clock
+        self._rate_since_us = (0, 0)  # the world's time and its own, when this speed began
         self.links: dict[int, SimLink] = {}
         self._held: deque[Action] = deque()  # of this incarnation
         self._free_at_us = 0
@@ -49,18 +49,18 @@ class Process:
     @property
     def now_ms(self) -> int:
         """The time of its own clock (rule 4)."""
-        if self.pace == 1.0 and not self._pace_since_us[0]:
+        if self.clock_rate == 1.0 and not self._rate_since_us[0]:
             return self.world.now_us // 1000
         return self._now_us() // 1000
 
     def _now_us(self) -> int:
-        since_us, own_us = self._pace_since_us
-        return own_us + int((self.world.now_us - since_us) * self.pace)
+        since_us, own_us = self._rate_since_us
+        return own_us + int((self.world.now_us - since_us) * self.clock_rate)
 
-    def set_pace(self, pace: float) -> None:
+    def set_clock_rate(self, clock_rate: float) -> None:
         """Change the speed of its clock."""
-        self._pace_since_us = max(1, self.world.now_us), self._now_us()
-        self.pace = pace
+        self._rate_since_us = max(1, self.world.now_us), self._now_us()
+        self.clock_rate = clock_rate
 
     def takes_at_once(self, incarnation: int) -> bool:
         """Whether `take` would process an input now, without dropping or delaying it."""
@@ -140,8 +140,8 @@ class Process:
             timer.cancel()
         self._timer_at_ms = at_ms
         delay_us = at_ms * 1000 - self.world.now_us
-        if self._pace_since_us[0]:
-            delay_us = int((at_ms * 1000 - self._now_us()) / self.pace) + 1
+        if self._rate_since_us[0]:
+            delay_us = int((at_ms * 1000 - self._now_us()) / self.clock_rate) + 1
         self._timer = self.after(delay_us if delay_us > 0 else 1, self._ring)
 
     def _ring(self) -> None:

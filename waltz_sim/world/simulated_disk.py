@@ -1,7 +1,7 @@
 """A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
 A storage's promises must survive a power loss, and a real disk cannot simulate one. This disk keeps
-two contents of each file, the visible one and the durable one on the platter, and the set of
+two contents of each file, the visible one and the durable one on the disk, and the set of
 sectors that differ.
 
 Rules:
@@ -16,7 +16,7 @@ Rules:
     6. A lying disk reports syncs that it has not done.
     7. An unreadable sector stays unreadable until it is discarded, cut, or written completely: a
        partial write would have to read the rest.
-    8. Clean sectors may be dropped from the cache at any time, and are then read from the platter.
+    8. Clean sectors may be dropped from the cache at any time, and are then read from the disk.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -67,7 +67,7 @@ class Contents(NamedTuple):
     directories: frozenset[Path]
 
 
-class _Plan(NamedTuple):
+class _PlannedFault(NamedTuple):
     fault: DiskFault | None
     injected: OnInjected | None
 
@@ -246,8 +246,8 @@ class SimDisk:
         self.is_lying = False
         self.on_full: OnInjected | None = None  # called whenever there is no space
         self._is_traced = is_traced
-        self._plans: dict[int, _Plan] = {}  # by step
-        self._call_plans: list[tuple[Collection[str], _Plan]] = []
+        self._plans: dict[int, _PlannedFault] = {}  # by step
+        self._call_plans: list[tuple[Collection[str], _PlannedFault]] = []
         self.read_plans: dict[int, OnInjected | None] = {}  # by read
         self.is_off = False
         self._names: dict[Path, Inode] = {}
@@ -353,7 +353,7 @@ class SimDisk:
     def plan(self, step: int, fault: DiskFault, injected: OnInjected | None = None) -> None:
         """Plan a fault at a step (rule 5); steps count from 1 since the disk was created."""
         assert step > self.step_count
-        self._plans[step] = _Plan(fault, injected)
+        self._plans[step] = _PlannedFault(fault, injected)
 
     def plan_call(
         self, names: Collection[str], fault: DiskFault | None, injected: OnInjected | None = None
@@ -362,7 +362,7 @@ class SimDisk:
 
         Without a fault, only `injected` is called there.
         """
-        self._call_plans.append((names, _Plan(fault, injected)))
+        self._call_plans.append((names, _PlannedFault(fault, injected)))
 
     def plan_read(self, count: int, injected: OnInjected | None = None) -> None:
         """Plan the failure of the `count`th read from now on, once."""
@@ -401,14 +401,14 @@ class SimDisk:
         self.open_count = 0
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the platter and in the visible content."""
+        """Flip bits on the disk and in the visible content."""
         inode = self._names[path]
         for content in (inode.seen, inode.kept):
             if offset < len(content):
                 content[offset] ^= mask
 
     def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the platter; the cache still has the right content (rule 8)."""
+        """Flip bits on the disk; the cache still has the right content (rule 8)."""
         kept = self._names[path].kept
         if offset < len(kept):
             kept[offset] ^= mask
@@ -447,7 +447,7 @@ class SimDisk:
         self._kept_names.pop(path, None)
 
     def contents(self) -> Contents:
-        """Return what is on the platter now."""
+        """Return what is on the disk now."""
         files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
         return Contents(files, frozenset(self._directories))
 
@@ -501,7 +501,7 @@ class SimDisk:
             plan.injected()
         return plan.fault
 
-    def _next_call_plan(self, what: str) -> _Plan | None:
+    def _next_call_plan(self, what: str) -> _PlannedFault | None:
         for position, (names, plan) in enumerate(self._call_plans):
             if what in names:
                 del self._call_plans[position]

@@ -25,7 +25,7 @@ from waltz_spark.worker_errors import without_stack, without_stack_each
 
 
 @dataclass
-class Task(InputPartition):
+class ReadTask(InputPartition):
     """One task's input: transactions first..last of one partition, and their replicas.
 
     Spark pickles each task separately, so a task contains the owner of its own partition only. The
@@ -116,7 +116,7 @@ def tasks_of(
         else:
             found = None
         owners, replicas = layout.of(span.partition), sources[span.partition]
-        tasks.append(Task(owners, replicas, *span, found, begins.get(span.partition)))
+        tasks.append(ReadTask(owners, replicas, *span, found, begins.get(span.partition)))
     return tasks
 
 
@@ -134,7 +134,7 @@ def read_task(
     Raises:
         Like `fetch`, and `FeedReader.rows`.
     """
-    if not isinstance(task, Task):
+    if not isinstance(task, ReadTask):
         return iter(())  # for Spark: there is nothing to read
     source = ReadSource(client_at(task.layout), task.replicas, task.archived)
     if task.begin is None:

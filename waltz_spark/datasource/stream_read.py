@@ -38,7 +38,7 @@ from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.feed_read import query_of_task
 from waltz_spark.datasource.start_offsets import check_available, firsts_of, marks_of, starts
-from waltz_spark.offsets import Offset, Position, decode, encode
+from waltz_spark.offsets import Offset, StreamOffset, decode, encode
 from waltz_spark.options import Marks, ReadOptions
 from waltz_spark.shared_clients import client_of, sources_of
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
@@ -105,10 +105,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
-        is_other = not self._continues(Position(begin, cluster))
+        is_other = not self._continues(StreamOffset(begin, cluster))
         lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
-            again = self._restarted(lost, Position(begin, cluster), marks)
+            again = self._restarted(lost, StreamOffset(begin, cluster), marks)
             return encode({**begin, **again}, self._cluster_key)
         begin = check_available(self._options, begin, self._firsts, _STREAM)
         ends = marks
@@ -131,7 +131,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         """Do nothing: the connections close with their process."""
 
-    def _begin(self, start: Offset) -> Position:
+    def _begin(self, start: Offset) -> StreamOffset:
         """Return a checkpoint's offset; a partition that it lacks begins at the start."""
         client = client_of(self._options.connect)
         chosen = planning.chosen_partitions(self._options, client.partition_count)
@@ -143,9 +143,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "another checkpoint."
             )
         marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
-        return Position(marks, cluster)
+        return StreamOffset(marks, cluster)
 
-    def _restarted(self, lost: Sequence[int], start: Position, marks: Marks) -> Marks:
+    def _restarted(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
         """Return the start of partitions of another log (rule 4).
 
         Raises:
@@ -165,7 +165,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
-    def _continues(self, offset: Position) -> bool:
+    def _continues(self, offset: StreamOffset) -> bool:
         """Whether the cluster that was queried last has the log of an offset (rule 3)."""
         if offset.cluster in (None, self._cluster_key.hex()):
             return True
@@ -235,7 +235,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if _past(held, sources):
             client, sources = self._query(list(held), linearizable=True)
         past, key = _past(held, sources), client.cluster().key
-        is_other = not self._continues(Position(ends, cluster))
+        is_other = not self._continues(StreamOffset(ends, cluster))
         if lost := [each for each in held if each in past or is_other]:
             if options.fail_on_data_loss:
                 what = self._other_cluster(cluster, key)

@@ -90,7 +90,8 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
     """
     if missing := [name for name in key if name not in schema.names]:
         raise BadConfig(
-            f"key: expected a column of the table, found {missing[0]!r}. Hint: declare it."
+            f"key: expected columns of the table, found {missing[0]!r}. Hint: declare this column, "
+            "or correct the key."
         )
     for name in key:
         kind = schema[name].dataType.simpleString()
@@ -102,14 +103,15 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
     # A column of the log may be declared; the `MERGE` has it as another column than the place.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
     taken = {*reserved, *log, DELETED}
-    seen = set(taken)
+    seen = {name: name for name in taken}
     for name in schema.names:
         if name.lower() in seen:
             raise BadConfig(
                 f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted(taken))}"
+                f"{', '.join(sorted(taken))}, found {name!r} and {seen[name.lower()]!r}. Hint: "
+                "rename the column in the declared schema."
             )
-        seen.add(name.lower())
+        seen[name.lower()] = name
 
 
 def parts_of_name(text: str) -> list[str]:

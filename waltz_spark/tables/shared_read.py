@@ -26,7 +26,7 @@ from waltz_core.tables.row_changes import (
     with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
-from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.batch_read import ReadTask
 from waltz_spark.datasource.fetch import BatchColumns, ReadSource, log_batches
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read
@@ -151,7 +151,7 @@ class SharedSparkLog:
             "endingHighWaterMarks": marks_as_json(ends),
         }
         reader = WaltzDataSource(options).reader(_LOG)
-        tasks = [task for task in reader.partitions() if isinstance(task, Task)]
+        tasks = [task for task in reader.partitions() if isinstance(task, ReadTask)]
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
         read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
         self._parts = numbers.mapInArrow(read, read.schema()).persist()
@@ -169,7 +169,7 @@ class SharedRead:
     Spark passes it the numbers of tasks: one to each of its own tasks.
     """
 
-    tasks: Sequence[Task]
+    tasks: Sequence[ReadTask]
     options: ReadOptions
     tables: Sequence[SharedTable]
     starts: Sequence[dict[int, int]]
@@ -189,7 +189,7 @@ class SharedRead:
                     rows = changes.select(kinds.types[at].names)
                     yield from _as_structs(rows, at, kinds)
 
-    def _changes(self, task: Task) -> list[ArrowTable]:
+    def _changes(self, task: ReadTask) -> list[ArrowTable]:
         """Return the last changes of each table in a task."""
         shapes = [each.shape() for each in self.tables]
         columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))

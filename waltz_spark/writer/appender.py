@@ -137,7 +137,7 @@ class _Chunk:
         return _Chunk(self.partition, append, identity, source, self.attempt + 1, self.retries)
 
 
-class _Waiting(NamedTuple):
+class _RowsToRecompute(NamedTuple):
     """Rejected rows that wait for their recomputation."""
 
     due: float
@@ -147,7 +147,7 @@ class _Waiting(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _PartitionRows:
     """One log partition: rows to send, rows that were sent, rows to send again."""
 
     waiting: list[_Chunk] = field(default_factory=list)
@@ -155,7 +155,7 @@ class _Lane:
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
     resend: list[_Chunk] = field(default_factory=list)
-    rejected: "deque[_Waiting]" = field(default_factory=deque)
+    rejected: "deque[_RowsToRecompute]" = field(default_factory=deque)
     recomputed: "deque[_Chunk]" = field(default_factory=deque)
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
@@ -182,7 +182,7 @@ class Appender:
         self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
         self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
         self._in_flight_max = options.in_flight_max
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _PartitionRows] = {}
         self._in_flight = 0
 
     def send(self, batches: Iterable[ShapedRows]) -> Iterator[FinalRows]:
@@ -212,7 +212,7 @@ class Appender:
                 batch if batch is None or whole else batch.take(rows)
                 for batch in (shaped.identity, shaped.source)
             )
-            lane = self._lanes.setdefault(partition, _Lane())
+            lane = self._lanes.setdefault(partition, _PartitionRows())
             lane.waiting.append(_Chunk(partition, append, identity, source))
             lane.waiting_rows += append.num_rows
             lane.waiting_bytes += append.nbytes
@@ -250,10 +250,10 @@ class Appender:
             return True
         return any(self._is_full(lane) for lane in lanes)
 
-    def _is_full(self, lane: _Lane) -> bool:
+    def _is_full(self, lane: _PartitionRows) -> bool:
         return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
 
-    def _fill(self, lane: _Lane, *, last: bool) -> None:
+    def _fill(self, lane: _PartitionRows, *, last: bool) -> None:
         if lane.resend:
             # Rule 2: lost rows first, and those only after every earlier answer, so that they are
             # sent in order.
@@ -269,7 +269,7 @@ class Appender:
         while self._has_capacity() and (self._is_full(lane) or (last and lane.waiting_rows)):
             self._submit(lane, self._next_chunk(lane))
 
-    def _next_chunk(self, lane: _Lane) -> _Chunk:
+    def _next_chunk(self, lane: _PartitionRows) -> _Chunk:
         """Take up to `batchSize` rows and 4 MiB from the start of a lane."""
         taken: list[_Chunk] = []
         rows = size = 0
@@ -293,7 +293,7 @@ class Appender:
         lane.waiting_bytes = max(0, lane.waiting_bytes - size) if lane.waiting else 0
         return _joined(taken)
 
-    def _submit(self, lane: _Lane, chunk: _Chunk) -> None:
+    def _submit(self, lane: _PartitionRows, chunk: _Chunk) -> None:
         append = chunk.append
         if self._sealer is not None:
             append = self._sealer.sealed(append, chunk.partition)
@@ -321,7 +321,7 @@ class Appender:
                 yield from self._outcomes_of(lane, chunk, outcome)
 
     def _outcomes_of(
-        self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome
+        self, lane: _PartitionRows, chunk: _Chunk, outcome: BatchOutcome
     ) -> Iterator[FinalRows]:
         reasons = outcome.reasons
         for reason, (kind, text) in _FATAL.items():
@@ -344,7 +344,7 @@ class Appender:
             if len(rejected):
                 due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
                 won, mark = outcome.conflicting[rejected], outcome.high_water_mark
-                lane.rejected.append(_Waiting(due, chunk.take(rejected), won, mark))
+                lane.rejected.append(_RowsToRecompute(due, chunk.take(rejected), won, mark))
         if len(kept):
             identity = chunk.identity
             if identity is not None and len(kept) < len(reasons):
@@ -362,7 +362,7 @@ class Appender:
 
     # -- again --------------------------------------------------------------------------------
 
-    def _recompute(self, lane: _Lane) -> Iterator[FinalRows]:
+    def _recompute(self, lane: _PartitionRows) -> Iterator[FinalRows]:
         """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
@@ -392,7 +392,7 @@ class Appender:
         if due:
             time.sleep(max(0.0, min(due) - time.monotonic()))
 
-    def _pause(self, lane: _Lane) -> None:
+    def _pause(self, lane: _PartitionRows) -> None:
         """Wait longer each time that the log accepts no rows; raise after `RETRY_SECONDS_MAX`."""
         now = time.monotonic()
         lane.failing_since = lane.failing_since or now
@@ -429,7 +429,7 @@ def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]
         start += count
 
 
-def _omitted_rows(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> FinalRows:
+def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> FinalRows:
     """Return rejected rows that are final because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)

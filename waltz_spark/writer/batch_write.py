@@ -49,7 +49,7 @@ from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
 from waltz_spark.writer.recompute import load_recompute
 from waltz_spark.writer.results import check_column_types, keep, write_again
 from waltz_spark.writer.rows_hash import RowsHash
-from waltz_spark.writer.task import Job, TaskResult, task_attempt
+from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 
 _log = logging.getLogger("waltz")
 
@@ -74,7 +74,7 @@ class NamedWrite(NamedTuple):
     hint: str = _HINT
 
 
-def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job:
+def new_job(options: WriteOptions, schema: StructType, write: str | None) -> WriteJob:
     """Return the common part of one execution's tasks; on the driver, before any task.
 
     Raises:
@@ -99,7 +99,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     return with_client(options.connect, lambda client: _job_at(client, options, write))
 
 
-def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Job:
+def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> WriteJob:
     for partition in options.partitions or ():
         check_partition(partition, client.partition_count, "option 'partitions'")
     if options.exactly_once and client.has_legacy_server(options.partitions):
@@ -112,7 +112,7 @@ def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Jo
     # log as of the start of the job.
     found = client.high_water_marks(options.partitions)
     marks = {int(partition): int(mark) for partition, mark in found.items()}
-    return Job(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
+    return WriteJob(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
 
 class WaltzBatchWriter(DataSourceArrowWriter):
@@ -167,7 +167,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
 
 def finish(
-    job: Job, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
+    job: WriteJob, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
 ) -> None:
     """Keep the results, mark a write with a name as done, and log the outcome of the job.
 
@@ -209,7 +209,7 @@ def finish(
     )
 
 
-def _repeat(job: Job, tasks: list[TaskResult], named: NamedWrite) -> None:
+def _repeat(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
     """Report a write that was done before and had the same rows; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
@@ -231,7 +231,7 @@ def _repeat(job: Job, tasks: list[TaskResult], named: NamedWrite) -> None:
         write_again(path, summary | {"already_committed": True})
 
 
-def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
+def _check_no_task_is_left(job: WriteJob, write: str, task_count: int) -> None:
     """Check that the log has no rows of tasks that only an earlier run had."""
     again = dataclasses.replace(job, write=write, keep_ms=None)
     for task in asyncio.run(tasks_of_write(job.options.connect, write)):
@@ -253,7 +253,7 @@ def _rows_of(tasks: list[TaskResult]) -> RowsHash:
     return functools.reduce(RowsHash.plus, (task.rows for task in tasks), RowsHash())
 
 
-def forget(job: Job, writes: list[str]) -> None:
+def forget(job: WriteJob, writes: list[str]) -> None:
     """Remove writes that are not needed any more, and some expired ones (rule 2)."""
     if not job.options.exactly_once:
         return

@@ -160,10 +160,10 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
 
 def _check_key_column(kind: DataType | None, name: str) -> None:
     if kind is None:
-        raise BadRequest(f"option 'encryptionKeyColumn': the input has no column {name!r}")
+        raise BadRequest(f"option 'encryptionKeyIdColumn': the input has no column {name!r}")
     if not isinstance(kind, StringType):
         raise BadRequest(
-            f"option 'encryptionKeyColumn': column {name!r}: expected a string, found "
+            f"option 'encryptionKeyIdColumn': column {name!r}: expected a string, found "
             f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), {name!r}))."
         )
 
@@ -211,8 +211,8 @@ class ShapedRows:
     """
 
     partitions: npt.NDArray[np.int32]
-    # header, data, its crc, three lock lists, client_high_water_mark; encryption_key with
-    # `encryptionKeyColumn`
+    # header, data, its crc, three lock lists, client_high_water_mark; encryption_key_id with
+    # `encryptionKeyIdColumn`
     append: pa.RecordBatch
     identity: pa.RecordBatch | None
     is_free: npt.NDArray[np.bool_]
@@ -308,15 +308,15 @@ class RowShaper:
         return data
 
     def _keys(self, batch: pa.RecordBatch, name: str) -> pa.Array:
-        """Return the ID of each row's key, of option `encryptionKeyColumn`."""
+        """Return the ID of each row's key, of option `encryptionKeyIdColumn`."""
         keys = batch.column(name).cast(pa.string())
         if keys.null_count:
             raise BadRequest(
-                f"option 'encryptionKeyColumn': column {name!r} is null in "
+                f"option 'encryptionKeyIdColumn': column {name!r} is null in "
                 f"{self._row(batch, keys.is_null())}: expected a key ID"
             )
         for key_id in pc.unique(keys).to_pylist():
-            check_key_id(key_id, f"option 'encryptionKeyColumn': column {name!r}")
+            check_key_id(key_id, f"option 'encryptionKeyIdColumn': column {name!r}")
         return keys
 
     def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:

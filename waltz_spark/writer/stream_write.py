@@ -35,7 +35,7 @@ from waltz_spark.writer.batch_write import (
     forget,
     new_job,
 )
-from waltz_spark.writer.task import Job, TaskResult, task_attempt
+from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 
 _log = logging.getLogger("waltz")
 
@@ -104,7 +104,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         )
 
 
-def _job_of_batch(job: Job) -> Job:
+def _job_of_batch(job: WriteJob) -> WriteJob:
     """Return the job of this task's micro-batch (rule 1)."""
     context = TaskContext.get()
     assert context is not None, "a micro-batch is written in tasks"

@@ -90,7 +90,7 @@ class TaskResult(WriterCommitMessage):
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """The common part of all tasks of one execution.
 
     `marks` are the log's at the start, `began_ms`; those in the options are the user's. `run` names

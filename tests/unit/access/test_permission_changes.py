@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.permission_changes import Holder
+from waltz_core.access.permission_changes import Grantee
 from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cluster.znodes import access_node
@@ -16,12 +16,12 @@ from waltz_core.errors import BadConfig, BadRequest
 READ, APPEND, REPLICATE = AccessVerb.READ, AccessVerb.APPEND, AccessVerb.REPLICATE
 COUNT = 10
 EMPTY = Permissions(1, "ops", 0, bytes(32))
-ANN, SERVERS = Holder("ann", is_group=False), Holder("servers", is_group=True)
+ANN, SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
 TOKEN = KnownToken("t1", "ann", 5)
 
 
-def revoked(old, holder, verbs, partitions):
-    return changes.revoke(old, holder, verbs, partitions, partition_count=COUNT)
+def revoked(old, grantee, verbs, partitions):
+    return changes.revoke(old, grantee, verbs, partitions, partition_count=COUNT)
 
 
 def test_several_verbs_are_granted_at_once_and_merged_with_earlier_grants():
@@ -56,7 +56,7 @@ def test_two_grants_of_one_holder_and_verb_become_one():
 def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     old = changes.add_to_group(EMPTY, "ann", ["bob"])
     both = changes.grant(
-        changes.grant(old, ANN, [READ], None), Holder("ann", is_group=True), [APPEND], None
+        changes.grant(old, ANN, [READ], None), Grantee("ann", is_group=True), [APPEND], None
     )
     assert changes.granted(both, "ann", READ, COUNT) == set(range(COUNT))
     assert changes.granted(both, "ann", APPEND, COUNT) == set()
@@ -74,13 +74,13 @@ def test_a_revocation_leaves_the_other_partitions():
 
 def test_a_revocation_of_what_is_not_granted_is_an_error():
     old = changes.grant(EMPTY, ANN, [READ], ((0, 3),))
-    for holder, verbs, partitions in (
+    for grantee, verbs, partitions in (
         (ANN, [APPEND], None),
         (ANN, [READ], ((4, 5),)),
-        (Holder("bob", is_group=False), [READ], None),
+        (Grantee("bob", is_group=False), [READ], None),
     ):
         with pytest.raises(BadRequest, match=r"has no grant of \w+ for partitions"):
-            revoked(old, holder, verbs, partitions)
+            revoked(old, grantee, verbs, partitions)
     # One of several verbs is enough.
     assert revoked(old, ANN, [READ, APPEND], None).grants == ()
 
@@ -105,7 +105,7 @@ def test_grants_and_revocations_are_unions_and_differences(steps):
 @pytest.mark.parametrize("name", ["", "a b", "other", "x" * 129, "ä"])
 def test_a_principal_is_checked_before_it_is_encoded(name):
     for change in (
-        lambda: changes.grant(EMPTY, Holder(name, is_group=False), [READ], None),
+        lambda: changes.grant(EMPTY, Grantee(name, is_group=False), [READ], None),
         lambda: changes.add_to_group(EMPTY, "g", [name]),
         lambda: changes.set_limits(EMPTY, name, PrincipalLimits(feeds=1)),
         lambda: changes.add_token(EMPTY, "ab" * 32, KnownToken("t", name, 1)),
@@ -115,7 +115,7 @@ def test_a_principal_is_checked_before_it_is_encoded(name):
 
 
 def test_anonymous_may_have_grants_and_no_token():
-    made = changes.grant(EMPTY, Holder("anonymous", is_group=False), [READ], None)
+    made = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
     assert changes.granted(made, "anonymous", READ, 1) == {0}
     with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
         changes.add_token(EMPTY, "ab" * 32, KnownToken("t", "anonymous", 1))
@@ -151,7 +151,7 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
     is_checked(changes.delete_group(old, "servers"))
     is_checked(changes.remove_from_group(old, "servers", ["s1", "s2"]))
     changes.check_replicate(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
-    other = changes.grant(old, Holder("s3", is_group=False), [REPLICATE], ((0, 9),))
+    other = changes.grant(old, Grantee("s3", is_group=False), [REPLICATE], ((0, 9),))
     changes.check_replicate(other, changes.delete_group(other, "servers"), COUNT)
 
 
@@ -174,8 +174,8 @@ def test_a_group_gets_and_loses_members():
 
 def test_a_deleted_group_loses_its_grants():
     old = changes.add_to_group(EMPTY, "g", ["a"])
-    old = changes.grant(old, Holder("g", is_group=True), [READ], None)
-    old = changes.grant(old, Holder("g", is_group=False), [READ], None)
+    old = changes.grant(old, Grantee("g", is_group=True), [READ], None)
+    old = changes.grant(old, Grantee("g", is_group=False), [READ], None)
     made = changes.delete_group(old, "g")
     assert made.groups == {}
     assert made.grants == (Grant("g", False, READ, None),)

@@ -37,7 +37,7 @@ def learned(quotas, limits, grants=(), revision=1, groups=None):
     permissions = Permissions(
         revision, "ops", 0, bytes(32), groups=groups or {}, grants=tuple(grants), limits=limits
     )
-    quotas.learn(permissions, Grants(permissions))
+    quotas.apply(permissions, Grants(permissions))
     return quotas
 
 

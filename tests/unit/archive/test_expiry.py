@@ -2,16 +2,16 @@
 
 import pytest
 
-from tests.unit.archive.test_collection import CollectedStore, all_files, listed_files, run
-from tests.unit.archive.test_collection import request as collection
+from tests.unit.archive.test_garbage_collection import CollectedStore, all_files, listed_files, run
+from tests.unit.archive.test_garbage_collection import request as collection
 from tests.unit.archive.test_upload import KEY, NONCE, job_after, read_manifest
 from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, RecordedManifest
+from waltz_core.archive.manifest_jobs import ExpiryJob, NewManifest
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import expire, upload
-from waltz_core.archive.upload_job import ExpiryJob, NewManifest
 from waltz_core.errors import BeforeLogStart, ChecksumMismatch
 
 NOW_MS = 2_000_000_000_000

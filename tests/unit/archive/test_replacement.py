@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.archive.test_collection import all_files, listed_files, run
-from tests.unit.archive.test_collection import request as collection
+from tests.unit.archive.test_garbage_collection import all_files, listed_files, run
+from tests.unit.archive.test_garbage_collection import request as collection
 from tests.unit.archive.test_upload import KEY, WrongStore, job_after, read_manifest
 from tests.unit.archive.test_upload_faults import FailingStore
 from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.manifest import decode_page
+from waltz_core.archive.manifest_jobs import NewManifest, ReplacedObject
 from waltz_core.archive.pins import pin
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.archive.upload_job import NewManifest, ReplacedObject
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
 
 OBJECT_IDS = 10  # of each object

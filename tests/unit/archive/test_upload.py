@@ -7,10 +7,10 @@ import pytest
 from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest
 from waltz_core.archive.manifest import Manifest, ManifestPage
+from waltz_core.archive.manifest_jobs import BatchRun, UploadJob
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, RateLimit
 from waltz_core.archive.upload import upload
-from waltz_core.archive.upload_job import BatchRun, UploadJob
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, WaltzError
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN

@@ -3,7 +3,7 @@
 from contextlib import ExitStack, contextmanager
 
 from waltz_bench import command
-from waltz_bench.compared import greed
+from waltz_bench.compared import tenant_load
 from waltz_bench.flood import _Phases
 from waltz_bench.measuring import BenchLoad
 
@@ -27,7 +27,7 @@ def test_with_tls_each_tenant_has_its_own_connect_string(monkeypatch):
     def limited(file):
         yield f"cluster with {file}", "calm", "greedy"
 
-    monkeypatch.setattr(greed, "limited_tenants", limited)
+    monkeypatch.setattr(tenant_load, "limited_tenants", limited)
     load = BenchLoad("", 512, 1, batch=None, seconds=1.0, in_flight=2, rows=10)
     with ExitStack() as stack:
         assert command._started(stack, "flood", "tls.toml", load) == "cluster with tls.toml"

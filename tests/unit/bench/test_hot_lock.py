@@ -5,7 +5,7 @@ import pytest
 from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_bench import hot_lock
-from waltz_bench.hot_lock import Seen
+from waltz_bench.hot_lock import CounterView
 
 RUN = 99
 
@@ -49,7 +49,11 @@ def test_an_author_that_is_behind_reads_what_it_has_not_seen():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await written(client, [(1, -1), (2, 0)])
             await (await client.append(b"of another client", partition=0))
-            assert await hot_lock._read(client, RUN, Seen(0, -1, -1), 2) == Seen(2, 1, 2)
-            assert await hot_lock._read(client, RUN, Seen(2, 1, 2), 2) == Seen(2, 1, 2)
+            assert await hot_lock._read(client, RUN, CounterView(0, -1, -1), 2) == CounterView(
+                2, 1, 2
+            )
+            assert await hot_lock._read(client, RUN, CounterView(2, 1, 2), 2) == CounterView(
+                2, 1, 2
+            )
 
     scenario()

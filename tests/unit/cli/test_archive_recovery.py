@@ -9,9 +9,9 @@ import pytest
 from tests.unit.archive.test_upload import KEY, job_after
 from waltz_core.archive import manifest
 from waltz_core.archive.manifest import RecordedManifest
+from waltz_core.archive.manifest_jobs import ExpiryJob
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import expire, upload
-from waltz_core.archive.upload_job import ExpiryJob
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.records.record import GENESIS_CHAIN

@@ -18,7 +18,7 @@ from waltz_core.cli import change_commands
 from waltz_core.cli.backup import backup_command, restore_command
 from waltz_core.cli.backup.backup_command import take_backup
 from waltz_core.cli.backup.backup_files import BackupPlace
-from waltz_core.cli.backup.restore_command import Limits
+from waltz_core.cli.backup.restore_command import RequestedEnds
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.stored_permissions import Author
@@ -212,25 +212,25 @@ def test_a_backup_is_a_new_file(tmp_path):
 )
 def test_invalid_limits_of_a_restore_are_rejected(marks, until, problem):
     with pytest.raises(BadConfig, match=problem.replace("..1", r"\.\.1")):
-        Limits.parse(marks, until, BACKUP)
+        RequestedEnds.parse(marks, until, BACKUP)
 
 
 def test_limits_of_a_restore_are_parsed():
-    limits = Limits.parse(["0=-1"], "1970-01-01T00:00:01.5+00:00", BACKUP)
-    assert limits == Limits({0: -1}, 1_500)
+    limits = RequestedEnds.parse(["0=-1"], "1970-01-01T00:00:01.5+00:00", BACKUP)
+    assert limits == RequestedEnds({0: -1}, 1_500)
 
 
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        (Limits({}, None), 54),  # the mark of the backup is in the batch 55..94
-        (Limits({PARTITION: 57}, None), 54),
-        (Limits({PARTITION: 54}, None), 54),
-        (Limits({}, STAMP), 50),  # 51..53 has no commit time
-        (Limits({}, STAMP - 1), None),
-        (Limits({PARTITION: 3}, STAMP), 3),
-        (Limits({PARTITION: -1}, None), None),
-        (Limits({PARTITION: 1}, None), None),  # the first batch is 0..2
+        (RequestedEnds({}, None), 54),  # the mark of the backup is in the batch 55..94
+        (RequestedEnds({PARTITION: 57}, None), 54),
+        (RequestedEnds({PARTITION: 54}, None), 54),
+        (RequestedEnds({}, STAMP), 50),  # 51..53 has no commit time
+        (RequestedEnds({}, STAMP - 1), None),
+        (RequestedEnds({PARTITION: 3}, STAMP), 3),
+        (RequestedEnds({PARTITION: -1}, None), None),
+        (RequestedEnds({PARTITION: 1}, None), None),  # the first batch is 0..2
     ],
 )
 def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):

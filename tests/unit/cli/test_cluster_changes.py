@@ -30,15 +30,17 @@ class Line:
         pass
 
 
-async def run(verb, protocol, address_name="address", **words):
-    """Run a verb on a cluster and a listener of one kind; return its answer and the storages."""
+async def run(subcommand, protocol, address_name="address", **words):
+    """Run a subcommand on a cluster and a listener; return its answer and the storages."""
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
     await coordinator.create_cluster(CLUSTER)
     listener = await listen(protocol, "127.0.0.1", 0, lambda _link: None)
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
-            result = await work_of(verb)(Command(coordinator, Line()), admin_port=None, **words)
+            result = await work_of(subcommand)(
+                Command(coordinator, Line()), admin_port=None, **words
+            )
         finally:
             stored = set((await coordinator.storages.read()).assignment.partitions)
             assert stored - {words[address_name]} == {OLD}
@@ -50,11 +52,11 @@ async def run(verb, protocol, address_name="address", **words):
 @pytest.mark.parametrize("protocol", [WireProtocol.ADMIN, WireProtocol.CLIENT])
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
-    verb = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
+    subcommand = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
     words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
     expected = f"expected the port of a storage, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
-        asyncio.run(run(verb, protocol, **words))
+        asyncio.run(run(subcommand, protocol, **words))
 
 
 def test_a_storage_is_added():

@@ -15,7 +15,7 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
     [
         (["--key", "id"], "key: expected column names, each once"),
         (["--format", "parquet"], "a Parquet table only gains rows: expected no key"),
-        (["--key", "no"], "key: expected a column of the table, found 'no'. Hint: declare it."),
+        (["--key", "no"], "key: expected columns of the table, found 'no'. Hint: declare this"),
         (["--column", "a:int46"], "--column a: expected one of the types"),
         (["--column", "ID:int64"], "names that differ in more than their case"),
         (["--delete-where", "a AND b"], "expected a column, or one comparison of a column with"),

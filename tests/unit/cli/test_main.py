@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tests.commands import is_verb, verbs_of
+from tests.commands import is_subcommand, subcommands_of
 from waltz_core import __version__
-from waltz_core.cli.main import NOUNS, main
-from waltz_core.cli.verbs import USAGE_ERROR
+from waltz_core.cli.main import GROUPS, main
+from waltz_core.cli.subcommands import USAGE_ERROR
 from waltz_core.config import KINDS
 
 
@@ -20,12 +20,12 @@ def test_without_arguments_five_commands_are_shown(capsys):
     assert "local up" in output
 
 
-@pytest.mark.parametrize("noun", ["cluster", "storage", "server", "client", "disk", "local"])
-def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
-    assert main([noun]) == 0
+@pytest.mark.parametrize("group", ["cluster", "storage", "server", "client", "disk", "local"])
+def test_a_group_alone_shows_its_subcommands_and_examples(capsys, group):
+    assert main([group]) == 0
     output = capsys.readouterr().out
     assert "Commands:" in output
-    assert f"Examples:\n  waltz-core {noun} " in output
+    assert f"Examples:\n  waltz-core {group} " in output
 
 
 def test_a_verb_of_two_words_is_shown_under_its_first(capsys):
@@ -47,11 +47,11 @@ def test_a_verbs_help_begins_with_what_it_does(capsys):
 
 
 @pytest.mark.parametrize(
-    "verb", [["show"], ["create", "--partitions", "1"], ["list"], ["show-key"]]
+    "subcommand", [["show"], ["create", "--partitions", "1"], ["list"], ["show-key"]]
 )
-def test_a_missing_cluster_argument_is_reported(verb, capsys, monkeypatch):
+def test_a_missing_cluster_argument_is_reported(subcommand, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
-    assert main(["cluster", *verb]) == 1
+    assert main(["cluster", *subcommand]) == 1
     assert "no cluster is given. Hint: use --connect" in capsys.readouterr().err
 
 
@@ -69,8 +69,8 @@ def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
     "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
 )
 def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(words):
-    verbs = verbs_of("cluster")
-    ours, theirs = (verbs[name] for name in words)
+    subcommands = subcommands_of("cluster")
+    ours, theirs = (subcommands[name] for name in words)
     assert theirs is ours
 
 
@@ -97,7 +97,7 @@ def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
         "print_table(['a'], [[1]]); print(*found, 'rich' in sys.modules)"
     )
     *imported, has_rich = printed_last(code).split()
-    assert {each.rpartition(".")[2] for each in imported} == {"main", "output", "verbs"}
+    assert {each.rpartition(".")[2] for each in imported} == {"main", "output", "subcommands"}
     assert has_rich == "False"
 
 
@@ -136,10 +136,10 @@ def test_the_logging_option_may_precede_a_command(tmp_path, capsys, logging_as_b
 
 
 def test_every_command_has_a_help_page(capsys):
-    for noun in NOUNS:
-        assert main([noun, "--help"]) == 0
-        for verb in () if is_verb(noun) else verbs_of(noun):
-            assert main([noun, *verb.split(), "--help"]) == 0
+    for group in GROUPS:
+        assert main([group, "--help"]) == 0
+        for subcommand in () if is_subcommand(group) else subcommands_of(group):
+            assert main([group, *subcommand.split(), "--help"]) == 0
     assert "--connect" in capsys.readouterr().out
 
 
@@ -148,12 +148,12 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"waltz-core {__version__}\n"
 
 
-@pytest.mark.parametrize("noun", NOUNS)
-def test_every_argument_and_option_of_a_command_is_explained(noun):
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_argument_and_option_of_a_command_is_explained(group):
     unexplained = [
-        f"{noun} {name}: {each.name}"
-        for name, verb in verbs_of(noun).items()
-        for each in verb.params
+        f"{group} {name}: {each.name}"
+        for name, subcommand in subcommands_of(group).items()
+        for each in subcommand.params
         if not getattr(each, "hidden", False) and not each.help
     ]
     assert unexplained == []
@@ -162,7 +162,7 @@ def test_every_argument_and_option_of_a_command_is_explained(noun):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("waltz-core ", set(NOUNS)),
+        ("waltz-core ", set(GROUPS)),
         ("waltz-core cl", {"client", "cluster"}),
         ("waltz-core cluster add", {"add-storage", "add-replica"}),
         ("waltz-core access token ", {"create", "revoke"}),

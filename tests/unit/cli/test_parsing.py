@@ -2,9 +2,9 @@
 
 import pytest
 
-from waltz_core.cli import verbs
+from waltz_core.cli import subcommands
 from waltz_core.cli.main import INTERRUPTED, main
-from waltz_core.cli.verbs import USAGE_ERROR
+from waltz_core.cli.subcommands import USAGE_ERROR
 
 
 @pytest.fixture(autouse=True)
@@ -51,5 +51,5 @@ def test_an_interrupt_while_a_noun_is_loaded_ends_without_a_traceback(monkeypatc
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verbs, "import_module", interrupted)
+    monkeypatch.setattr(subcommands, "import_module", interrupted)
     assert main(["client", "watch"]) == INTERRUPTED

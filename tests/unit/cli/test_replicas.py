@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from waltz_core.access.client_ids import FIRST_ISSUED
-from waltz_core.cli.storage.owner_requests import (
-    ConnectionAsOwner,
+from waltz_core.cli.storage.owner_connection import (
+    ClaimedSession,
     ExpectedCluster,
-    Session,
+    OwnerConnection,
     log_of,
 )
-from waltz_core.cluster.change.rebuilding import NO_IDS, Ids
+from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds
 from waltz_core.errors import RemoteProtocolError, SessionFenced
 from waltz_core.records.record import RECORD_HEADER, REQ_ID
 from waltz_core.wire.messages import (
@@ -30,7 +30,7 @@ from waltz_core.wire.messages import (
 )
 
 FACTS = ExpectedCluster(bytes(16), 4)
-SESSION = Session(7, b"n" * 16)
+SESSION = ClaimedSession(7, b"n" * 16)
 DAMAGE = DamageFound(6, 0, 2, struct.pack(">2q", 3, 3))
 
 
@@ -54,7 +54,7 @@ def prepared(partition=2, *, mark=10, damaged=()):
 
 
 def asked(link, call):
-    return asyncio.run(call(ConnectionAsOwner("a:1", link, FACTS)))
+    return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
 def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
@@ -101,7 +101,7 @@ def test_the_newest_ids_are_the_greatest_of_the_last_records():
     issued = FIRST_ISSUED + 6  # by a server: the IDs of the two counters are apart
     link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
     found = asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2)))
-    assert found == Ids(70, 4, issued)
+    assert found == MaximumIds(70, 4, issued)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])

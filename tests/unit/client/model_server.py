@@ -1,7 +1,7 @@
 """A model of a server for clients: links break, answers are lost, owners change.
 
-It keeps the rules of `server/append/mounts.py` and `server/locking/tickets.py` and no others, so
-`ModelWorld.check` detects a client that assumes more.
+It keeps the rules of `server/append/mounts.py` and `server/locking/pending_appends.py` and no
+others, so `ModelWorld.check` detects a client that assumes more.
 """
 
 import struct

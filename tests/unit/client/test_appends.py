@@ -8,7 +8,7 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.client.model.predecessors import PipelinedState
 from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow, ReportOrder
 from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.batches import decode_append
@@ -139,12 +139,12 @@ async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
     assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
-FOLLOWED_STATE = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
+PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 
 
 @pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
 @pytest.mark.parametrize(
-    "fields", [{"is_attempt": True}, {"follows": FOLLOWED_STATE}, {"deadline_s": 0.0}, {}]
+    "fields", [{"is_attempt": True}, {"pipelined_state": PIPELINED_STATE}, {"deadline_s": 0.0}, {}]
 )
 @on_virtual_loop
 async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
@@ -269,8 +269,10 @@ async def test_appends_keep_their_order_and_contexts_do_not(rows):
 async def test_a_dependent_append_carries_no_mark_above_its_predecessors():
     for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
         row = PendingRow(b"data", 0, 0)
-        row.follow(FollowedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
-        assert (row.mark, row.follows.session_id) == (sent, session_id)
+        row.set_pipelined_state(
+            PipelinedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark
+        )
+        assert (row.mark, row.pipelined_state.session_id) == (sent, session_id)
 
 
 @on_virtual_loop

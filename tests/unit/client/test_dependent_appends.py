@@ -7,7 +7,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.client import MSGPACK
 from waltz_core.client.model import predecessors
-from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import NO_SESSION, RECORD_PREFIX, PartitionId, ReqId
 from waltz_core.wire.messages import Predecessors
@@ -34,13 +34,13 @@ def ids(found) -> list[int]:
 
 
 def test_a_client_that_has_seen_no_predecessor_claims_none():
-    assert not FOLLOW.has_seen
-    assert FOLLOW.claim(5) == (5, FOLLOW)
-    assert FOLLOW.above(5) == ()
+    assert not NO_PREDECESSORS.has_seen
+    assert NO_PREDECESSORS.claim(5) == (5, NO_PREDECESSORS)
+    assert NO_PREDECESSORS.above(5) == ()
 
 
 def test_each_report_is_added_to_the_earlier_ones():
-    first = FOLLOW.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
+    first = NO_PREDECESSORS.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
     assert first.predecessors[0].value() == 6
@@ -50,17 +50,17 @@ def test_each_report_is_added_to_the_earlier_ones():
     assert ids(more.above(8)) == [11]
 
 
-def test_a_mark_between_the_first_and_last_predecessor_may_follow():
-    follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+def test_a_mark_between_the_first_and_last_predecessor_is_a_base():
+    follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5) == (9, follow)
     assert follow.claim(8) == (9, follow)
-    assert follow.claim(4) == (4, FOLLOW)  # what lies between is not known
-    assert follow.claim(9) == (9, FOLLOW)  # all of it is in the log
-    assert follow.claim(12) == (12, FOLLOW)
+    assert follow.claim(4) == (4, NO_PREDECESSORS)  # what lies between is not known
+    assert follow.claim(9) == (9, NO_PREDECESSORS)  # all of it is in the log
+    assert follow.claim(12) == (12, NO_PREDECESSORS)
 
 
 def test_for_other_locks_the_mark_of_the_state_counts():
-    follow = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+    follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5, LOCKS[:1]) == (9, follow)
     mark, claimed = follow.claim(5, (*LOCKS, 33))
     assert mark == 5
@@ -72,14 +72,14 @@ def test_for_other_locks_the_mark_of_the_state_counts():
 
 
 def test_predecessors_are_those_of_the_last_requested_locks():
-    first = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+    first = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
     assert fewer.claim(5, LOCKS[:1]) == (11, fewer)
     assert fewer.claim(5, LOCKS)[0] == 5
 
 
 def test_without_a_predecessor_only_the_mark_is_claimed():
-    follow = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
+    follow = NO_PREDECESSORS.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert follow.predecessors == ()
     assert follow.claim(5) == (9, follow)
 
@@ -87,19 +87,19 @@ def test_without_a_predecessor_only_the_mark_is_claimed():
 @pytest.mark.parametrize("follow", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
 def test_ids_that_do_not_follow_the_mark_are_not_trusted(follow):
     with pytest.raises(errors.RemoteProtocolError, match="ascending transaction IDs from 5 to 9"):
-        FOLLOW.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
+        NO_PREDECESSORS.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
 
 
 def test_too_many_predecessors_are_dropped(monkeypatch):
     monkeypatch.setattr(predecessors, "PREDECESSORS_MAX", 3)
-    follow = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
+    follow = NO_PREDECESSORS.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
     assert ids(follow.predecessors) == [6, 7]
-    assert follow.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW
-    assert FOLLOW.session_id == NO_SESSION
+    assert follow.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is NO_PREDECESSORS
+    assert NO_PREDECESSORS.session_id == NO_SESSION
 
 
 def test_a_predecessor_has_the_values_of_its_record():
-    (found,) = FOLLOW.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
+    (found,) = NO_PREDECESSORS.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
     assert found == (3, REQ, 3, MSGPACK.serialize(3))
 
 
@@ -109,11 +109,11 @@ def test_changed_bytes_are_not_trusted(at):
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
     with pytest.raises(errors.RemoteProtocolError, match="expected a record at byte"):
-        FOLLOW.with_predecessors(replace(whole, records=bytes(wrong)), 4, MOUNT, LOCKS)
+        NO_PREDECESSORS.with_predecessors(replace(whole, records=bytes(wrong)), 4, MOUNT, LOCKS)
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
 def test_impossible_lengths_are_not_trusted(lengths):
     whole = message(6, last=9)
     with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
-        FOLLOW.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)
+        NO_PREDECESSORS.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

@@ -57,7 +57,7 @@ def clients(directory: Path) -> Iterator[tuple[MemoryWaltz, WaltzClient]]:
 
 
 def config(directory: Path, *, key: str = "", **others: object):
-    given = {"encryption_keys": str(directory), "encryption_key": key, **others}
+    given = {"encryption_keys": str(directory), "encryption_key_id": key, **others}
     return replace(IN_MEMORY_CONFIG, **given)
 
 
@@ -98,7 +98,7 @@ def stored(waltz: MemoryWaltz) -> list[bytes]:
 def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Path) -> None:
     with clients(directory) as (waltz, client):
         client.append(b"one", header=7).result()
-        client.append(b"two", encryption_key="b").result()
+        client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
         assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b", b"plain"]
         seen = Seen(3)
@@ -115,7 +115,7 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
 def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
     with clients(directory) as (waltz, client):
         client.append(b"one").result()
-        client.append(b"two", encryption_key="b").result()
+        client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
         (directory / "b").unlink()
         keys.keys_of.cache_clear()  # as in another process
@@ -138,7 +138,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
     with MemoryWaltz(1) as waltz:
         async with waltz.async_client(config(directory, key="a")) as client:
             await (await client.append(b"one"))
-            await (await client.append(b"two", encryption_key="b"))
+            await (await client.append(b"two", encryption_key_id="b"))
             (directory / "b").unlink()
             keys.keys_of.cache_clear()
         async with waltz.async_client(config(directory)) as reader:
@@ -151,7 +151,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
 @transactional(partition=0)
 def pay(builder: TransactionBuilder, value: int, key: str | None) -> bool:
     builder.set_header(9)
-    builder.set_transaction_data(value, JSON, encryption_key=key)
+    builder.set_transaction_data(value, JSON, encryption_key_id=key)
     return True
 
 
@@ -165,18 +165,18 @@ def test_contexts_encrypt_their_transactions(directory: Path) -> None:
 
 
 def test_predecessors_are_decrypted(directory: Path) -> None:
-    hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "follows": True}
+    hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "pipelined": True}
     with clients(directory) as (waltz, client):
         client.append(b"before").result()
         client.append(b"first", header=3, **hot).result()
         with pytest.raises(errors.LockFailed) as failed:
             client.append(b"second", **hot).result()
-        following = failed.value.following
-        (found,) = following.predecessors
+        pipelined_state = failed.value.pipelined_state
+        (found,) = pipelined_state.predecessors
         assert (found.data, found.value(BYTES), found.data_error) == (b"first", b"first", None)
-        client.append(b"second", **hot | {"follows": following}).result()
+        client.append(b"second", **hot | {"pipelined": pipelined_state}).result()
 
-        @transactional(partition=0, follows=True)
+        @transactional(partition=0, pipelined=True)
         def third(builder: TransactionBuilder) -> bool:
             seen.append([each.data for each in builder.predecessors(0)])
             builder.set_write_locks(hot["write_locks"])
@@ -190,7 +190,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         keys.keys_of.cache_clear()
         with pytest.raises(errors.LockFailed) as failed:
             waltz.client(config(directory, key="b")).append(b"x", **hot).result()
-        found = failed.value.following.above(2)[0]
+        found = failed.value.pipelined_state.above(2)[0]
         assert (found.data, found.value(), found.data_error) == (
             None,
             None,
@@ -202,12 +202,12 @@ def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
     with clients(directory) as (waltz, client):
         for key, text in (("c", "has no such key."), ("../a", "expected a key ID")):
             with pytest.raises(errors.BadConfig, match=text):
-                client.append(b"x", encryption_key=key)
+                client.append(b"x", encryption_key_id=key)
             with pytest.raises(errors.BadConfig, match=text):
                 client.submit(pay(1, key)).result()
         plain = waltz.client()
         with pytest.raises(errors.BadConfig, match="setting encryption_keys, which locates the"):
-            plain.append(b"x", encryption_key="a")
+            plain.append(b"x", encryption_key_id="a")
         with pytest.raises(errors.BadConfig, match="setting encryption_keys, which locates the"):
             plain.submit(pay(1, "a")).result()
         assert stored(waltz) == []
@@ -288,10 +288,10 @@ def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.Monk
     assert names["payloads"].data.to_pylist() == [b"100 for rent", b"20 for books"]
 
 
-@pytest.mark.parametrize("name", ["encryption_key", "encryption_required"])
+@pytest.mark.parametrize("name", ["encryption_key_id", "encryption_required"])
 def test_settings_that_need_keys_are_rejected_without_them(name: str) -> None:
     with pytest.raises(errors.BadConfig, match=f"{name} requires setting encryption_keys"):
-        replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key" else True})
+        replace(IN_MEMORY_CONFIG, **{name: "a" if name == "encryption_key_id" else True})
 
 
 def test_a_client_with_a_wrong_reference_does_not_open(directory: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.unit.client.scenarios import PARTITION, submission
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.client.stream.outbox import MountLimits, Outbox
 from waltz_core.client.stream.outcome_tracker import SingleRow, Submission
 
@@ -21,12 +21,12 @@ def test_an_append_over_the_frame_limit_is_rejected_with_both_sizes():
 
 def test_dependents_of_another_mount_or_partition_are_not_sent():
     outbox, limits = Outbox(PARTITION), MountLimits(5, 100, 100)
-    lost_rows = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
+    lost_rows = replace(NO_PREDECESSORS, session_id=3, partition_id=PARTITION, mount=2, mark=7)
 
-    def refusal(following):
-        single = SingleRow(0, b"", (1,), (), (), following)
+    def refusal(pipelined_state):
+        single = SingleRow(0, b"", (1,), (), (), pipelined_state)
         return outbox.rejection(Submission(1, 1, 7, single, 0), limits, 2)
 
-    assert refusal(FOLLOW) is refusal(lost_rows) is None
+    assert refusal(NO_PREDECESSORS) is refusal(lost_rows) is None
     assert isinstance(refusal(replace(lost_rows, mount=1)), errors.SessionLost)
     assert isinstance(refusal(replace(lost_rows, partition_id=PARTITION + 1)), errors.BadRequest)

@@ -1,4 +1,4 @@
-"""Which outcomes the transaction monitor derives from each kind of evidence."""
+"""Which outcomes the tracker derives from each kind of evidence."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ from tests.unit.client.scenarios import (
     submission,
 )
 from waltz_core import errors
-from waltz_core.client.stream import outcome_tracker as client_monitor
+from waltz_core.client.stream import outcome_tracker
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker, Pending
 from waltz_core.records.raw_records import ONE_BY_ONE_MAX
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
@@ -26,33 +26,33 @@ from waltz_core.wire.messages import Reason
 
 
 def sent(
-    monitor: OutcomeTracker, token: int, sequence: int, rows: int = 1, mark: int = 9
+    tracker: OutcomeTracker, token: int, sequence: int, rows: int = 1, mark: int = 9
 ) -> Pending:
     pending = Pending(submission(token, rows), req(sequence), 1, 1, TransactionId(mark), 100)
-    monitor.register(pending)
+    tracker.register(pending)
     return pending
 
 
-def a_monitor() -> OutcomeTracker:
+def a_tracker() -> OutcomeTracker:
     return OutcomeTracker(CLIENT, PARTITION)
 
 
 def test_sequence_numbers_are_not_used_twice():
-    monitor = a_monitor()
-    sent(monitor, 1, 1, rows=3)
+    tracker = a_tracker()
+    sent(tracker, 1, 1, rows=3)
     with pytest.raises(AssertionError):
-        sent(monitor, 2, 3)
+        sent(tracker, 2, 3)
 
 
 def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
-    monitor = a_monitor()
-    pending = sent(monitor, 1, 5)
-    assert monitor.find(req(5)) is pending
-    assert monitor.find(req(5, generation=1)) is None
-    assert monitor.find(req(6)) is None
-    assert monitor.answered(committed(req(5, generation=1), 10)) is None
-    assert monitor.answered(committed(req(5), 10))[0] is pending
-    assert monitor.answered(committed(req(5), 10)) is None
+    tracker = a_tracker()
+    pending = sent(tracker, 1, 5)
+    assert tracker.find(req(5)) is pending
+    assert tracker.find(req(5, generation=1)) is None
+    assert tracker.find(req(6)) is None
+    assert tracker.answered(committed(req(5, generation=1), 10)) is None
+    assert tracker.answered(committed(req(5), 10))[0] is pending
+    assert tracker.answered(committed(req(5), 10)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -60,61 +60,61 @@ def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
     "row", [(-1, Reason.COMMITTED, -1), (7, Reason.LOST, -1)], ids=["no id", "an id"]
 )
 def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
-    monitor = a_monitor()
-    sent(monitor, 1, 1, rows=rows)
+    tracker = a_tracker()
+    sent(tracker, 1, 1, rows=rows)
     with pytest.raises(errors.RemoteProtocolError):
-        monitor.answered(result(req(1), *[row] * rows, mark=9))
-    assert len(monitor) == 1
+        tracker.answered(result(req(1), *[row] * rows, mark=9))
+    assert len(tracker) == 1
 
 
 def test_the_log_takes_precedence_over_an_answer():
-    monitor = a_monitor()
-    sent(monitor, 1, 1, rows=2)
-    monitor.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
-    _, outcome = monitor.answered(result(req(1), *[(-1, Reason.LOST, -1)] * 2, mark=9))
+    tracker = a_tracker()
+    sent(tracker, 1, 1, rows=2)
+    tracker.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
+    _, outcome = tracker.answered(result(req(1), *[(-1, Reason.LOST, -1)] * 2, mark=9))
     assert outcome.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 21]
     assert outcome.high_water_mark == 21
 
 
 def test_only_rows_of_the_same_client_count():
-    monitor = a_monitor()
-    pending = sent(monitor, 1, 1, rows=2)
+    tracker = a_tracker()
+    pending = sent(tracker, 1, 1, rows=2)
     strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
-    assert monitor.match_headers(TransactionId(10), 5, headers(10, *strangers))
-    monitor.match_feed(TransactionId(10), feed_headers(*strangers))
+    assert tracker.match_headers(TransactionId(10), 5, headers(10, *strangers))
+    tracker.match_feed(TransactionId(10), feed_headers(*strangers))
     assert pending.found is None
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
 def test_a_submission_found_in_part_has_an_unknown_outcome():
-    monitor = a_monitor()
-    pending = sent(monitor, 1, 1, rows=2)
-    monitor.prove(TransactionId(15))
-    monitor.match_feed(TransactionId(12), feed_headers(req(1)))
+    tracker = a_tracker()
+    pending = sent(tracker, 1, 1, rows=2)
+    tracker.prove(TransactionId(15))
+    tracker.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
-    assert monitor.unresolved() == (10, 15)
+    assert tracker.unresolved() == (10, 15)
 
 
 def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
-    monitor = a_monitor()
-    sent(monitor, 1, 1, mark=9)
-    monitor.prove(TransactionId(12))
-    sent(monitor, 2, 2, mark=12)
-    monitor.prove(TransactionId(20))
-    assert monitor.unresolved() == (10, 20)
+    tracker = a_tracker()
+    sent(tracker, 1, 1, mark=9)
+    tracker.prove(TransactionId(12))
+    sent(tracker, 2, 2, mark=12)
+    tracker.prove(TransactionId(20))
+    assert tracker.unresolved() == (10, 20)
 
 
 def test_a_proof_does_not_cover_later_appends():
-    monitor = a_monitor()
-    sent(monitor, 1, 1, mark=9)
-    monitor.prove(TransactionId(12))
-    late = sent(monitor, 2, 2, mark=12)
-    assert monitor.unresolved() == (10, 12)
-    settled = monitor.settle(TransactionId(12))
+    tracker = a_tracker()
+    sent(tracker, 1, 1, mark=9)
+    tracker.prove(TransactionId(12))
+    late = sent(tracker, 2, 2, mark=12)
+    assert tracker.unresolved() == (10, 12)
+    settled = tracker.settle(TransactionId(12))
     assert [pending.submission.token for pending, _ in settled] == [1]
-    assert list(monitor) == [late]
-    assert monitor.unresolved() is None
+    assert list(tracker) == [late]
+    assert tracker.unresolved() is None
 
 
 @settings(max_examples=40)
@@ -123,25 +123,25 @@ def test_a_proof_does_not_cover_later_appends():
     order=st.randoms(use_true_random=False),
 )
 def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
-    monitor = a_monitor()
+    tracker = a_tracker()
     rows = []
     sequence = 1
     for token, size in enumerate(sizes):
-        sent(monitor, token, sequence, rows=size, mark=-1)
+        sent(tracker, token, sequence, rows=size, mark=-1)
         rows += [req(sequence + i) for i in range(size)]
         sequence += size
     # The log has some rows of each client, in order, with those of others in between.
     log = [row for row in rows if order.random() < 0.7]
     for _ in range(order.randrange(5)):
         log.insert(order.randrange(len(log) + 1), req(1, 0, 99))
-    monitor.prove(TransactionId(len(log) - 1))
+    tracker.prove(TransactionId(len(log) - 1))
     at = 0
     while at < len(log):
         count = order.randrange(1, 5)
         part = log[at : at + count]
-        assert monitor.match_headers(TransactionId(at), len(part), headers(at, *part))
+        assert tracker.match_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
-    settled = monitor.settle(TransactionId(len(log) - 1))
+    settled = tracker.settle(TransactionId(len(log) - 1))
     assert [pending.submission.token for pending, _ in settled] == list(range(len(sizes)))
     ids = np.concatenate([outcome.transaction_ids for _, outcome in settled]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
@@ -158,15 +158,15 @@ def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
 def test_a_short_part_of_the_feed_has_the_same_content_as_a_long_one(sizes, rows):
     found = []
     for few in (ONE_BY_ONE_MAX, -1):
-        monitor, sequence = a_monitor(), 1
+        tracker, sequence = a_tracker(), 1
         for token, size in enumerate(sizes):
-            sent(monitor, token, sequence, rows=size)
+            sent(tracker, token, sequence, rows=size)
             sequence += size
-        with mock.patch.object(client_monitor, "ONE_BY_ONE_MAX", few):
+        with mock.patch.object(outcome_tracker, "ONE_BY_ONE_MAX", few):
             try:
-                monitor.match_feed(TransactionId(20), feed_headers(*rows))
+                tracker.match_feed(TransactionId(20), feed_headers(*rows))
             except errors.DataLoss as error:
                 found.append(str(error))
             else:
-                found.append([None if e.found is None else e.found.tolist() for e in monitor])
+                found.append([None if e.found is None else e.found.tolist() for e in tracker])
     assert found[0] == found[1]

@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
-from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.client.model.transaction import check_data, check_mark, check_partition, check_range
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
@@ -149,14 +149,16 @@ def test_the_ends_of_a_range_are_transaction_ids():
 def test_an_append_computed_from_another_state_claims_only_the_session():
     one = builder()
     assert one.claim() == (-1, None)
-    one.following = replace(FOLLOW, session_id=3, base=4, mark=9, locks=frozenset((1,)))
+    one.pipelined_state = replace(
+        NO_PREDECESSORS, session_id=3, base=4, mark=9, locks=frozenset((1,))
+    )
     one.client_high_water_mark = 5
     assert one.claim() == (5, None)  # it has not requested this, and waits like an independent one
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
-    assert one.claim() == (9, one.following)
+    assert one.claim() == (9, one.pipelined_state)
     one.set_read_locks([2])
     for mark in (5, 6, 12):
         one.client_high_water_mark = mark
-        claimed, following = one.claim()
-        assert (claimed, following.session_id, following.predecessors) == (mark, 3, ())
+        claimed, pipelined_state = one.claim()
+        assert (claimed, pipelined_state.session_id, pipelined_state.predecessors) == (mark, 3, ())

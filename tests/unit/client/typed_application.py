@@ -31,7 +31,7 @@ class OnThreads(Callbacks):
         self.seen = [plain["account"], entry["account"], data.hex()]
 
 
-@transactional(partition_by=lambda account, amount: lock("account", account), follows=True)
+@transactional(partition_by=lambda account, amount: lock("account", account), pipelined=True)
 def pay(builder: TransactionBuilder, account: int, amount: int) -> bool:
     for each in builder.predecessors(0):
         earlier = each.value()

@@ -13,7 +13,7 @@ from waltz_core.cluster.membership.applied_revisions import (
     server_name,
     storage_name,
 )
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 
@@ -49,5 +49,5 @@ async def test_an_unreadable_revision_is_left_out():
     assert await one.read_applied() == {"server-1": 3, "server-2": 3}
     path = one.paths.applied("server-2")
     found = await one._znodes.get(path)
-    await one._znodes.write([Set(path, b"{}", found.stat.version)])
+    await one._znodes.write([SetNode(path, b"{}", found.stat.version)])
     assert await one.read_applied() == {"server-1": 3}

@@ -10,7 +10,7 @@ from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
-from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32

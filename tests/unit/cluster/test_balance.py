@@ -138,7 +138,7 @@ def test_an_unobserved_imbalance_moves_nothing(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers reports its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
-    else:  # another server was the lead, or servers have started or ended
+    else:  # another server was the leader, or servers have started or ended
         balancer.reset_history()
     assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
@@ -167,7 +167,7 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
 
 
 class Cluster:
-    """Servers with meters, the lead's book and planner, and partitions with loads; virtual time."""
+    """Servers with meters, the planner of the leader, and partitions with loads; virtual time."""
 
     def __init__(self, rates, server_count, seed, noise):
         self.now_ms = 0
@@ -182,7 +182,7 @@ class Cluster:
             PartitionAssignment(), servers, cversion=1, partition_count=len(self.rates)
         )
         self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
-        self._book = LoadAverages(WINDOW_MS)
+        self._averages = LoadAverages(WINDOW_MS)
         self._balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 
     @property
@@ -206,7 +206,7 @@ class Cluster:
             )
             for server in self.servers
         }
-        loads = self._book.take(reports, self.owners)
+        loads = self._averages.take(reports, self.owners)
         moves = self._balancer.plan(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}

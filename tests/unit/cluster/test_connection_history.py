@@ -9,27 +9,27 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 def test_an_absence_and_a_return_are_timed():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
-    contact = ConnectionHistory(session)
+    history = ConnectionHistory(session)
     zookeeper.advance(1_000)
-    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)  # rule 2
+    assert (history.disconnected_ms, history.reconnected_ms) == (0, None)  # rule 2
     session.suspend()
     zookeeper.advance(300)
     session.expire()  # it was away before already
     zookeeper.advance(ABSENCE_MS_MIN)
-    assert (contact.disconnected_ms, contact.reconnected_ms) == (300 + ABSENCE_MS_MIN, None)
+    assert (history.disconnected_ms, history.reconnected_ms) == (300 + ABSENCE_MS_MIN, None)
     session.resume()
     zookeeper.advance(70)
-    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, 70)
+    assert (history.disconnected_ms, history.reconnected_ms) == (0, 70)
 
 
 def test_a_node_that_is_replaced_at_once_is_not_absent():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
-    contact = ConnectionHistory(session)
+    history = ConnectionHistory(session)
     session.suspend()
     zookeeper.advance(ABSENCE_MS_MIN - 1)
     session.resume()
-    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)
+    assert (history.disconnected_ms, history.reconnected_ms) == (0, None)
 
 
 def test_without_any_connection_zookeeper_is_unavailable_since_the_start():
@@ -37,8 +37,8 @@ def test_without_any_connection_zookeeper_is_unavailable_since_the_start():
     session = zookeeper.session()
     session.suspend()
     zookeeper.advance(50)
-    contact = ConnectionHistory(session)
+    history = ConnectionHistory(session)
     zookeeper.advance(600)
-    assert contact.disconnected_ms == 600
+    assert history.disconnected_ms == 600
     session.resume()
-    assert contact.reconnected_ms == 0
+    assert history.reconnected_ms == 0

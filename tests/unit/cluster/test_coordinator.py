@@ -10,7 +10,7 @@ from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     MemorySession,
     MemoryZooKeeper,
@@ -104,7 +104,7 @@ async def test_a_creation_without_an_answer_has_succeeded_or_can_be_repeated(fau
 @on_virtual_loop
 async def test_cluster_and_store_must_have_as_many_partitions():
     _, session, coordinator = await with_cluster()
-    await session.write([Set(f"{ROOT}/store", model.StoreParams(KEY, 5).to_bytes(), 0)])
+    await session.write([SetNode(f"{ROOT}/store", model.StoreParams(KEY, 5).to_bytes(), 0)])
     with pytest.raises(errors.BadFormat, match=r"has 4 partitions, .* has 5"):
         await coordinator.read_cluster()
 
@@ -112,7 +112,7 @@ async def test_cluster_and_store_must_have_as_many_partitions():
 @on_virtual_loop
 async def test_ids_end_at_32_bits():
     _, session, coordinator = await with_cluster()
-    await session.write([Set(f"{ROOT}/ids/client", model.encode_id(2**31 - 2), 0)])
+    await session.write([SetNode(f"{ROOT}/ids/client", model.encode_id(2**31 - 2), 0)])
     assert await coordinator.next_client_id() == 2**31 - 1
     with pytest.raises(errors.BadFormat, match="all IDs up to 2147483647 are allocated"):
         await coordinator.next_client_id()

@@ -10,7 +10,7 @@ from waltz_core.cluster.change.creation import (
     NewStorage,
     creation_steps,
 )
-from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Set
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, SetNode
 from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.errors import BadConfig
 
@@ -54,7 +54,7 @@ def test_the_roots_data_is_last_and_no_step_is_too_large(partition_count, root_v
     steps = creation_steps(paths, NewCluster("n", partition_count, KEY), root_version=root_version)
     assert all(0 < len(step) <= STEP_OPERATIONS_MAX for step in steps)
     operations = [operation for step in steps for operation in step]
-    assert isinstance(operations[-1], Set)
+    assert isinstance(operations[-1], SetNode)
     assert (operations[-1].path, operations[-1].version) == ("/w", max(root_version, 0))
     made = [operation.path for operation in operations if isinstance(operation, CreateNode)]
     assert ("/w" in made) == (root_version == NO_NODE)

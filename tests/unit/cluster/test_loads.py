@@ -16,7 +16,7 @@ from waltz_core.cluster.membership.loads import (
     decode_loads,
     encode_loads,
 )
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 
@@ -65,18 +65,18 @@ def test_a_restarted_counter_gives_no_negative_load():
 
 
 def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
-    book = LoadAverages(WINDOW_MS)
-    assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
-    assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
+    averages = LoadAverages(WINDOW_MS)
+    assert averages.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
+    assert averages.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
+    assert averages.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
+    assert averages.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
 def test_a_young_load_of_an_unknown_partition_is_not_trusted():
-    book = LoadAverages(WINDOW_MS)
-    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
-    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
-    assert book.take({}, {8: 1}) == {}
+    averages = LoadAverages(WINDOW_MS)
+    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
+    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
+    assert averages.take({}, {8: 1}) == {}
 
 
 @given(all_loads)
@@ -125,7 +125,7 @@ async def test_servers_report_and_the_lead_reads():
     nodes = one.loads._nodes
     path = nodes.paths.load(1)
     found = await nodes.znodes.get(path)
-    await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
+    await nodes.znodes.write([SetNode(path, b'{"format": 99}', found.stat.version)])
     ignored = []
     assert await one.loads.read([1, 2], ignored.append) == {2: {}}
     assert [str(each).partition(":")[0] for each in ignored] == [path]

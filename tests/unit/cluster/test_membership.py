@@ -1,4 +1,4 @@
-"""Live servers: registration, the lead server, and the assignment in force."""
+"""Live servers: registration, the leader, and the assignment in force."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import PublishedReachability, ReachReport
 from waltz_core.cluster.membership.registration import WRITE_ATTEMPTS_MAX, Membership, Ownership
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.interface import CreateNode, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     SESSION_TIMEOUT_MS,
@@ -208,7 +208,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     seen = Inbox()
     async with running(onlooker.follow(seen)):
         await seen.until(lambda view: not view.servers)
-        # No lead does its duty yet, so the registration is not called back.
+        # No leader does its duty yet, so the registration is not called back.
         await two.register(descriptor(2))
         assert not (await onlooker.read()).is_settled
         async with running(two.follow(Inbox())):
@@ -240,7 +240,7 @@ async def test_only_the_lead_writes_assignments(cluster):
         assert written.all == []
         await one.unregister()
         await at_two.until(lambda view: list(view.servers) == [2])
-    assert [type(operation) for (operation,) in written.all] == [Set]
+    assert [type(operation) for (operation,) in written.all] == [SetNode]
     assert owned(at_two.all[-1]).keys() == set(range(PARTITION_COUNT))
 
 
@@ -252,7 +252,7 @@ async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
         await at_two.until(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
-        assert not await two.move(seen, {0: 2})  # it is not the lead
+        assert not await two.move(seen, {0: 2})  # it is not the leader
         assert await one.move(seen, {0: 2})
         await at_two.until(lambda view: view.owners[0] == Ownership(2, 2))
         await at_one.until(lambda view: view.owners[0] == Ownership(2, 2))
@@ -287,7 +287,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 
     async def disturbed(path, signal=None):
         node = await session.get(SERVERS)
-        await cluster.zookeeper.session().write([Set(SERVERS, node.data, node.stat.version)])
+        await cluster.zookeeper.session().write([SetNode(SERVERS, node.data, node.stat.version)])
         return await whole(path, signal)
 
     session.children = disturbed
@@ -303,7 +303,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 async def test_a_damaged_descriptor_is_named(cluster):
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)
-    await session.write([Set(f"{SERVERS}/{name}", b"\xff", 0)])
+    await session.write([SetNode(f"{SERVERS}/{name}", b"\xff", 0)])
     with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
         await member.read()
 
@@ -393,7 +393,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
         if end == "session timeout":
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
-            # The lead's neighbors report it, although its node is already deleted.
+            # The other servers report the leader, although its node is already deleted.
             await two.remove_dead(descriptor(1))
         else:
             again, _ = cluster.member()
@@ -497,7 +497,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
         await followers_are_current(cluster)
         assert not wished.done()
-        # Both waiting callers wake when its own neighbors report that the owner is dead.
+        # Both waiting callers wake when other servers report that the owner is dead.
         await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])

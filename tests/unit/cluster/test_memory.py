@@ -5,7 +5,13 @@ import asyncio
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Delete, SessionState, Set
+from waltz_core.cluster.znodes.interface import (
+    NO_NODE,
+    CreateNode,
+    DeleteNode,
+    SessionState,
+    SetNode,
+)
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
@@ -52,7 +58,7 @@ def test_watches_fire_once_in_order_and_after_the_write():
 
     def write_more():
         seen.append(zookeeper.dump()["/a"])
-        now(writer.write([Set("/b", b"", 0)]))
+        now(writer.write([SetNode("/b", b"", 0)]))
 
     first, second = Flag(log, "first", write_more), Flag(log, "second")
     third = Flag(log, "third")
@@ -60,10 +66,10 @@ def test_watches_fire_once_in_order_and_after_the_write():
     now(reader.get("/a", first))
     now(reader.get("/a", second))
     now(reader.get("/b", third))
-    now(writer.write([Set("/a", b"x", 0)]))
+    now(writer.write([SetNode("/a", b"x", 0)]))
     assert log == ["first", "second", "third"]
     assert seen == [b"x"]
-    now(writer.write([Set("/a", b"y", 1)]))
+    now(writer.write([SetNode("/a", b"y", 1)]))
     assert log == ["first", "second", "third"]
 
 
@@ -75,11 +81,11 @@ def test_a_rejected_write_fires_nothing_and_changes_nothing():
     now(session.get("/a", Flag(log, "a")))
     before = zookeeper.dump()
     for operations in (
-        [Set("/a", b"x", 0), Set("/a", b"y", 0)],
-        [Set("/a", b"x", 0), Delete("/a", 1)],
-        [Set("/a", b"x", 0), CreateNode("/none/c")],
-        [Set("/a", b"x", 0), CreateNode("/a/b")],
-        [Set("/a", b"x", 0), Delete("/none", 0)],
+        [SetNode("/a", b"x", 0), SetNode("/a", b"y", 0)],
+        [SetNode("/a", b"x", 0), DeleteNode("/a", 1)],
+        [SetNode("/a", b"x", 0), CreateNode("/none/c")],
+        [SetNode("/a", b"x", 0), CreateNode("/a/b")],
+        [SetNode("/a", b"x", 0), DeleteNode("/none", 0)],
     ):
         with pytest.raises(errors.CoordinatorConflict):
             session.write(operations).send(None)
@@ -109,9 +115,9 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
     session.faults += [WriteFault.REQUEST_LOST, WriteFault.REPLY_LOST]
     for expected in (b"", b"1"):
         with pytest.raises(errors.CoordinatorOutcomeUnknown):
-            session.write([Set("/p", b"1", 0)]).send(None)
+            session.write([SetNode("/p", b"1", 0)]).send(None)
         assert now(session.get("/p")).data == expected
-    assert now(session.write([Delete("/p", 1)])) == [NO_NODE]
+    assert now(session.write([DeleteNode("/p", 1)])) == [NO_NODE]
     session.drop_signal(signal)
     signal.clear()
     now(session.close())

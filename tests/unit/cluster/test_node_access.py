@@ -8,7 +8,7 @@ from tests.cluster_contract import Inbox, running
 from tests.loops import on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Set
+from waltz_core.cluster.znodes.interface import CreateNode, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
@@ -76,10 +76,10 @@ async def test_a_follower_reads_at_the_start_and_once_after_each_change():
         await writer.write([CreateNode(ROOT, b"1")])
         await looks.until(b"1")
         await writer.write([CreateNode("/other")])
-        await writer.write([Set(ROOT, b"2", 0)])
+        await writer.write([SetNode(ROOT, b"2", 0)])
         await looks.until(b"2")
     assert looks.seen.all == [None, b"1", b"2"]
-    await writer.write([Set(ROOT, b"3", 1)])
+    await writer.write([SetNode(ROOT, b"3", 1)])
     assert looks.seen.all[-1] == b"2"
 
 

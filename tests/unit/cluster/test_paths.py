@@ -7,7 +7,7 @@ from waltz_core.cluster.znodes.paths import (
     LATER_ZNODE,
     ZNODES,
     ClusterPaths,
-    Readers,
+    NodeReaders,
     znode_at,
 )
 
@@ -58,9 +58,9 @@ def test_the_readers_are_those_of_the_decision():
     administrators = {"R/x/audit", "R/x/audit/e_N"}
     members = {"R/x": "cr", "R/x/access": "r"} | dict.fromkeys(administrators, "")
     for row in ZNODES:
-        expected = Readers.PUBLIC if row.path in public else Readers.MEMBERS
+        expected = NodeReaders.PUBLIC if row.path in public else NodeReaders.MEMBERS
         if row.path in administrators:
-            expected = Readers.ADMINISTRATORS
+            expected = NodeReaders.ADMINISTRATORS
         assert row.readers is expected, row.path
         assert row.members == members.get(row.path, "crwd"), row.path
 

@@ -12,7 +12,7 @@ from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.rebuilding import Log, choose
+from waltz_core.cluster.change.rebuilding import ReportedLog, choose
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -24,7 +24,7 @@ GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0}
 
 
 def log(session, last, *, suspect=False, damaged=False):
-    return Log(session, last, suspect, damaged)
+    return ReportedLog(session, last, suspect, damaged)
 
 
 def chosen(logs, *, unanswered=(), count=3):

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
-from waltz_core.cluster.change.replica_steps import Change, PartitionReplicas, Plan, PlanWait
+from waltz_core.cluster.change.replica_steps import (
+    PartitionReplicas,
+    ReplicaPlan,
+    ReplicaStep,
+    StepWait,
+)
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes.model import (
     NO_GENERATION,
@@ -30,16 +35,16 @@ def seen(assigned, in_sync=None, *, known=None, session=3, opened=3):
 
 
 def plan(wanted, joining=""):
-    return Plan({0: tuple(wanted)}, {0: tuple(joining)})
+    return ReplicaPlan({0: tuple(wanted)}, {0: tuple(joining)})
 
 
 def step(now, wanted, joining=""):
     """Return the replicas after the next step, why it waits, or None."""
     found = replica_steps.next_step(0, now, plan(wanted, joining))
-    if isinstance(found, Change):
+    if isinstance(found, ReplicaStep):
         assert set(found.before) == set(now.assigned)
         return "".join(sorted(found.after))
-    return found.reason if isinstance(found, PlanWait) else None
+    return found.reason if isinstance(found, StepWait) else None
 
 
 # --- one step after the other
@@ -99,21 +104,21 @@ def test_a_partition_without_any_replica_is_rejected():
 
 def test_a_change_is_not_applied_to_other_replicas():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    moved = replica_steps.apply([Change(0, ("A", "B"), ("B", "C"))], assigned)
+    moved = replica_steps.apply([ReplicaStep(0, ("A", "B"), ("B", "C"))], assigned)
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
     with pytest.raises(
         errors.CoordinatorConflict, match="has changed partition 0 meanwhile: expected the replicas"
     ):
-        replica_steps.apply([Change(0, ("A",), ("A", "C"))], assigned)
+        replica_steps.apply([ReplicaStep(0, ("A",), ("A", "C"))], assigned)
     with pytest.raises(errors.BadRequest, match="D is not a storage of this cluster"):
-        replica_steps.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
+        replica_steps.apply([ReplicaStep(0, ("A", "B"), ("A", "D"))], assigned)
 
 
 def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    made = Plan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
+    made = ReplicaPlan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
     assert made.joining == {0: ("C",), 1: ()}
-    assert str(Change(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
+    assert str(ReplicaStep(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
 
 
 class Owner:
@@ -172,7 +177,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     before, wanted, away = journey
     held = {name: ((0,) if name in before else ()) for name in NAMES}
     assigned = ReplicaAssignments(held)
-    made = Plan.to({0: tuple(wanted)}, assigned)
+    made = ReplicaPlan.to({0: tuple(wanted)}, assigned)
     owner, steps = Owner(before), 0
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
@@ -180,7 +185,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         found = replica_steps.next_step(0, owner.now(), made)
         if found is None and not gone:
             break
-        if not isinstance(found, Change):
+        if not isinstance(found, ReplicaStep):
             continue
         steps += 1
         added = [each for each in found.after if each not in found.before]

@@ -14,7 +14,7 @@ from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewSt
 from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes.interface import NO_NODE
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,

@@ -11,11 +11,11 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.replica_steps import Plan
+from waltz_core.cluster.change.replica_steps import ReplicaPlan
 from waltz_core.cluster.change.storage_changes import CONCURRENT_PARTITIONS_MAX, StorageLayout
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import NO_NODE, Set
+from waltz_core.cluster.znodes.interface import NO_NODE, SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 ROOT = "/w"
@@ -90,7 +90,7 @@ class Owner:
                 model.PartitionMetadata.from_bytes(entry.data, number).states.keys()
                 != states.keys()
             ):
-                run_now(znodes.write([Set(path, data, entry.version)]))
+                run_now(znodes.write([SetNode(path, data, entry.version)]))
 
 
 def run_now(coroutine):
@@ -231,7 +231,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
 async def carry_out(cluster, wanted):
     progress = []
     layout = await cluster.coordinator.storages.read()
-    plan = Plan.to(wanted, layout.assignment)
+    plan = ReplicaPlan.to(wanted, layout.assignment)
     await cluster.coordinator.storages.carry_out(plan, progress.append)
     return progress
 
@@ -260,7 +260,7 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
     async with cluster.owned(away=[C]):
         progress = []
         layout = await cluster.coordinator.storages.read()
-        plan = Plan.to({0: (B, C)}, layout.assignment)
+        plan = ReplicaPlan.to({0: (B, C)}, layout.assignment)
         async with asyncio.TaskGroup() as tasks:
             carrying_out = cluster.coordinator.storages.carry_out(plan, progress.append)
             waiting = tasks.create_task(carrying_out)

@@ -11,7 +11,7 @@ from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.znodes import access_node
-from waltz_core.cluster.znodes.interface import Set
+from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 FIRST = Permissions(1, "ops", 0, bytes(32))
@@ -55,7 +55,7 @@ async def test_a_change_is_computed_again_after_a_concurrent_one():
         if len(seen) == 1:
             znodes, path = coordinator._znodes._zookeeper, coordinator.paths.access
             rival = replace(with_limits(made), revision=2)
-            znodes.apply([Set(path, access_node.encode(rival), 0)], 0)
+            znodes.apply([SetNode(path, access_node.encode(rival), 0)], 0)
         return with_limits(old)
 
     done = await coordinator.permissions.change(with_rival, AUTHOR)

@@ -17,7 +17,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 )
 # A 0.13 server does not report appends in flight.
 UNSUPPORTED_SCENARIOS = (
-    client_contract.an_append_rejected_for_one_in_flight_may_follow_it,
+    client_contract.an_append_rejected_for_one_in_flight_may_depend_on_it,
     client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
 

@@ -24,7 +24,7 @@ from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.verify_control import read_slots
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.format import IdRange, Marker, ProvisionalMark, Slot
+from waltz_core.storage.files.format import AckedMarker, IdRange, ProvisionalMark, Slot
 from waltz_sim.world.simulated_disk import DiskFault
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
@@ -272,7 +272,7 @@ def write_slot(storage, **changes):
 
 
 def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
-    acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
+    acked = write_slot(storage, acked=AckedMarker(35, bytes(16))).acked
     chain = acked.chain.hex()
     assert found(storage)[0] == [
         (
@@ -280,7 +280,7 @@ def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
             f"there, found {chain}"
         )
     ]
-    write_slot(storage, acked=Marker(30, acked.chain))
+    write_slot(storage, acked=AckedMarker(30, acked.chain))
     assert found(storage)[0] == [
         (
             f"{SLOTS}: the acked marker is at transaction 30: expected chain hash {chain} "
@@ -322,7 +322,10 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
 def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     """The marker confirms records all the same."""
     write_slot(
-        storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=ProvisionalMark(1, 50)
+        storage,
+        acked=AckedMarker(35, UNBATCHED),
+        nonce=bytes(16),
+        provisional=ProvisionalMark(1, 50),
     )
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
@@ -331,7 +334,7 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
     )
     ends = f"{THREE}.chn: no batch has records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
-    write_slot(storage, acked=Marker(36, UNBATCHED))
+    write_slot(storage, acked=AckedMarker(36, UNBATCHED))
     found_text = f"{SLOTS}: the log ends at transaction 35, below its acked ID 36"
     assert found(storage)[0] == [found_text]
 
@@ -514,7 +517,7 @@ def started(tmp_path):
     world.prepare()
     world.set_mark()
     before = write_to_directory(world.disk, tmp_path / "before")
-    assert world.log.remove_oldest(Marker(35, world.log.chain))
+    assert world.log.remove_oldest(AckedMarker(35, world.log.chain))
     world.close()
     directory = write_to_directory(world.disk, tmp_path / "started")
     assert found(directory) == ([], [])
@@ -554,7 +557,7 @@ def test_a_log_without_its_first_segment_is_wrong(started):
 def test_another_chain_at_the_start_is_wrong(started):
     directory, _ = started
     slots = [
-        replace(Slot.decode(data[:512]), start=Marker(20, b"c" * 16))
+        replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))
         for data in blocks(SLOTS, directory)
     ]
     (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))

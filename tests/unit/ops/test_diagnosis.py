@@ -251,7 +251,7 @@ def test_a_storage_with_an_expired_certificate_is_reported(case):
 
 def test_an_assignment_without_the_running_servers_is_reported(case):
     case.cluster(is_settled=False)
-    assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence
+    assert f"the leader {ONE}" in case.the_only("assignment-stale").sentence
     case.server(1, failure="connection refused", served={})
     assert [name for name, _ in case.found()] == ["server-unavailable"]
     case.server(1, failure="", served={0: True})

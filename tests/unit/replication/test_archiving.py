@@ -18,7 +18,7 @@ from tests.unit.replication.archiving_bench import (
     progress,
 )
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
-from tests.unit.replication.test_repairs import reports_damage
+from tests.unit.replication.test_repair_runner import reports_damage
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
@@ -674,7 +674,9 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other.own()
     other.run_for(3_000)
     assert other.store.open_session is None
-    assert "has records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
+    assert (
+        "found records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
+    )
     assert not other.all_sent(wire.ResetLog)
 
 

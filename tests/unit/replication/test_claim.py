@@ -10,7 +10,7 @@ from waltz_core.cluster.znodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.replication.session_claim import View, is_newer, rejection
+from waltz_core.replication.session_claim import PartitionNodes, is_newer, rejection
 
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 NONCE = b"n" * 16
@@ -19,7 +19,7 @@ STATES = dict.fromkeys([A, B, C], ReplicaState(5, UNRESOLVED))
 
 def view(states=STATES, *, session=5, state=MarkerState.OPEN, marker_session=5):
     marker = None if state is None else PartitionMarker(state, marker_session, NONCE)
-    return View(PartitionMetadata(3, session, states), 7, marker, 8)
+    return PartitionNodes(PartitionMetadata(3, session, states), 7, marker, 8)
 
 
 @pytest.mark.parametrize(

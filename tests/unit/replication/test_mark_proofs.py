@@ -15,8 +15,8 @@ class Replica:
         self.requests = []
         self.unanswered_count = unanswered_count
 
-    def send_request(self, kind, *, now_ms, ticket):
-        self.requests.append((kind, now_ms, ticket))
+    def send_request(self, kind, *, now_ms, correlation_id):
+        self.requests.append((kind, now_ms, correlation_id))
 
 
 def proving():

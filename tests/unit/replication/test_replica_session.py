@@ -73,7 +73,7 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
     window = SessionWindow(-1, GENESIS_CHAIN)
     for first in (0, 1):
         assert not one.is_lagging
-        one.append_flight(window.add(make_batch(first, [1], 7), 5, 1), 1)
+        one.append_from_window(window.add(make_batch(first, [1], 7), 5, 1), 1)
     assert one.is_lagging
     one.take(wire.Appended(5, 1, 2, 0))
     assert not one.is_lagging
@@ -82,8 +82,8 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
 def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
-    one.append_flight(window.add(make_batch(0, [1], 7), 5, 1), 1)
-    one.append_flight(window.add(make_batch(1, [2], 7), 5, 1), 1)
+    one.append_from_window(window.add(make_batch(0, [1], 7), 5, 1), 1)
+    one.append_from_window(window.add(make_batch(1, [2], 7), 5, 1), 1)
     for sequence in (1, 2):
         answer = wire.Appended(5, sequence, 2, 1)
         one.appended(one.take(answer).message, answer)

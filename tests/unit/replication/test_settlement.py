@@ -9,7 +9,7 @@ from waltz_core.errors import BeforeLogStart
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.replication.session_claim import InDoubtIds
 from waltz_core.replication.session_events import SessionSettled
-from waltz_core.replication.settlement import SETTLEMENT_TICKET, Settlement
+from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 
@@ -21,8 +21,8 @@ class Replica:
     def __init__(self):
         self.supplier = []
 
-    def send_request(self, kind, first, last, *, now_ms, ticket):
-        assert (kind, ticket) == (LineageRequest, SETTLEMENT_TICKET)
+    def send_request(self, kind, first, last, *, now_ms, correlation_id):
+        assert (kind, correlation_id) == (LineageRequest, SETTLEMENT_CORRELATION_ID)
         self.supplier.append((first, last))
 
 

@@ -17,8 +17,8 @@ def test_a_batch_whose_locks_are_known_has_a_block_of_them():
     window = filled(2)
     assert window.at(0).locks == b""
     before = window.chain
-    flight = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
-    block = Blocks(flight.locks).below(LogEnd(3, window.chain), 1)
+    window_batch = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
+    block = Blocks(window_batch.locks).below(LogEnd(3, window.chain), 1)
     assert (block.first, block.chain_before, bytes(block.locks)) == (2, before, b"lock")
 
 
@@ -37,12 +37,12 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
 def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     """A batch of one small record needs a hundred times its bytes in memory."""
     window = filled(1, 1)
-    flight = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
+    window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
     window.commit(2)
-    size_bytes = window.at(0).size_bytes + window.at(1).size_bytes + flight.size_bytes
-    window.trim(0, size_bytes + len(flight.locks), 3)
+    size_bytes = window.at(0).size_bytes + window.at(1).size_bytes + window_batch.size_bytes
+    window.trim(0, size_bytes + len(window_batch.locks), 3)
     assert window.first == 0
-    window.trim(0, size_bytes + len(flight.locks) - 1, 3)
+    window.trim(0, size_bytes + len(window_batch.locks) - 1, 3)
     assert window.first == 1
     window = filled(*[1] * 10)
     window.commit(8)

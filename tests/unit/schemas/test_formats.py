@@ -237,7 +237,7 @@ def test_the_name_alone_is_not_sufficient_for_a_scan(client, name):
 def test_the_envelope_of_a_schema_is_inside_the_encrypted_one(registry, tmp_path):
     (tmp_path / "a").write_text("0f" * 32)
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
-    config = ClientConfig(encryption_keys=str(tmp_path), encryption_key="a")
+    config = ClientConfig(encryption_keys=str(tmp_path), encryption_key_id="a")
     with MemoryWaltz(partition_count=1) as waltz, waltz.client(config) as client:
         client.append(orders.serialize(RING), partition=0).result()
         (stored,) = waltz.transactions(0)

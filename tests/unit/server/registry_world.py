@@ -12,8 +12,8 @@ from waltz_core.client.links.write_requests import WriteRequests
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NotOwned
 from waltz_core.metrics import Metrics
-from waltz_core.server.process.clients import Clients
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.clients import ClientConnections
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
@@ -33,7 +33,7 @@ class RegistryServer:
         self.registry = RegistryRequests(
             coordinator.writes, coordinator.next_client_id, PARTITION_COUNT, tasks
         )
-        self._clients = Clients(self, LIMITS, tasks, Metrics("server"))
+        self._clients = ClientConnections(self, LIMITS, tasks, Metrics("server"))
         self.listener = None
 
     async def start(self) -> Owner:

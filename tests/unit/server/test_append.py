@@ -39,8 +39,8 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.refill import HELD_MS_MAX
-from waltz_core.server.locking.tickets import LARGE_BYTES
+from waltz_core.server.locking.lock_table_loader import HELD_MS_MAX
+from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -62,9 +62,9 @@ class World:
 
     def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
-        self.pace = LargeBatchThrottle()
+        self.throttle = LargeBatchThrottle()
         limits = limits or PartitionLimits(lock_slot_count=1009)
-        self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
+        self.pipeline = AppendPipeline(limits, self.mounts, self.throttle, PartitionId(0))
         self.session = 0
         self.now_ms = 0
         self.submitted: list[Batch] = []
@@ -143,10 +143,10 @@ class World:
         return req_id
 
     def share(self) -> None:
-        """Make the pace assume that a small request has met another client's large ones."""
-        self.pace.started(ConnectionId(99), self.now_ms)
-        self.pace.forgotten()
-        self.pace.small(B, self.now_ms)
+        """Make the throttle assume that a small request has met another client's large ones."""
+        self.throttle.started(ConnectionId(99), self.now_ms)
+        self.throttle.forgotten()
+        self.throttle.small(B, self.now_ms)
 
     @property
     def wants_turn(self) -> bool:
@@ -166,7 +166,7 @@ class World:
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait for the pause of the pace, take a turn, and return what it submitted."""
+        """Wait for the pause of the throttle, take a turn, and return what it submitted."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -204,8 +204,8 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.ticket for each in outcomes if isinstance(each, AheadOfLog)]
-    answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
+    found = [each.pending for each in outcomes if isinstance(each, AheadOfLog)]
+    answers_ahead = [world.pipeline.answer_ahead(pending, is_proved=True) for pending in found]
     return [
         each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
     ]
@@ -432,7 +432,7 @@ def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -
     (found,) = [each for each in world.turn() if isinstance(each, AheadOfLog)]
     world.mounts.begin(ALICE, A, 2)
     world.mounts.finish(ALICE, A)
-    world.pipeline.answer_ahead(found.ticket, is_proved=False)
+    world.pipeline.answer_ahead(found.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())
@@ -585,10 +585,10 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
     world.piece()
-    at_ms = PAUSE_MS_MAX  # the pause after what `share` has landed is over
-    assert world.pace.large_at_ms(at_ms) > at_ms
+    at_ms = PAUSE_MS_MAX  # the pause after `share` has been committed is over
+    assert world.throttle.large_at_ms(at_ms) > at_ms
     world.pipeline.closed()
-    assert world.pace.large_at_ms(at_ms) == at_ms
+    assert world.throttle.large_at_ms(at_ms) == at_ms
     world.open(-1, settled=-1)
 
 
@@ -734,12 +734,12 @@ def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     flood = flooded(world)
     queued = world.single()
     first, second, _ = world.pipeline.abandon()
-    assert [ticket.req_id for ticket in first] == [queued]
-    assert [ticket.req_id for ticket in second] == [flood]
+    assert [pending.req_id for pending in first] == [queued]
+    assert [pending.req_id for pending in second] == [flood]
     world = World()
     flood = flooded(world)
     world.commit()
-    assert [ticket.req_id for ticket in world.pipeline.abandon()[1]] == [flood]
+    assert [pending.req_id for pending in world.pipeline.abandon()[1]] == [flood]
 
 
 def test_a_closed_connection_drops_its_unsubmitted_appends() -> None:
@@ -905,8 +905,8 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
     queued = world.single()
     world.pipeline.flush(4)
     first, second, out = world.pipeline.abandon()
-    assert [ticket.req_id for ticket in first] == [queued]
-    assert [ticket.req_id for ticket in second] == [in_flight]
+    assert [pending.req_id for pending in first] == [queued]
+    assert [pending.req_id for pending in second] == [in_flight]
     assert out == [BarrierReached(4)]
     assert world.pipeline.flush(5) == [BarrierReached(5)]
     assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
@@ -956,15 +956,15 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
 def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
-    refill = world.pipeline.refill
-    (fetch,) = refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
+    lock_loader = world.pipeline.lock_loader
+    (fetch,) = lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
     assert isinstance(fetch, Fetch)
     world.single(write=[1], mark=3)
     world.single(write=[2], mark=4)
     assert not world.wants_turn
     end, before = LogEnd(TransactionId(5), GENESIS_CHAIN), bytes([7] * 16)
     block = encode(TransactionId(3), end, before, struct.pack(">i", 2))
-    refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
+    lock_loader.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
     assert world.wants_turn
     (batch,) = world.turns()
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
@@ -973,7 +973,7 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
 def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
-    world.pipeline.refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
+    world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
     assert world.pipeline.turn_at_ms(0) == HELD_MS_MAX

@@ -11,8 +11,8 @@ from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import Congested, Drained, Received, SendToClient
-from waltz_core.server.process.clients import Clients
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.clients import ClientConnections
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.wire.messages import (
     AppendRequest,
     CheckConnectivityRequest,
@@ -105,7 +105,7 @@ class Backend:
 @on_loop
 async def test_a_client_that_does_not_read_is_paused():
     backend, link = Backend(), Link()
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     requests = [
         FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -each)) for each in (1, 2, 3)
@@ -126,7 +126,7 @@ async def test_a_client_that_does_not_read_is_paused():
 async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next():
     backend, link = Backend(), Link()
     link.denied[AppendRequest] = PermissionDenied("no")
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     ids = [ReqId(ClientId(1), Generation(1), PartitionId(0), each) for each in range(5)]
     link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
@@ -156,7 +156,7 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
     link = Link()
     link.access = Access()
     async with asyncio.TaskGroup() as tasks:
-        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients = ClientConnections(Issuing(), LIMITS, tasks, Metrics("server"))
         clients.accept(link)
         link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
         await until(lambda: link.sent)
@@ -176,7 +176,7 @@ async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
 
     link = Link()
     async with asyncio.TaskGroup() as tasks:
-        clients = Clients(Issuing(), LIMITS, tasks, Metrics("server"))
+        clients = ClientConnections(Issuing(), LIMITS, tasks, Metrics("server"))
         clients.accept(link)
         link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
         link.closed("gone")
@@ -188,7 +188,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     backend, link = Backend(), Link()
     error = Overloaded("etl is over a limit", 700)
     link.denied = {AppendRequest: error, FlushRequest: error}
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 5)
     append = AppendRequest(req_id, 0, (), (), (), 0, b"", 0)
@@ -208,7 +208,7 @@ async def test_a_limit_pauses_feeds_and_no_requests():
             self.sent.append(message)
 
     backend, link = Backend(), ReadLink()
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     flush = FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))
     link.received([flush])
@@ -251,7 +251,7 @@ async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
     partition_id = PartitionId(0)
     host = SimpleNamespace(partition_id=partition_id, post=driver.post, receive=receive)
     backend = SimpleNamespace(partition_count=1, hosts={partition_id: host})
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     world.step = driver.post
     link.received([MountWriter(world.req_id(BOB), 1, -1, wants_feed=True)])
@@ -279,7 +279,7 @@ async def pass_turns() -> None:
 @on_loop
 async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
     backend, link = Backend(), Link()
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     link.received([FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))])
     clients.forget_partition(backend.host)
@@ -291,7 +291,7 @@ async def test_checks_of_the_storages_do_not_multiply():
     """Each one connects to every storage, and descriptors are few."""
     backend, links = Backend(), [Link(), Link()]
     async with asyncio.TaskGroup() as tasks:
-        clients = Clients(backend, LIMITS, tasks, Metrics("server"))
+        clients = ClientConnections(backend, LIMITS, tasks, Metrics("server"))
         ids = [ReqId(ClientId(1), Generation(0), PartitionId(0), -each) for each in (1, 2)]
         for link in links:
             clients.accept(link)
@@ -333,7 +333,7 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     """Its outcome is found by its `id`, which another request could get otherwise."""
     backend, link, audited = Backend(), Link(), Audited()
     link.access, link.audited = MayBegin(), lambda _request: audited
-    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
     request = Expiry(req_id, 5, 0)
@@ -359,7 +359,7 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
 
     backend, links = Backend(), [Reading(), Reading()]
     limits = LIMITS._replace(memory_bytes_max=1 << 20)
-    clients = Clients(backend, limits, None, Metrics("server"))
+    clients = ClientConnections(backend, limits, None, Metrics("server"))
     for each, link in enumerate(links):
         clients.accept(link)
         link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
@@ -377,7 +377,9 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
 @on_loop
 async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
     backend, links = Backend(), [Link(), Link()]
-    clients = Clients(backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server"))
+    clients = ClientConnections(
+        backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server")
+    )
     for link in links:
         clients.accept(link)
     ids = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)

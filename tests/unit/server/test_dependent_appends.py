@@ -16,7 +16,7 @@ from tests.unit.server.test_append import (
     World,
     results,
 )
-from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
 from waltz_core.server.append.outcomes import AheadOfLog, BarrierReached
 from waltz_core.server.locking import dependent_appends
@@ -61,7 +61,7 @@ def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
     return {
         each.message.req_id: [
             record.transaction_id
-            for record in FOLLOW.with_predecessors(each.message, -1, 0, ()).predecessors
+            for record in NO_PREDECESSORS.with_predecessors(each.message, -1, 0, ()).predecessors
         ]
         for each in outcomes
         if isinstance(each, SendToClient) and isinstance(each.message, Predecessors)
@@ -83,7 +83,7 @@ def test_a_rejected_writer_gets_its_predecessors_and_may_append_after_them():
     message = answer.message
     assert message.req_id == loser
     assert (message.session_id, message.high_water_mark, message.last) == (world.session, -1, 0)
-    ((transaction_id, req_id, header, data),) = FOLLOW.with_predecessors(
+    ((transaction_id, req_id, header, data),) = NO_PREDECESSORS.with_predecessors(
         message, -1, 0, ()
     ).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
@@ -418,7 +418,7 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world.follow(BOB)
     (answer,) = world.turn()
     assert (answer.message.session_id, answer.message.last) == (world.session, 0)
-    (found,) = FOLLOW.with_predecessors(answer.message, -1, 0, ()).predecessors
+    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
     assert (found.req_id, found.data) == (again, b"again")
 
 
@@ -429,7 +429,7 @@ def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one
     world.turns()
     world.follow(BOB, write=(COLD,))
     (answer,) = world.turn()
-    (found,) = FOLLOW.with_predecessors(answer.message, -1, 0, ()).predecessors
+    (found,) = NO_PREDECESSORS.with_predecessors(answer.message, -1, 0, ()).predecessors
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 

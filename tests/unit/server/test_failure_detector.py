@@ -58,13 +58,13 @@ async def some_dials() -> None:
 
 
 class World:
-    """One server's neighbors, and those that it has removed."""
+    """The failure detector of one server, and the servers that it has removed."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.taken_out: list[ServerDescriptor] = []
         self.failures = 0
         self.links: list[net.Link] = []
-        self.neighbors = FailureDetector(ME, tasks, self.remove_dead)
+        self.detector = FailureDetector(ME, tasks, self.remove_dead)
 
     async def remove_dead(self, dead: ServerDescriptor) -> None:
         if self.failures:
@@ -80,7 +80,7 @@ class World:
         """Have another server listen, and wait until it is reached."""
         listener = await self.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
-        self.neighbors.follow(view_of(other))
+        self.detector.follow(view_of(other))
         await until(lambda: self.links)
         return listener, other
 
@@ -90,7 +90,7 @@ async def world() -> AsyncIterator[World]:
     async with asyncio.TaskGroup() as tasks:
         made = World(tasks)
         yield made
-        made.neighbors.stop()
+        made.detector.stop()
 
 
 @on_loop
@@ -115,7 +115,7 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
         listener, _ = await here.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
-        here.neighbors.follow(view_of(now))
+        here.detector.follow(view_of(now))
         await listener.close()
         await until(lambda: here.taken_out)
         assert here.taken_out == [now]
@@ -136,7 +136,7 @@ async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
 async def test_a_lost_connection_alone_logs_nothing():
     async with world() as here:
         listener = await here.listen()
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
             await until(lambda count=count: len(here.links) == count)
             here.links[-1].abort("for the test")
@@ -148,7 +148,7 @@ async def test_a_lost_connection_alone_logs_nothing():
 @on_loop
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as here:
-        here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+        here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
         assert here.taken_out == []
 
@@ -159,9 +159,9 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as here:
-            here.neighbors.follow(view_of(ServerDescriptor(OTHER, host, 1)))
+            here.detector.follow(view_of(ServerDescriptor(OTHER, host, 1)))
             await some_dials()
-            report = here.neighbors._results.reachability.report(0)
+            report = here.detector._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
@@ -179,7 +179,7 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
             silent.listen()
             await some_dials()
             assert here.taken_out == []
-            here.neighbors.stop()
+            here.detector.stop()
 
 
 @on_loop
@@ -218,9 +218,9 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
                 link.close("no")
 
             listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
-            here.neighbors.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+            here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
             await until(lambda: len(here.links) >= 19)
-            here.neighbors.stop()
+            here.detector.stop()
             await listener.close()
     assert pauses[:18] == [*(0.001 * 2**count for count in range(16)), 60.0, 60.0]
 
@@ -229,7 +229,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 async def test_a_server_that_left_is_not_watched():
     async with world() as here:
         listener, _ = await here.reached()
-        here.neighbors.follow(view_of())
+        here.detector.follow(view_of())
         await until(lambda: here.links[0].is_closed)
         await listener.close()
     # Its watch has ended with the others, or this would still wait.

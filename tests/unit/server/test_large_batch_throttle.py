@@ -19,16 +19,16 @@ FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 
 
 def shared(now_ms: int = 0) -> LargeBatchThrottle:
-    """A pace that has seen a small request during another client's large one."""
-    pace = LargeBatchThrottle()
-    pace.started(FLOOD, now_ms)
-    pace.landed(now_ms, now_ms)
-    pace.small(MODEST, now_ms)
-    return pace
+    """A throttle that has seen a small request during another client's large one."""
+    throttle = LargeBatchThrottle()
+    throttle.started(FLOOD, now_ms)
+    throttle.finished(now_ms, now_ms)
+    throttle.small(MODEST, now_ms)
+    return throttle
 
 
 @pytest.mark.parametrize(
-    ("flood_ms", "landed_ms", "small"),
+    ("flood_ms", "finished_ms", "small"),
     [
         ([0, 1, 2], None, None),
         ([], None, (MODEST, 2)),
@@ -38,86 +38,86 @@ def shared(now_ms: int = 0) -> LargeBatchThrottle:
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
 def test_large_requests_are_not_delayed_without_small_ones_of_others(
-    flood_ms: list[int], landed_ms: int | None, small: tuple[ConnectionId, int] | None
+    flood_ms: list[int], finished_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
-    pace = LargeBatchThrottle()
+    throttle = LargeBatchThrottle()
     for now_ms in flood_ms:
-        pace.started(FLOOD, now_ms)
-    if landed_ms is not None:
-        pace.landed(flood_ms[0], landed_ms)
+        throttle.started(FLOOD, now_ms)
+    if finished_ms is not None:
+        throttle.finished(flood_ms[0], finished_ms)
     if small is not None:
-        pace.small(*small)
+        throttle.small(*small)
     now_ms = small[1] if small else 3
-    assert pace.large_at_ms(now_ms) == now_ms
-    assert pace.piece_bytes(now_ms) is None
+    assert throttle.large_at_ms(now_ms) == now_ms
+    assert throttle.piece_bytes(now_ms) is None
 
 
 def test_without_sharing_no_request_is_delayed() -> None:
-    pace = LargeBatchThrottle(is_on=False)
-    pace.started(FLOOD, 0)
-    pace.small(MODEST, 0)
-    assert pace.large_at_ms(0) == 0
-    assert pace.piece_bytes(0) is None
+    throttle = LargeBatchThrottle(is_on=False)
+    throttle.started(FLOOD, 0)
+    throttle.small(MODEST, 0)
+    assert throttle.large_at_ms(0) == 0
+    assert throttle.piece_bytes(0) is None
 
 
 def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
-    pace = shared()
-    assert pace.piece_bytes(100) == PIECE_BYTES
-    pace.started(FLOOD, 100)
+    throttle = shared()
+    assert throttle.piece_bytes(100) == PIECE_BYTES
+    throttle.started(FLOOD, 100)
     asked_ms = 100
     for _ in range(3):
-        next_ms = pace.large_at_ms(asked_ms)
+        next_ms = throttle.large_at_ms(asked_ms)
         assert next_ms > asked_ms
         asked_ms = next_ms
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
 def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
-    pace = shared()
-    pace.small(MODEST, 100)
-    pace.started(FLOOD, 100)
-    landed_ms = 100 + took_ms
-    pace.landed(100, landed_ms)
-    pace.small(MODEST, landed_ms)
-    pause_ms = pace.large_at_ms(landed_ms) - landed_ms
+    throttle = shared()
+    throttle.small(MODEST, 100)
+    throttle.started(FLOOD, 100)
+    finished_ms = 100 + took_ms
+    throttle.finished(100, finished_ms)
+    throttle.small(MODEST, finished_ms)
+    pause_ms = throttle.large_at_ms(finished_ms) - finished_ms
     assert pause_ms == min(FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
-    assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
+    assert throttle.large_at_ms(finished_ms + pause_ms) == finished_ms + pause_ms
 
 
 def test_a_forgotten_piece_delays_no_request() -> None:
-    pace = shared()
-    pace.started(FLOOD, 100)
-    pace.forgotten()
-    assert pace.large_at_ms(100) == 100
+    throttle = shared()
+    throttle.started(FLOOD, 100)
+    throttle.forgotten()
+    assert throttle.large_at_ms(100) == 100
     with pytest.raises(AssertionError):
-        pace.forgotten()
+        throttle.forgotten()
 
 
 def test_the_wait_for_a_hanging_piece_is_limited() -> None:
-    pace = shared()
-    pace.started(FLOOD, 100)
-    pace.small(MODEST, 900)
-    assert pace.large_at_ms(100 + STALLED_MS - 1) > 100 + STALLED_MS - 1
-    assert pace.large_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
+    throttle = shared()
+    throttle.started(FLOOD, 100)
+    throttle.small(MODEST, 900)
+    assert throttle.large_at_ms(100 + STALLED_MS - 1) > 100 + STALLED_MS - 1
+    assert throttle.large_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
 
 
 def test_sharing_ends_without_small_requests() -> None:
-    pace = shared(50)
-    assert pace.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
-    pace.started(FLOOD, 50 + SHARED_MS)
-    assert pace.large_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
-    assert pace.piece_bytes(50 + SHARED_MS) is None
+    throttle = shared(50)
+    assert throttle.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
+    throttle.started(FLOOD, 50 + SHARED_MS)
+    assert throttle.large_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
+    assert throttle.piece_bytes(50 + SHARED_MS) is None
 
 
 def steered(took_ms: list[int]) -> LargeBatchThrottle:
-    """A pace whose small requests took 5 ms while calm, and then a given time during a piece."""
-    pace = shared()
+    """A throttle whose small requests took 5 ms while calm, then a given time during a piece."""
+    throttle = shared()
     for start_ms in range(100, 60_100, 10):
-        pace.small_landed(start_ms, start_ms + 5)
-    pace.started(FLOOD, 60_100)
+        throttle.small_finished(start_ms, start_ms + 5)
+    throttle.started(FLOOD, 60_100)
     for each_ms in took_ms:
-        pace.small_landed(60_100, 60_100 + each_ms)
-    return pace
+        throttle.small_finished(60_100, 60_100 + each_ms)
+    return throttle
 
 
 def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
@@ -135,52 +135,52 @@ def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
 
 
 def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
-    pace = shared()
+    throttle = shared()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
-        pace.small_landed(start_ms, start_ms + slow)
-    pace.started(FLOOD, 200_100)
-    pace.small_landed(200_100, 200_123)
-    assert pace.factor < FACTOR_FIRST  # not a fifth more than 20 ms
-    pace.small_landed(200_100, 200_140)
-    assert pace.factor > FACTOR_FIRST
+        throttle.small_finished(start_ms, start_ms + slow)
+    throttle.started(FLOOD, 200_100)
+    throttle.small_finished(200_100, 200_123)
+    assert throttle.factor < FACTOR_FIRST  # not a fifth more than 20 ms
+    throttle.small_finished(200_100, 200_140)
+    assert throttle.factor > FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
-    pace = shared()
-    pace.started(FLOOD, 100)
-    pace.small_landed(100, 200)
-    pace.landed(100, 200)
-    pace.small_landed(190, 250)  # a piece was in flight when it came
-    assert pace.factor < FACTOR_FIRST  # nothing is known yet of what is calm
-    pace.small_landed(201, 206)
-    pace.small_landed(190, 250)
-    assert pace.factor > FACTOR_FIRST
+    throttle = shared()
+    throttle.started(FLOOD, 100)
+    throttle.small_finished(100, 200)
+    throttle.finished(100, 200)
+    throttle.small_finished(190, 250)  # a piece was in flight when it came
+    assert throttle.factor < FACTOR_FIRST  # nothing is known yet of what is calm
+    throttle.small_finished(201, 206)
+    throttle.small_finished(190, 250)
+    assert throttle.factor > FACTOR_FIRST
 
 
 def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
-    """A pace whose small requests took 5 ms while calm, and 9 ms during a flood of a given time."""
-    pace = steered([])
-    pace.landed(60_100, 60_105)
+    """A throttle whose small requests took 5 ms while calm, and 9 ms during a flood."""
+    throttle = steered([])
+    throttle.finished(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):
         if start_ms % 500 == 0:
-            pace.started(FLOOD, start_ms)
-            pace.landed(start_ms, start_ms)
-        pace.small(MODEST, start_ms)
-        pace.small_landed(start_ms + 1, start_ms + 10)  # it met no piece
-    pace.started(FLOOD, 60_110 + for_ms)
-    return pace
+            throttle.started(FLOOD, start_ms)
+            throttle.finished(start_ms, start_ms)
+        throttle.small(MODEST, start_ms)
+        throttle.small_finished(start_ms + 1, start_ms + 10)  # it met no piece
+    throttle.started(FLOOD, 60_110 + for_ms)
+    return throttle
 
 
 def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
-    pace = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
-    factor = pace.factor
-    pace.small_landed(200_000, 200_009)
-    assert pace.factor > factor
+    throttle = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
+    factor = throttle.factor
+    throttle.small_finished(200_000, 200_009)
+    assert throttle.factor > factor
 
 
 def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
-    pace = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
-    factor = pace.factor
-    pace.small_landed(200_000, 200_009)
-    assert pace.factor < factor
+    throttle = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
+    factor = throttle.factor
+    throttle.small_finished(200_000, 200_009)
+    assert throttle.factor < factor

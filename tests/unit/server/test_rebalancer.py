@@ -11,7 +11,7 @@ from tests.patience import HANG_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.server.locking.tickets import AppendCounters
+from waltz_core.server.locking.pending_appends import AppendCounters
 from waltz_core.server.process.partition_cost import cost_of
 from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
 

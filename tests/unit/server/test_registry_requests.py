@@ -22,8 +22,8 @@ from waltz_core import errors
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client.links import write_requests
 from waltz_core.client.links.connections import ServerLink
-from waltz_core.cluster import writes as writes_module
-from waltz_core.cluster.writes import WriteState
+from waltz_core.cluster import write_registry as writes_module
+from waltz_core.cluster.write_registry import WriteState
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.process.registry_requests import (
@@ -97,7 +97,7 @@ def request(operation, write="w", **rest):
 
 @on_loop
 async def test_a_write_belongs_to_the_principal_that_began_it():
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     mine, other, stranger = Requester("mine"), Requester("other"), Requester("anonymous")
     await requests.answer(request(OPERATIONS.BEGIN), mine)
     entered = await requests.answer(request(OPERATIONS.ENTER), mine)
@@ -107,19 +107,19 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
             with pytest.raises(errors.PermissionDenied, match="write w belongs to another"):
                 await requests.answer(request(operation, attempt=1), each)
     assert len(other.denied) == len(stranger.denied) == len(OPERATIONS)
-    assert (await writes.read("w")).principal == "mine"
+    assert (await write_registry.read("w")).principal == "mine"
     for operation in (OPERATIONS.CHECK, OPERATIONS.TASKS, OPERATIONS.FINISH, OPERATIONS.FORGET):
         await requests.answer(request(operation, attempt=1), mine)
-    assert await writes.read("w") is None
+    assert await write_registry.read("w") is None
     # Its name is free again.
     await requests.answer(request(OPERATIONS.BEGIN), other)
-    assert (await writes.read("w")).principal == "other"
+    assert (await write_registry.read("w")).principal == "other"
 
 
 @pytest.mark.parametrize("beginner", [None, "anonymous"])
 @on_loop
 async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
     # Only to enter it counts.
@@ -128,7 +128,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
         await requests.answer(request(OPERATIONS.READ), Requester(each))
     entered = await requests.answer(request(OPERATIONS.ENTER, task=1), Requester("mine"))
     assert entered.proof == b"mine/2".ljust(16)
-    assert (await writes.read("w")).principal == "mine"
+    assert (await write_registry.read("w")).principal == "mine"
     with pytest.raises(errors.PermissionDenied):
         await requests.answer(request(OPERATIONS.ENTER), Requester("other"))
     # The task of its time without an owner continues with its client ID and a proof.
@@ -138,7 +138,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 
 @on_loop
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), None)
     won, denied = [], []
 
@@ -154,34 +154,34 @@ async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
             group.create_task(enter(number))
     (winner,) = won
     assert len(denied) == 3
-    assert (await writes.read("w")).principal == f"p{winner}"
-    assert list(await writes.tasks("w")) == [winner]
+    assert (await write_registry.read("w")).principal == f"p{winner}"
+    assert list(await write_registry.tasks("w")) == [winner]
 
 
 @on_loop
 async def test_a_report_carries_out_what_it_would_deny():
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
     entered = await requests.answer(request(OPERATIONS.ENTER), other)
     # A proof would stay valid when the requests are denied.
     assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
-    assert (await writes.read("w")).principal == "mine"
-    assert list(await writes.tasks("w")) == [0]
+    assert (await write_registry.read("w")).principal == "mine"
+    assert list(await write_registry.tasks("w")) == [0]
 
 
 @on_loop
 async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     monkeypatch.setattr(writes_module, "WRITES_MAX", 3)
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     mine = Requester("mine")
     for name in ("a", "b"):
         await requests.answer(request(OPERATIONS.BEGIN, name), mine)
     over = b'{"keep_ms": 0}'
     await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), mine)
     await requests.answer(request(OPERATIONS.BEGIN, "c"), mine)  # removes the expired one
-    assert await writes.read("expired") is None
+    assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), mine)
     # Those that exist continue, and other principals are not affected.
@@ -196,8 +196,8 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 @on_loop
 async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
     """Otherwise two principals have a proof of the same ID."""
-    _, writes = await with_requests()
-    mine, other = writes.of("mine"), writes.of("other")
+    _, write_registry = await with_requests()
+    mine, other = write_registry.of("mine"), write_registry.of("other")
 
     async def let_other_begin():
         await mine.forget("w")
@@ -211,22 +211,22 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
 
 @on_loop
 async def test_a_name_without_a_number_is_in_no_series():
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     for name in ("a-5", "a-b", "a"):
         arguments = b'{"keep_ms": 1000, "in_series": true}'
         await requests.answer(request(OPERATIONS.BEGIN, name, arguments=arguments), None)
-    assert sorted(await writes.read_all()) == ["a", "a-5", "a-b"]
+    assert sorted(await write_registry.read_all()) == ["a", "a-5", "a-b"]
 
 
 @on_loop
 async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
     """An attempt writes all of them to ZooKeeper."""
-    requests, writes = await with_requests()
-    await writes.begin("w", MARKS, 1_000)
+    requests, write_registry = await with_requests()
+    await write_registry.begin("w", MARKS, 1_000)
     for run in range(30):
         arguments = b'{"run": "%s%d"}' % (b"x" * 190, run)
         await requests.answer(request(OPERATIONS.ENTER, arguments=arguments), None)
-    (task,) = (await writes.tasks("w")).values()
+    (task,) = (await write_registry.tasks("w")).values()
     assert len(task.to_bytes()) < 4_000
     for run in (*task.runs, "another"):
         assert writes_module.client_ids_of_others(run, {0: task}) == {0: int(task.client_id)}
@@ -234,23 +234,23 @@ async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
 
 @on_loop
 async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     mine = Requester("mine", ids_left=2)
     await requests.answer(request(OPERATIONS.BEGIN), mine)
     for task in (0, 1, 0):  # an attempt needs no further ID
         await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
     with pytest.raises(errors.Overloaded):
         await requests.answer(request(OPERATIONS.ENTER, task=2), mine)
-    assert list(await writes.tasks("w")) == [0, 1]
+    assert list(await write_registry.tasks("w")) == [0, 1]
 
 
 @on_loop
 async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     """Its principal may have lost its permissions, and a thief may have sent many."""
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     mine, is_closed, may_read = Requester("mine"), False, asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), mine)
-    of_principal = writes.of("mine")
+    of_principal = write_registry.of("mine")
     read = of_principal.read
 
     async def slow_read(write):
@@ -258,7 +258,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
         return await read(write)
 
     of_principal.read = slow_read
-    writes.of = lambda *_, **__: of_principal
+    write_registry.of = lambda *_, **__: of_principal
     async with asyncio.TaskGroup() as group:
         for _ in range(TURNS_MAX):
             group.create_task(requests.answer(request(OPERATIONS.READ), mine))
@@ -268,7 +268,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
         is_closed = True
         may_read.set()
     assert dropped.result() is errors.Unreachable
-    assert await writes.read("w") is not None
+    assert await write_registry.read("w") is not None
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -321,14 +321,14 @@ async def _outcome(answering):
 @on_loop
 async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
     """A request must not cause many times its own work."""
-    requests, writes = await with_requests()
+    requests, write_registry = await with_requests()
     begun, may_end = [], asyncio.Event()
 
     async def forget_expired():
         begun.append(1)
         await may_end.wait()
 
-    writes.forget_expired = forget_expired
+    write_registry.forget_expired = forget_expired
     for _ in range(5):
         await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
         await asyncio.sleep(0)
@@ -405,12 +405,12 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
 )
 @on_loop
 async def test_an_invalid_request_is_rejected(wrong, error):
-    requests, writes = await with_requests()
-    await writes.begin("w", MARKS, 1_000)
-    before = await writes.read_all()
+    requests, write_registry = await with_requests()
+    await write_registry.begin("w", MARKS, 1_000)
+    before = await write_registry.read_all()
     with pytest.raises(error):
         await requests.answer(wrong, Requester("mine"))
-    assert await writes.read_all() == before
+    assert await write_registry.read_all() == before
 
 
 # ---------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatc
         old = RegistryServer(coordinator, tasks)
         owner_of_old = await old.start()
         is_new = property(lambda link: link.address == owner_of_new.address)
-        monkeypatch.setattr(ServerLink, "knows_registry", is_new)
+        monkeypatch.setattr(ServerLink, "supports_registry", is_new)
         both, links = requests_of(Owners(owner_of_old, owner_of_new))
         alone, other_links = requests_of(Owners(owner_of_old))
         state = await both.begin("w", MARKS, 1_000)

@@ -4,19 +4,19 @@ import zlib
 
 from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.server.locking.pending_appends import FlushGroup, PendingSingle
 from waltz_core.server.locking.single_records import encode_singles
-from waltz_core.server.locking.tickets import FlushGroup, SingleTicket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendRequest
 
 DATA = [b"", b"one", bytes(1000), b"four" * 77]
 
 
-def ticket(row: int, first: int, sequence: int) -> SingleTicket:
+def pending(row: int, first: int, sequence: int) -> PendingSingle:
     data = DATA[row]
     req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), sequence + row)
     message = AppendRequest(req_id, -1, (), (), (), row - 2, data, zlib.crc32(data))
-    made = SingleTicket(ConnectionId(1), 100, message, FlushGroup(), 0)
+    made = PendingSingle(ConnectionId(1), 100, message, FlushGroup(), 0)
     made.transaction_id = first + row
     return made
 
@@ -33,6 +33,6 @@ def test_encoding_rows_one_by_one_gives_the_bytes_of_a_batch() -> None:
     rows = decode_append(payload, rows_max=100, bytes_max=1 << 20)
     req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), 40)
     expected = encode_records(rows, None, TransactionId(70), req_id)
-    found = encode_singles([ticket(row, 70, 40) for row in range(len(DATA))])
+    found = encode_singles([pending(row, 70, 40) for row in range(len(DATA))])
     assert bytes(found.records) == bytes(expected.records)
     assert found._replace(records=expected.records) == expected

@@ -20,7 +20,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.locking import validation
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.tickets import BatchTicket, FlushGroup, SingleTicket
+from waltz_core.server.locking.pending_appends import FlushGroup, PendingBatch, PendingSingle
 from waltz_core.server.locking.validation import (
     InFlightRange,
     decode,
@@ -54,47 +54,47 @@ def message(req_id: ReqId = REQ) -> AppendBatch:
 
 def single(
     write: Sequence[int], read: Sequence[int] = (), append: Sequence[int] = (), *, mark: int = -1
-) -> SingleTicket:
+) -> PendingSingle:
     asked = AppendRequest(REQ, mark, tuple(write), tuple(read), tuple(append), 0, b"", 0)
-    return SingleTicket(A, 100, asked, FlushGroup(), 0)
+    return PendingSingle(A, 100, asked, FlushGroup(), 0)
 
 
 def with_locks(
     write: list[list[int]], read: list[list[int]], append: list[list[int]]
-) -> BatchTicket:
+) -> PendingBatch:
     count = len(write)
     payload = encode_append(
         [0] * count, [b""] * count, write_locks=write, read_locks=read, append_locks=append
     )
     asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
-    ticket = BatchTicket(A, 1_000, asked, REQ, FlushGroup(), 0)
-    ticket.open(decode(asked, LIMITS))
-    return ticket
+    pending = PendingBatch(A, 1_000, asked, REQ, FlushGroup(), 0)
+    pending.open(decode(asked, LIMITS))
+    return pending
 
 
-def validated(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
+def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
     """Validate the five rows in pieces that end at these rows, all with nothing committed."""
-    ticket = BatchTicket(A, 1_000, message(), REQ, FlushGroup(), 0)
-    ticket.open(decode(message(), LIMITS))
+    pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
+    pending.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     next_id = TransactionId(0)
     parts = []
     for stop in stops:
-        piece = validate_rows(ticket, stop, table, InFlightRange(BEFORE_FIRST, next_id))
+        piece = validate_rows(pending, stop, table, InFlightRange(BEFORE_FIRST, next_id))
         if piece.part is not None:
             parts.append(piece.part)
             assert piece.part.first == next_id
             next_id = TransactionId(piece.part.last + 1)
-    assert ticket.is_validated
-    return ticket, parts
+    assert pending.is_validated
+    return pending, parts
 
 
 @pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
 def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]) -> None:
-    ticket, parts = validated(stops)
-    assert ticket.ids.tolist() == [0, 1, -1, -1, 2]
-    assert ticket.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
-    assert ticket.conflicts.tolist() == [-1, -1, 0, -1, -1]
+    pending, parts = validated(stops)
+    assert pending.ids.tolist() == [0, 1, -1, -1, 2]
+    assert pending.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
+    assert pending.conflicts.tolist() == [-1, -1, 0, -1, -1]
     (whole,) = validated([5])[1]
     assert b"".join(part.records for part in parts) == bytes(whole.records)
     assert b"".join(part.record_crcs for part in parts) == whole.record_crcs
@@ -104,14 +104,14 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
 
 
 def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
-    ticket = BatchTicket(A, 1_000, message(), REQ, FlushGroup(), 0)
-    ticket.open(decode(message(), LIMITS))
+    pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
+    pending.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
-    validate_rows(ticket, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
-    pending = validate_rows(ticket, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
-    assert (pending.part, pending.doubtful, pending.rejected) == (None, [ticket], [])
-    ahead = validate_rows(ticket, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
-    assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [ticket])
+    validate_rows(pending, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
+    doubtful = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
+    assert (doubtful.part, doubtful.doubtful, doubtful.rejected) == (None, [pending], [])
+    ahead = validate_rows(pending, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
+    assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [pending])
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
@@ -123,8 +123,8 @@ def test_single_transactions_are_validated_in_order(
     table = LockTable(1009, BEFORE_FIRST)
     piece = validate_singles(group, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
     assert piece.part is not None
-    assert [ticket.transaction_id for ticket in group] == [0, 1, -1, -1, 2]
-    assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
+    assert [pending.transaction_id for pending in group] == [0, 1, -1, -1, 2]
+    assert [pending.reason for pending in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert piece.doubtful == [group[0], group[1], group[2], group[4]]
     assert piece.rejected == [group[3]]
 
@@ -136,12 +136,12 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]
     place = InFlightRange(BEFORE_FIRST, TransactionId(0))
     piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), place)
-    assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
+    assert [pending.reason for pending in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
     assert list(piece.writers) == [0, 0, 1, 1]
-    ticket = with_locks(writes, reads, appends)
-    piece = validate_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
-    assert ticket.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
+    pending = with_locks(writes, reads, appends)
+    piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), place)
+    assert pending.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
     found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
@@ -157,9 +157,9 @@ def test_large_batches_carry_no_lock_distances() -> None:
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
-    ticket = with_locks([[1], [2]], [[9], []], [[], [3]])
+    pending = with_locks([[1], [2]], [[9], []], [[], [3]])
     place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    piece = validate_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
+    piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), place)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
     assert list(piece.writers) == [0, 1, 1]
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from waltz_core.errors import DiskFailed
 from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.crash import (
-    AllBut,
-    AnyOf,
     DirectoryEntry,
-    Everything,
+    DiskState,
     Keep,
+    KeepAll,
+    KeepAllBut,
+    KeepOnly,
+    KeepRandom,
     MakeDirectory,
-    Only,
-    Platter,
     RecordingDisk,
     Sector,
     Size,
@@ -41,34 +41,34 @@ def made(content=b"a" * 4 * SECTOR_BYTES):
     return disk
 
 
-def platter_of(disk):
-    platter = Platter()
+def disk_state_of(disk):
+    disk_state = DiskState()
     for change in disk.changes:
-        platter.add(change)
-    return platter
+        disk_state.add(change)
+    return disk_state
 
 
 def left(disk, keep):
-    return platter_of(disk).image(keep).files
+    return disk_state_of(disk).image(keep).files
 
 
 def test_synced_data_stays_in_every_crash():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     assert left(disk, Keep()) == {PATH: b"a" * 4 * SECTOR_BYTES}
-    assert left(disk, Everything())[PATH][:2] == b"ba"
+    assert left(disk, KeepAll())[PATH][:2] == b"ba"
     disk.open(PATH).sync()
     assert left(disk, Keep())[PATH][:2] == b"ba"
-    assert platter_of(disk).units() == []
+    assert disk_state_of(disk).units() == []
 
 
 def test_each_whole_sector_is_kept_or_lost_independently():
     disk = made()
     disk.open(PATH).pwrite([b"b" * 3 * SECTOR_BYTES], 100)
     number = disk.number_of(PATH)
-    kept = left(disk, Only([Sector(number, 1)]))[PATH]
+    kept = left(disk, KeepOnly([Sector(number, 1)]))[PATH]
     assert kept == b"a" * SECTOR_BYTES + b"b" * SECTOR_BYTES + b"a" * 2 * SECTOR_BYTES
-    lost = left(disk, AllBut([Sector(number, 1)]))[PATH]
+    lost = left(disk, KeepAllBut([Sector(number, 1)]))[PATH]
     assert lost[SECTOR_BYTES : 2 * SECTOR_BYTES] == b"a" * SECTOR_BYTES
     assert lost[100] == lost[2 * SECTOR_BYTES] == ord("b")
 
@@ -77,8 +77,8 @@ def test_a_file_may_have_grown_without_its_data():
     disk = made(b"a")
     disk.open(PATH).pwrite([b"b" * SECTOR_BYTES], SECTOR_BYTES)
     number = disk.number_of(PATH)
-    assert left(disk, Only([Size(number)]))[PATH] == b"a".ljust(2 * SECTOR_BYTES, b"\0")
-    only = left(disk, Only([Sector(number, 1)]))[PATH]
+    assert left(disk, KeepOnly([Size(number)]))[PATH] == b"a".ljust(2 * SECTOR_BYTES, b"\0")
+    only = left(disk, KeepOnly([Sector(number, 1)]))[PATH]
     assert only == b"a".ljust(SECTOR_BYTES, b"\0") + b"b" * SECTOR_BYTES
 
 
@@ -88,7 +88,7 @@ def test_a_sync_of_a_file_and_of_its_name_are_independent():
     file.pwrite([b"g"], 0)
     file.sync()
     assert ROOT / "g" not in left(disk, Keep())
-    assert left(disk, Only([DirectoryEntry(ROOT / "g")]))[ROOT / "g"] == b"g"
+    assert left(disk, KeepOnly([DirectoryEntry(ROOT / "g")]))[ROOT / "g"] == b"g"
     file.pwrite([b"h"], 1)
     disk.sync_directory(ROOT)
     assert left(disk, Keep())[ROOT / "g"] == b"g"
@@ -97,9 +97,9 @@ def test_a_sync_of_a_file_and_of_its_name_are_independent():
 def test_a_rename_may_leave_both_names_or_none():
     disk = made(b"a")
     disk.rename(PATH, ROOT / "g")
-    assert left(disk, Only([DirectoryEntry(ROOT / "g")])) == {PATH: b"a", ROOT / "g": b"a"}
-    assert left(disk, Only([DirectoryEntry(PATH)])) == {}
-    assert left(disk, Everything()) == {ROOT / "g": b"a"}
+    assert left(disk, KeepOnly([DirectoryEntry(ROOT / "g")])) == {PATH: b"a", ROOT / "g": b"a"}
+    assert left(disk, KeepOnly([DirectoryEntry(PATH)])) == {}
+    assert left(disk, KeepAll()) == {ROOT / "g": b"a"}
 
 
 def test_a_lost_directory_loses_its_content():
@@ -108,7 +108,7 @@ def test_a_lost_directory_loses_its_content():
     disk.changes.append(MakeDirectory(ROOT / "e"))
     create_durably(disk, ROOT / "e", [("f", b"x")])
     assert left(disk, Keep()) == {PATH: b"a"}
-    assert left(disk, Everything())[ROOT / "e" / "f"] == b"x"
+    assert left(disk, KeepAll())[ROOT / "e" / "f"] == b"x"
 
 
 def test_after_a_failed_sync_only_a_rewrite_makes_data_durable():
@@ -120,7 +120,7 @@ def test_after_a_failed_sync_only_a_rewrite_makes_data_durable():
         file.sync()
     file.sync()
     assert left(disk, Keep())[PATH][:1] == b"a"
-    assert left(disk, Everything())[PATH][:1] == b"b"
+    assert left(disk, KeepAll())[PATH][:1] == b"b"
     file.pwrite([b"b"], 0)
     file.sync()
     assert left(disk, Keep())[PATH][:1] == b"b"
@@ -159,9 +159,9 @@ def test_after_a_crash_any_one_of_several_values_is_left(seed):
         file.pwrite([value * SECTOR_BYTES], 0)
         file.pwrite([value * SECTOR_BYTES], SECTOR_BYTES)
     file.truncate(SECTOR_BYTES + 7)
-    content = left(disk, AnyOf(Random(seed)))[PATH]
+    content = left(disk, KeepRandom(Random(seed)))[PATH]
     assert len(content) <= 2 * SECTOR_BYTES
     for at in (0, SECTOR_BYTES):
         assert len(set(content[at : at + 7])) <= 1
-    kept = list(survivals(platter_of(disk), Random(seed), random_count=3))
+    kept = list(survivals(disk_state_of(disk), Random(seed), random_count=3))
     assert len(kept) >= 2 + 2 * 3 + 3

@@ -37,8 +37,8 @@ def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, 
     inode = Inode(bytearray(new), bytearray(old))
     inode.drop_cached(offset, size)
     assert len(inode.seen) == len(new)
-    platter = old[: len(new)].ljust(len(new), b"\0")
+    durable = old[: len(new)].ljust(len(new), b"\0")
     end = min(offset + size, len(new))
     met = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
     for at, found in enumerate(inode.seen):
-        assert found == (platter if at // SECTOR_BYTES in met else new)[at]
+        assert found == (durable if at // SECTOR_BYTES in met else new)[at]

@@ -11,7 +11,7 @@ from waltz_core.client.read.ranges import ArchivedRange
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import stream_read
-from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.batch_read import ReadTask
 from waltz_spark.datasource.stream_read import WaltzStreamReader
 from waltz_spark.options import parse_read
 
@@ -71,5 +71,5 @@ def reader_of(**options: str) -> WaltzStreamReader:
 def read(reader: WaltzStreamReader, start: stream_read.Offset, end: stream_read.Offset) -> set[int]:
     """Return the partitions of which a micro-batch reads anything."""
     tasks = reader.partitions(start, end)
-    assert all(isinstance(each, Task) for each in tasks)
-    return {each.partition for each in tasks if isinstance(each, Task)}
+    assert all(isinstance(each, ReadTask) for each in tasks)
+    return {each.partition for each in tasks if isinstance(each, ReadTask)}

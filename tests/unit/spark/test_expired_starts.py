@@ -12,7 +12,7 @@ from waltz_core.client.read.ranges import ArchivedRange, ReplicaSet
 from waltz_core.errors import BeforeLogStart, DataLoss
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import batch_read
-from waltz_spark.datasource.batch_read import Task, WaltzBatchReader
+from waltz_spark.datasource.batch_read import ReadTask, WaltzBatchReader
 from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import ReadMaxRows
@@ -133,7 +133,9 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     assert "spark.transactions_expired first_available={0: 5}" in caplog.text
     assert (later["0"], later["1"]) == (5, 2), "the limit counts available transactions"
     tasks = reader.partitions(start, end)
-    spans = [(each.partition, each.first, each.last) for each in tasks if isinstance(each, Task)]
+    spans = [
+        (each.partition, each.first, each.last) for each in tasks if isinstance(each, ReadTask)
+    ]
     assert spans == [(0, FIRST, 10), (1, 0, 10)]
 
 
@@ -155,7 +157,7 @@ def batch(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
 def spans_of(**options: str) -> list[tuple[int, int, int]]:
     chosen = parse_read({"path": CONNECT, **options})
     tasks = WaltzBatchReader(chosen, None).partitions()
-    return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, Task)]
+    return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, ReadTask)]
 
 
 def test_a_batch_reads_what_is_available(batch: Cluster) -> None:

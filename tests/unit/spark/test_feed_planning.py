@@ -5,7 +5,7 @@ import pytest
 from tests.unit.spark.feeds import SCHEMA, options_of
 from tests.unit.spark.streams import Cluster
 from waltz_core.errors import DataLoss
-from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.batch_read import ReadTask
 from waltz_spark.datasource.stream_read import WaltzStreamReader
 from waltz_spark.spark_version import ReadAllAvailable
 
@@ -19,11 +19,11 @@ def planned(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tup
     reader = WaltzStreamReader(options_of(**EARLIEST, **options), SCHEMA)
     end = reader.latestOffset(start, ReadAllAvailable())
     tasks = reader.partitions(start, end)
-    assert all(isinstance(each, Task) for each in tasks)
+    assert all(isinstance(each, ReadTask) for each in tasks)
     return [
         (each.partition, each.first, each.begin, each.last)
         for each in tasks
-        if isinstance(each, Task)
+        if isinstance(each, ReadTask)
     ]
 
 

@@ -49,14 +49,23 @@ def destroy(directory: Path, key_id: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"encryptionKey": "a"}, "option 'encryptionKey' needs option encryptionKeys"),
-        ({"encryptionKeyColumn": "a"}, "option 'encryptionKeyColumn' needs option encryptionKeys"),
-        ({"encryptionKeys": "/k"}, "expected either encryptionKey or encryptionKeyColumn .*none"),
+        ({"encryptionKeyId": "a"}, "option 'encryptionKeyId' needs option encryptionKeys"),
         (
-            {"encryptionKeys": "/k", "encryptionKey": "a", "encryptionKeyColumn": "b"},
-            "expected either encryptionKey or encryptionKeyColumn in addition, found both",
+            {"encryptionKeyIdColumn": "a"},
+            "option 'encryptionKeyIdColumn' needs option encryptionKeys",
         ),
-        ({"encryptionKeys": "/k", "encryptionKey": "a/b"}, "'encryptionKey': expected a key ID"),
+        (
+            {"encryptionKeys": "/k"},
+            "expected either encryptionKeyId or encryptionKeyIdColumn .*none",
+        ),
+        (
+            {"encryptionKeys": "/k", "encryptionKeyId": "a", "encryptionKeyIdColumn": "b"},
+            "expected either encryptionKeyId or encryptionKeyIdColumn in addition, found both",
+        ),
+        (
+            {"encryptionKeys": "/k", "encryptionKeyId": "a/b"},
+            "'encryptionKeyId': expected a key ID",
+        ),
         ({"requireEncryption": "true"}, "option 'requireEncryption' is for reading"),
     ],
 )
@@ -69,7 +78,7 @@ def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -
     ("options", "text"),
     [
         ({"requireEncryption": "true"}, "'requireEncryption' needs option encryptionKeys"),
-        ({"encryptionKeys": "/k", "encryptionKey": "a"}, "'encryptionKey' is for writing"),
+        ({"encryptionKeys": "/k", "encryptionKeyId": "a"}, "'encryptionKeyId' is for writing"),
         ({"columns": "data_error"}, "the log has no column 'data_error'."),
         (
             {
@@ -268,7 +277,7 @@ def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
 
 def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory: Path) -> None:
     rows = [b"row %d" % number for number in range(30)]
-    options = write_options(directory, encryptionKey="a", batchSize="7")
+    options = write_options(directory, encryptionKeyId="a", batchSize="7")
     log = Log(3, loss=0.1)  # some rows are sent again
     shaped = shaper(options).shape(frame(rows))
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
@@ -278,7 +287,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
 
 
 def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
-    options = write_options(directory, encryptionKey="a", batchSize="10000")
+    options = write_options(directory, encryptionKeyId="a", batchSize="10000")
     log = Log(0, loss=0.0)
     list(Appender(log, options).send([shaper(options).shape(frame([bytes(400)] * 10_000))]))
     assert len(log.payloads) == 10_000
@@ -287,7 +296,7 @@ def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> No
 
 def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
     rows = [b"1", b"2", b"3"]
-    options = write_options(directory, encryptionKeyColumn="customer")
+    options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
     with Spool() as spool:  # an attempt that runs again spools its rows
         spool.put(shaper(options).shape(frame(rows, ["a", "b", "a"])))
@@ -298,7 +307,7 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
 
 
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
-    options = write_options(directory, encryptionKeyColumn="customer")
+    options = write_options(directory, encryptionKeyIdColumn="customer")
     with pytest.raises(BadRequest, match="'customer' is null in row 1 of its task"):
         shaper(options).shape(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
@@ -316,14 +325,14 @@ def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> N
     ],
 )
 def test_the_key_column_is_checked_on_the_driver(ddl: str, text: str) -> None:
-    options = write_options(Path("/k"), encryptionKeyColumn="customer")
-    with pytest.raises(BadRequest, match=f"option 'encryptionKeyColumn': {text}"):
+    options = write_options(Path("/k"), encryptionKeyIdColumn="customer")
+    with pytest.raises(BadRequest, match=f"option 'encryptionKeyIdColumn': {text}"):
         check_schema(ddl_schema(ddl), options)
     check_schema(ddl_schema("data binary, customer string"), options)
 
 
 def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
-    options = write_options(directory, encryptionKey="a")
+    options = write_options(directory, encryptionKeyId="a")
     largest = bytes(TRANSACTION_BYTES_MAX - 105)
     log = Log(0, loss=0.0)
     list(Appender(log, options).send([shaper(options).shape(frame([largest, b"x"]))]))
@@ -333,7 +342,7 @@ def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
 
 
 def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path) -> None:
-    options = write_options(directory, encryptionKeyColumn="customer")
+    options = write_options(directory, encryptionKeyIdColumn="customer")
     row_keys = RowKeys(options)
     key = row_keys.of_record(PARTITION, HEADER, b"1")[0]
     for key_ids, is_clear in ((["a", "a"], True), (["a", "b"], False)):

@@ -363,7 +363,7 @@ def test_a_file_has_the_credentials_of_driver_and_tasks(registry, tmp_path):
 def test_the_prefix_of_a_schema_is_inside_the_encrypted_payload(registry, tmp_path: Path):
     (tmp_path / "a").write_text("0f" * 32)
     keys = {"encryptionKeys": str(tmp_path)}
-    options, append = written(given_for(registry, **keys, encryptionKey="a", **SUBJECT), ROWS)
+    options, append = written(given_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS)
     sealed = PayloadEncryptor(options).sealed(append, 2).column("data")
     assert {bytes(each)[:3] for each in sealed.to_pylist()} == {b"WZE"}
     found = read(given_for(registry), "id long, data_error string", sealed, **keys)

@@ -25,8 +25,8 @@ from waltz_core.storage.files.format import (
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
+    AckedMarker,
     LineageHeader,
-    Marker,
     SegmentHeader,
     Slot,
     encode_entry,
@@ -138,7 +138,7 @@ def forge_log(directory, segment_count, *, dirty):
             with open(directory / segment_name(first, suffix), "wb") as file:
                 file.write(content)
         chain = entries[0].chain
-    marker = Marker(2 * segment_count - 1, chain)
+    marker = AckedMarker(2 * segment_count - 1, chain)
     sequence = NEW_PARTITION_INFOS[1].sequence
     slot = Slot(2, old_sequence=sequence, promised=1, last_session=1, acked=marker, dirty=dirty)
     older = replace(slot, sequence=-1)

@@ -14,6 +14,7 @@ from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
 from waltz_core.storage.process.admin_port import AdminPort
+from waltz_core.storage.service import admin_tasks
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
     AdminDisconnected,
@@ -29,17 +30,14 @@ from waltz_core.storage.service.admin_tasks import (
     DiskStatus,
     FindArchiveState,
     FindDiskStatus,
-    FindHeld,
+    FindHeldPartitions,
     FindZooKeeperState,
     HeldPartition,
     InspectReplica,
     LogFacts,
-    MarkReplicaSuspect,
     PutCopy,
     ReadRange,
     ReplicaStatus,
-    Reseed,
-    SetAvailability,
     Unassign,
     ZooKeeperState,
 )
@@ -96,7 +94,7 @@ class Terminal:
         value = values[0] if values else self.answers.get(type(run.task).__name__)
         if callable(value):
             value = value(run.task)
-        self.take(self.machine.step(AdminTaskDone(run.ticket, value), 0))
+        self.take(self.machine.step(AdminTaskDone(run.task_id, value), 0))
         return run.task
 
     def ask(self, message, **options):
@@ -113,7 +111,7 @@ class Terminal:
     def changes(self):
         questions = (
             InspectReplica,
-            FindHeld,
+            FindHeldPartitions,
             FindDiskStatus,
             FindArchiveState,
             FindZooKeeperState,
@@ -148,14 +146,14 @@ def test_partitions_are_assigned_and_switched_one_by_one():
     assert desk.changes == [
         Assign(2),
         Assign(1),
-        SetAvailability(1, False),
-        SetAvailability(3, False),
+        admin_tasks.SetAvailableTask(1, False),
+        admin_tasks.SetAvailableTask(3, False),
     ]
 
 
 def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
     desk = Terminal(
-        SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
+        SetAvailableTask=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
@@ -165,7 +163,7 @@ def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
 
 def test_marks_and_held_partitions_are_reported():
     held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
-    desk = Terminal(FindHeld=held)
+    desk = Terminal(FindHeldPartitions=held)
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
@@ -179,7 +177,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
     free_bytes = None if disk_error else 5_000
     disk_status = DiskStatus(free_bytes, 64, True, 1_700_000_000_000, disk_error)
     desk = Terminal(
-        FindHeld=(HeldPartition(3, INFO, 52, True),),
+        FindHeldPartitions=(HeldPartition(3, INFO, 52, True),),
         FindDiskStatus=disk_status,
         FindArchiveState=ArchiveState("file:///archive", 500, 2, "no route", False, "object 8"),
     )
@@ -277,7 +275,7 @@ def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_f
 def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     desk = Terminal(FindZooKeeperState=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [Reseed(2)]
+    assert desk.changes == [admin_tasks.ReSeedTask(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     desk = Terminal(FindZooKeeperState=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
@@ -285,13 +283,13 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert "offline first" in text
     assert desk.changes == []
     assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
-    assert desk.changes == [Reseed(2)]
+    assert desk.changes == [admin_tasks.ReSeedTask(2)]
 
 
 def test_a_replica_is_suspect_unless_it_is_the_only_one():
     desk = Terminal(FindZooKeeperState=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [MarkReplicaSuspect(2)]
+    assert desk.changes == [admin_tasks.MarkSuspectTask(2)]
     desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
     assert "the only replica in sync" in refused(
         desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
@@ -319,7 +317,7 @@ def test_an_absent_replica_cannot_be_removed():
 
 
 def test_a_storage_and_a_replica_are_reported():
-    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),))
+    desk = Terminal(FindHeldPartitions=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
     answered = desk.ask(wire.ReplicaRequest(2, 2))
@@ -369,13 +367,13 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
     desk.post(wire.MarkSuspect(3, 2, True))
     desk.post(wire.SessionInfoRequest(4, 2))
-    assert [type(run.task) for run in desk.open] == [SetAvailability, InspectReplica]
+    assert [type(run.task) for run in desk.open] == [admin_tasks.SetAvailableTask, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
     assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
     desk.carry_out(DiskFailed("no"))  # a waiting request continues all the same
-    assert desk.carry_out() == SetAvailability(1, False)
-    assert desk.carry_out() == MarkReplicaSuspect(2)
+    assert desk.carry_out() == admin_tasks.SetAvailableTask(1, False)
+    assert desk.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [
         (1, 1),
         (2, 2),
@@ -392,10 +390,16 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     desk.post(wire.RemovePartition(4, 1, True, False))
     desk.carry_out()
     desk.take(desk.machine.step(AdminDisconnected(1), 0))
-    assert [type(run.task) for run in desk.open] == [SetAvailability]  # it is under way
+    assert [type(run.task) for run in desk.open] == [
+        admin_tasks.SetAvailableTask
+    ]  # it is under way
     while desk.open:
         desk.carry_out()
-    done = [SetAvailability(0, False), SetAvailability(1, False), MarkReplicaSuspect(3)]
+    done = [
+        admin_tasks.SetAvailableTask(0, False),
+        admin_tasks.SetAvailableTask(1, False),
+        admin_tasks.MarkSuspectTask(3),
+    ]
     assert desk.changes == done
     assert (2, wire.Done(3)) in desk.answered
     errors_found = [dict(each.fields).get("error") for each in desk.reports]
@@ -486,7 +490,7 @@ def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_
     assert [each.name for each in desk.reports] == ["storage.admin_request_completed"]
     desk.answered.clear()
     assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
-    assert desk.changes == [MarkReplicaSuspect(2), MarkReplicaSuspect(2)]
+    assert desk.changes == [admin_tasks.MarkSuspectTask(2), admin_tasks.MarkSuspectTask(2)]
 
 
 def test_waiting_requests_are_limited():

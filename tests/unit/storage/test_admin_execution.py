@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage_owner import Owner
-from tests.unit.storage.test_engine import open_engine
+from tests.unit.storage.test_storage_engine import open_engine
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
@@ -16,7 +16,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.storage.files.space import SAMPLE_MS
+from waltz_core.storage.files.disk_space import SAMPLE_MS
 from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.admin_execution import carry_out, disk_status_of, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy
@@ -90,9 +90,9 @@ def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        admin_tasks.SetAvailability(1, False),
-        admin_tasks.MarkReplicaSuspect(1),
-        admin_tasks.Reseed(1),
+        admin_tasks.SetAvailableTask(1, False),
+        admin_tasks.MarkSuspectTask(1),
+        admin_tasks.ReSeedTask(1),
     ],
     ids=str,
 )
@@ -102,8 +102,8 @@ def test_the_log_is_open_again_after_a_change(engine, change):
     carry_out(engine, change)
     assert engine.log(1) is not before
     found = facts_of(engine, 1, is_served=False)
-    assert found.is_available == (not isinstance(change, admin_tasks.SetAvailability))
-    assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailability))
+    assert found.is_available == (not isinstance(change, admin_tasks.SetAvailableTask))
+    assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailableTask))
 
 
 def test_an_abandoned_partition_stays_closed(engine):
@@ -120,8 +120,8 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
-    carry_out(engine, admin_tasks.MarkReplicaSuspect(1))  # is done all the same
+    monkeypatch.setattr("waltz_core.storage.service.storage_engine.PartitionLog.open", broken)
+    carry_out(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).reason == "rotten"
 
 
@@ -195,7 +195,7 @@ def test_a_copy_without_space_does_not_use_the_reserve(is_found):
 
 def test_other_changes_may_use_the_reserve():
     engine, _ = full_engine()
-    carry_out(engine, admin_tasks.Reseed(1))
+    carry_out(engine, admin_tasks.ReSeedTask(1))
     assert engine.space.reserved_bytes == 0
     assert engine.log(1).suspect
 

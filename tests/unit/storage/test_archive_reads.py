@@ -21,7 +21,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
-from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_reads import (
     QUERIES_MAX,
@@ -320,7 +320,7 @@ def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
     filled(bench)
     owner = bench.owned(6)
-    bench.log._files.begin_after(Marker(3, bench.log.chain_at(3)), bench.log.slot)
+    bench.log._files.begin_after(AckedMarker(3, bench.log.chain_at(3)), bench.log.slot)
     bench.ask(7, open_request())
     answer = bench.ask(7, range_of(owner, 0, 1, reader=True))
     assert "but this storage has no setting `archive_url`" in answer.message

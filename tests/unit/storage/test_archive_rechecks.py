@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.archived_log import KEY, PARTITION, write_archive
-from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.storage.process.archive_rechecks import recheck
@@ -24,7 +24,7 @@ class Case:
         self.paths = [folder / each.name for each in self.log.manifest.newest]
         self.data = self.paths[0].read_bytes()
         self.threads = ThreadPoolExecutor(1)
-        self.access = ArchiveAccess(store.url, KEY, self.threads)
+        self.access = StorageArchive(store.url, KEY, self.threads)
         self.access.open()
         self.paths[0].write_bytes(self.data[:-8] + bytes(8))
         self.missing = self.paths[1].rename(folder / "elsewhere")

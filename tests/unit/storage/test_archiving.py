@@ -7,16 +7,16 @@ import pytest
 
 from tests.storage_owner import NONCE, STAMP_MS, Owner
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
-from waltz_core.archive.collection import Collected, CollectionJob
+from waltz_core.archive.garbage_collection import CollectedGarbage, GarbageCollectionJob
 from waltz_core.archive.manifest import RecordedManifest
+from waltz_core.archive.manifest_jobs import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.archive.upload_job import ExpiredManifest, ExpiryJob, NewManifest
 from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
-from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.archive_jobs import PROGRESS_INTERVAL_MS, STALLED_MS, ArchiveLimits
@@ -272,7 +272,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
     owners = [filled(bench)]
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
-        bench.step(service.Opened(log))
+        bench.step(service.PartitionOpened(log))
         owner = Owner(5, partition_id)
         bench.ask(1, prepare(owner))
         bench.ask(1, owner.append(2))
@@ -294,7 +294,7 @@ ENDINGS = {
     "disconnect": lambda bench: bench.step(service.Disconnected(1)),
     "later session": lambda bench: bench.ask(2, prepare(Owner(6))),
     "later connection": lambda bench: bench.ask(2, prepare(Owner(5))),
-    "drop": lambda bench: bench.step(service.Dropped(0)),
+    "drop": lambda bench: bench.step(service.PartitionDropped(0)),
 }
 
 
@@ -313,7 +313,7 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     uploads = bench.only(service_effects.UploadRange)
     assert len(uploads) == is_uploading
     if ending == "drop":
-        bench.step(service.Opened(bench.log))
+        bench.step(service.PartitionOpened(bench.log))
     later = Owner(7)
     bench.ask(3, prepare(later))
     bench.send(3, range_to(later, 5))
@@ -360,8 +360,8 @@ def collected(bench, connection=1):
 
 
 OUTCOMES = {
-    "some": (Collected(3, 700, 1, True), (True, "")),
-    "none": (Collected(0, 0, 0, False), (False, "")),
+    "some": (CollectedGarbage(3, 700, 1, True), (True, "")),
+    "none": (CollectedGarbage(0, 0, 0, False), (False, "")),
     "error": (ArchiveUnavailable("cannot list x"), (False, "cannot list x")),
 }
 
@@ -374,7 +374,7 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     assert isinstance(bench.ask(1, collection_of(owner)), SuccessResponse)
     (effect,) = bench.only(service_effects.CollectFiles)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
-    assert effect.job == CollectionJob(5, NONCE, 3, recorded)
+    assert effect.job == GarbageCollectionJob(5, NONCE, 3, recorded)
     bench.step(service.FilesCollected(effect.job, outcome))
     assert collected(bench) == [GarbageCollected(5, 0, 0, 3, *expected)]
     assert reports(bench, "storage.garbage_collected") == (
@@ -405,14 +405,14 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     bench = make()
     owner = filled(bench)
     log = bench.engine.assign(1)
-    bench.step(service.Opened(log))
+    bench.step(service.PartitionOpened(log))
     second = Owner(5, 1)
     bench.ask(1, prepare(second))
     bench.ask(1, second.append(2))
     bench.send(1, collection_of(owner))
     assert request(bench, second, range_to(second, 1)) is None
     (effect,) = bench.only(service_effects.CollectFiles)
-    bench.step(service.FilesCollected(effect.job, Collected(0, 0, 0, False)))
+    bench.step(service.FilesCollected(effect.job, CollectedGarbage(0, 0, 0, False)))
     bench.finish()
     (upload,) = bench.only(service_effects.UploadRange)
     bench.send(1, collection_of(owner, attempt=4))
@@ -435,7 +435,7 @@ def three_jobs(make):
     owners = [filled(bench)]
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
-        bench.step(service.Opened(log))
+        bench.step(service.PartitionOpened(log))
         owners.append(Owner(5, partition_id))
         bench.ask(1, prepare(owners[-1]))
         bench.ask(1, owners[-1].append(2))
@@ -589,7 +589,7 @@ def test_the_next_round_checks_again_and_a_later_session_needs_its_own_mark(make
 def test_the_largest_log_loses_its_oldest_segment_first(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     log = bench.engine.assign(1)
-    bench.step(service.Opened(log))
+    bench.step(service.PartitionOpened(log))
     second = Owner(5, 1)
     bench.ask(1, prepare(second))
     for _ in range(3):
@@ -647,13 +647,13 @@ def test_marks_that_keep_arriving_do_not_delay_the_removal():
     retention = Retention(RetentionLimits(age_ms_max=1))
     for partition in range(partitions):
         retention.opened(partition)
-        retention.archived(partition, Marker(5, GENESIS_CHAIN), 0)
+        retention.archived(partition, AckedMarker(5, GENESIS_CHAIN), 0)
     for count in range(100):
         partition, piece = retention.next_piece(0)
         removals += piece.removes
         retention.done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
         if count % marks == 0:
-            retention.archived(count % partitions, Marker(6 + count, GENESIS_CHAIN), 0)
+            retention.archived(count % partitions, AckedMarker(6 + count, GENESIS_CHAIN), 0)
     assert removals > 50
 
 

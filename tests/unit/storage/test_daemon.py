@@ -46,10 +46,10 @@ HANGING_PROGRAM = """
 import asyncio, sys, threading
 from uuid import UUID
 from waltz_core.config.declarations import StorageConfig
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.process import storage_daemon, storage_health
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import Engine
 
 directory, what = sys.argv[1:]
 hangs = lambda *_: threading.Event().wait()

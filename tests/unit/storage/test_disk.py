@@ -19,7 +19,7 @@ from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk import file_system as disk_module
 from waltz_core.storage.disk.file_system import RealDisk, create_durably, remove_temporary
 from waltz_core.storage.disk.page_cache import STEP_BYTES
-from waltz_sim.world.crash import Platter, RecordingDisk, survivals
+from waltz_sim.world.crash import DiskState, RecordingDisk, survivals
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 
@@ -509,11 +509,11 @@ def test_the_last_file_is_named_only_after_the_others_are_durable():
     disk = RecordingDisk()
     disk.make_directory(ROOT)
     create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])
-    platter, seen = Platter(), set()
+    disk_state, seen = DiskState(), set()
     for change in disk.changes:
-        platter.add(change)
-        for keep in survivals(platter, Random(1), random_count=30):
-            names = {path.name for path in platter.image(keep).files}
+        disk_state.add(change)
+        for keep in survivals(disk_state, Random(1), random_count=30):
+            names = {path.name for path in disk_state.image(keep).files}
             seen.add(frozenset(names & {"a", "b", "c"}))
             assert "c" not in names or {"a", "b"} <= names
     assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen

@@ -15,9 +15,15 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import RECONSTRUCTED, Chain
 from waltz_core.storage.files.control_file import SLOTS_NAME
-from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, IdRange, Marker, Slot, segment_name
+from waltz_core.storage.files.format import (
+    SLOT_BLOCK_BYTES,
+    AckedMarker,
+    IdRange,
+    Slot,
+    segment_name,
+)
 
-NO_LOG = Marker(4000, Chain(b"c" * 16))
+NO_LOG = AckedMarker(4000, Chain(b"c" * 16))
 
 
 def names(world, suffix=".seg"):
@@ -25,7 +31,7 @@ def names(world, suffix=".seg"):
 
 
 def end_of(log, transaction_id):
-    return Marker(transaction_id, log.chain_at(transaction_id))
+    return AckedMarker(transaction_id, log.chain_at(transaction_id))
 
 
 def marked(world):
@@ -127,9 +133,9 @@ def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
         BadRequest,
         match=r"expected chain hash .* at transaction 47, up to which the log is archived",
     ):
-        log.remove_oldest(Marker(47, Chain(b"c" * 16)))
+        log.remove_oldest(AckedMarker(47, Chain(b"c" * 16)))
     with pytest.raises(BadRequest, match="at transaction 99, up to which the log is archived"):
-        log.remove_oldest(Marker(99, log.chain))
+        log.remove_oldest(AckedMarker(99, log.chain))
     assert names(world) == before
     assert log.start.transaction_id == -1
 
@@ -246,7 +252,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     marked(world)
     log.prepare(2, NONCE)
     with pytest.raises(DataLoss, match="the replica must keep records up to its low-water mark 47"):
-        log.reset(2, Marker(40, Chain(b"c" * 16)))
+        log.reset(2, AckedMarker(40, Chain(b"c" * 16)))
     assert log.max_id == 47
 
 

@@ -32,8 +32,8 @@ from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
+    AckedMarker,
     IdRange,
-    Marker,
     Promise,
     Slot,
     TruncateIntent,
@@ -58,9 +58,9 @@ def written(disk, *counts_of_each, acked=None, **slot):
     """Write a log with slots next to it; `acked` is the number of batches that are acknowledged."""
     segments, records, entries = make_segments(disk, *counts_of_each)
     acked_entries = entries[: len(entries) if acked is None else acked]
-    marker = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+    marker = AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)
     if acked_entries:
-        marker = Marker(acked_entries[-1].last, acked_entries[-1].chain)
+        marker = AckedMarker(acked_entries[-1].last, acked_entries[-1].chain)
     fields = {"promised": 1, "last_session": 1, "dirty": True} | slot
     fields.setdefault("old_sequence", INFO.sequence)
     SlotFile.create(disk, ROOT, Slot(2, acked=marker, **fields))
@@ -89,7 +89,7 @@ def test_acknowledged_and_intact_later_records_stay():
     segments, slots = opened(disk)
     assert content(segments) == records
     assert list(segments.entries_from(0)) == entries
-    assert slots.slot.acked == Marker(8, entries[-1].chain)
+    assert slots.slot.acked == AckedMarker(8, entries[-1].chain)
     assert (slots.slot.suspect, slots.slot.damaged, slots.slot.dirty) == (False, (), True)
 
 
@@ -129,7 +129,7 @@ def test_another_history_below_the_marker_is_suspect():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     SlotFile.create(
-        disk, ROOT, Slot(2, acked=Marker(2, KEY), old_sequence=INFO.sequence, dirty=True)
+        disk, ROOT, Slot(2, acked=AckedMarker(2, KEY), old_sequence=INFO.sequence, dirty=True)
     )
     assert opened(disk)[1].slot.suspect
     assert segments.chain == entries[-1].chain
@@ -547,7 +547,7 @@ def test_unconfirmed_and_repaired_records_are_synced():
         {"dirty": False},
         {"suspect": True},
         {"truncate": TruncateIntent(4, None)},
-        {"acked": Marker(BEFORE_FIRST, GENESIS_CHAIN)},
+        {"acked": AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)},
     ],
     ids=str,
 )

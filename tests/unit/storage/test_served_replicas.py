@@ -11,7 +11,7 @@ from tests.loops import on_loop, until
 from tests.patience import HANG_S
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.process.served_replicas import (
     OPENERS_COUNT,
     REOPEN_S_MAX,
@@ -131,7 +131,7 @@ class Follower:
         return call()
 
     def _post(self, event):
-        if isinstance(event, service.Dropped) and event.partition_id not in self.hanging:
+        if isinstance(event, service.PartitionDropped) and event.partition_id not in self.hanging:
             self.serving.idle(event.partition_id)
 
     async def assigned(self, *partitions):

@@ -20,8 +20,8 @@ from waltz_core.storage.files.format import Slot
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import service, service_effects
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import StorageIdentity, StorageService
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import (
     Appended,
@@ -101,7 +101,7 @@ class Bench:
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
         self.disk = FailingDisk()
         settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
-        self.engine = Engine.open(
+        self.engine = StorageEngine.open(
             self.disk,
             directory,
             settings,
@@ -115,7 +115,7 @@ class Bench:
         self.effects = []
         self.works = []
         self.log = self.engine.assign(0)
-        self.step(service.Opened(self.log))
+        self.step(service.PartitionOpened(self.log))
 
     def step(self, event):
         wanted = self.service.step(event, self.now_ms)
@@ -677,16 +677,16 @@ def test_a_dropped_partition_is_not_served_any_more(bench):
     owner = bench.owned(5)
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())
-    bench.step(service.Dropped(0))
-    assert bench.only(service_effects.Idle) == []
+    bench.step(service.PartitionDropped(0))
+    assert bench.only(service_effects.PartitionIdle) == []
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     bench.finish()
-    assert [each.log for each in bench.only(service_effects.Idle)] == [bench.log]
+    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
-    bench.step(service.Opened(bench.log))
+    bench.step(service.PartitionOpened(bench.log))
     assert bench.owned(6, connection=2).next_id == 1
-    bench.step(service.Dropped(0))
-    assert len(bench.only(service_effects.Idle)) == 2
+    bench.step(service.PartitionDropped(0))
+    assert len(bench.only(service_effects.PartitionIdle)) == 2
 
 
 def test_rejections_are_reported(bench):
@@ -862,9 +862,9 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     bench = make(scrub=Scrub(bytes_per_s=100))
     bench.ask(1, bench.owned(5).append(6))
     (work,) = tick(bench)
-    bench.step(service.Dropped(0))
+    bench.step(service.PartitionDropped(0))
     bench.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in bench.only(service_effects.Idle)] == [bench.log]
+    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
@@ -944,7 +944,7 @@ def replaced(directory):
 @pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
 def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, change, found_by):
     bench = make(scrub=Scrub())
-    bench.step(service.Opened(bench.engine.assign(1)))
+    bench.step(service.PartitionOpened(bench.engine.assign(1)))
     owner = bench.owned()
     assert isinstance(bench.ask(1, owner.append(3)), Appended)
     change(tmp_path / "0" / "0")
@@ -973,8 +973,8 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert bench.finish() == 0
     other = dataclasses.replace(prepare(Owner(2)), partition_id=1)
     assert isinstance(bench.ask(4, other), Prepared)
-    bench.step(service.Dropped(0))
-    assert bench.only(service_effects.Idle)[-1].log is bench.log
+    bench.step(service.PartitionDropped(0))
+    assert bench.only(service_effects.PartitionIdle)[-1].log is bench.log
     assert not bench.only(service_effects.EndProcess)
 
 

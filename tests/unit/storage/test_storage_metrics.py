@@ -3,8 +3,8 @@
 from math import isnan
 from types import SimpleNamespace
 
-from waltz_core.archive.collection import Collected
-from waltz_core.archive.upload_job import NewManifest
+from waltz_core.archive.garbage_collection import CollectedGarbage
+from waltz_core.archive.manifest_jobs import NewManifest
 from waltz_core.errors import ArchiveUnavailable, DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
@@ -64,10 +64,10 @@ def test_uploads_are_counted_by_their_result():
 def test_files_that_were_collected_are_counted():
     metrics, storage_metrics = made()
     job = SimpleNamespace(partition_id=3)
-    storage_metrics.count_collection(job, Collected(4, 900, 1, has_more=True))
+    storage_metrics.count_collection(job, CollectedGarbage(4, 900, 1, has_more=True))
     storage_metrics.count_collection(job, ArchiveUnavailable("cannot list m"))
-    assert metrics.value("waltz_storage_collected_files_total", partition=3) == 4
-    assert metrics.value("waltz_storage_collected_bytes_total", partition=3) == 900
+    assert metrics.value("waltz_storage_garbage_collected_files_total", partition=3) == 4
+    assert metrics.value("waltz_storage_garbage_collected_bytes_total", partition=3) == 900
 
 
 def test_gauges_return_the_current_values():

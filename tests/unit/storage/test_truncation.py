@@ -9,8 +9,8 @@ from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.format import (
+    AckedMarker,
     IdRange,
-    Marker,
     ProvisionalMark,
     Slot,
     TruncateIntent,
@@ -25,7 +25,7 @@ RECORD_BYTES = 60
 
 def test_entries_above_a_truncation_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
-    ends = [Marker(one.last, one.chain) for one in entries]
+    ends = [AckedMarker(one.last, one.chain) for one in entries]
     slot = Slot(2, acked=ends[2], provisional=ProvisionalMark(4, 9), damaged=(IdRange(1, 6),))
     cut, _ = truncation_of(segments, 5)
     found = truncation.with_intent(slot, segments, 5)
@@ -33,7 +33,7 @@ def test_entries_above_a_truncation_are_removed_with_the_intent():
     assert (found.acked, found.provisional, found.damaged) == (ends[0], None, slot.damaged)
     assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
     assert check_chain([cut], 3, entries[0].chain, segments.record_crcs(3, 5)) is None
-    assert truncation_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
+    assert truncation_of(segments, BEFORE_FIRST) == (None, AckedMarker(BEFORE_FIRST, GENESIS_CHAIN))
     kept = Slot(2, acked=ends[0], provisional=ProvisionalMark(4, 5))
     found = truncation.with_intent(kept, segments, 7)
     assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])
@@ -82,5 +82,5 @@ def test_a_truncation_without_space_is_carried_out_again_from_any_step():
         assert list(segments.entries_from(0)) == [entries[0], slot.truncate.shortened]
         after = truncation.finished(slot, segments)
         assert (after.truncate, after.damaged) == (None, (IdRange(4, 5),))
-        assert after.acked == Marker(5, slot.truncate.shortened.chain)
+        assert after.acked == AckedMarker(5, slot.truncate.shortened.chain)
     assert lacked > 6

@@ -12,12 +12,12 @@ from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, RealFile
+from waltz_core.storage.files.disk_space import FILES_BYTES, DiskSpace
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
-from waltz_core.storage.files.space import FILES_BYTES, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.storage.service import work
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, LaneRequest, Work
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
@@ -42,7 +42,7 @@ STORAGE_ID = b"the storage's id"
 @pytest.fixture
 def log(tmp_path):
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         RealDisk(), tmp_path, settings, partition_count=1, new_storage_id=STORAGE_ID
     )
     made = engine.assign(0)
@@ -262,7 +262,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
 def test_a_truncation_without_space_is_repeated_with_the_reserve():
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         disk,
         Path("/waltz"),
         settings,
@@ -290,7 +290,7 @@ def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_byte
     """It may not fail on the way: the log could not be used before it is opened again."""
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
-    engine = Engine.open(
+    engine = StorageEngine.open(
         disk,
         Path("/waltz"),
         settings,

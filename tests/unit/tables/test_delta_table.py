@@ -446,7 +446,7 @@ def test_all_types_of_columns_survive_a_commit(path: Path):
 
 
 def test_a_key_is_a_declared_column(path: Path):
-    with pytest.raises(BadConfig, match="expected a column of the table, found 'no'"):
+    with pytest.raises(BadConfig, match="expected columns of the table, found 'no'"):
         FollowedDeltaTable(str(path), SCHEMA, ["Id", "no"])
 
 

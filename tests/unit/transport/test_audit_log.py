@@ -300,11 +300,11 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
     async with open_log(tmp_path / "audit") as log:
         port.audit = log
         for _ in range(2):
-            port.learn(PERMISSIONS)
+            port.apply(PERMISSIONS)
         access = port.opened(None, "a:1", denied.append)
         assert (access.denial(APPEND_3, 8) is None) is not is_enforced
         for tokens in ({hash_of(SECRET): KnownToken("t1", "etl", NOW_MS)}, {}):
-            port.learn(dataclasses.replace(PERMISSIONS, tokens=tokens))
+            port.apply(dataclasses.replace(PERMISSIONS, tokens=tokens))
         for secret in (SECRET, bytes(32)):
             access.token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
         assert access.audited(ServerPartitionsRequest(REQ_ID)) is None  # not only administrators

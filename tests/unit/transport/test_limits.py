@@ -65,7 +65,7 @@ class Dialer:
 async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, protocol, caplog):
     caplog.set_level(logging.WARNING)
     async with open_port(files, protocol, access="on") as port:
-        port.learn(limited(connections=2))
+        port.apply(limited(connections=2))
         dial = Dialer(port, files, token_file, protocol)
         first, second = await dial(), await dial()
         for _ in range(2):
@@ -82,10 +82,10 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         await until(lambda: len(port.peer.closed) == 3)
         third = await dial()
         # A revision ends the newest ones that are then too many.
-        port.learn(limited(revision=8, connections=1))
+        port.apply(limited(revision=8, connections=1))
         await third.wait_closed()
         assert not second.is_closed
-        port.learn(limited(revision=9, connections=3))
+        port.apply(limited(revision=9, connections=3))
         fourth = await dial()
         second.abort("done")
         fourth.abort("done")
@@ -98,7 +98,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(port_limits, "TENANT_SHARE", port_limits.LINKS_MAX // 2)
     async with open_port(files, access="on") as port:
-        port.learn(limited())
+        port.apply(limited())
         dial = Dialer(port, files, token_file, WireProtocol.STORAGE)
         first, second = await dial(), await dial()
         with pytest.raises(Overloaded, match="spark-etl exceeds the limit of 2 connections at"):
@@ -107,10 +107,10 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
         first.abort("done")
         await until(lambda: len(port.peer.closed) == 2)
         third = await dial()
-        port.learn(limited(revision=8, connections=3))  # a limit of its own replaces the share
+        port.apply(limited(revision=8, connections=3))  # a limit of its own replaces the share
         fourth = await dial()
         server = Grant("spark-etl", False, REPLICATE, None)
-        port.learn(dataclasses.replace(limited(revision=9), grants=(*limited().grants, server)))
+        port.apply(dataclasses.replace(limited(revision=9), grants=(*limited().grants, server)))
         others = [await dial() for _ in range(3)]
         for each in (second, third, fourth, *others):
             each.abort("done")
@@ -120,7 +120,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
 async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
-        port.learn(dataclasses.replace(limited(), limits=limits))
+        port.apply(dataclasses.replace(limited(), limits=limits))
         context = tls.dialing(ClientConfig(), trusting(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         request = ServerPartitionsRequest(REQ_ID)
@@ -143,7 +143,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
     )
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
-        port.learn(dataclasses.replace(limited(), limits=limits))
+        port.apply(dataclasses.replace(limited(), limits=limits))
         context = tls.dialing(ClientConfig(), trusting(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
@@ -159,7 +159,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
 @on_loop
 async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.learn(limited(bytes_per_s=5 * 512))
+        port.apply(limited(bytes_per_s=5 * 512))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         (peer,) = port.peer.links
         requests = [TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 101)]
@@ -180,25 +180,25 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
 @on_loop
 async def test_limits_are_those_of_the_newest_revision(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.learn(dataclasses.replace(limited(), limits={}))
+        port.apply(dataclasses.replace(limited(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         (peer,) = port.peer.links
         assert peer.access.quota is None
-        port.learn(limited(revision=8, bytes_per_s=512))
+        port.apply(limited(revision=8, bytes_per_s=512))
         link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
         await until(lambda: len(port.peer.messages) == 10)
         assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
-        port.learn(dataclasses.replace(limited(revision=9), limits={}))
+        port.apply(dataclasses.replace(limited(revision=9), limits={}))
         assert peer.access.quota is None
         # Its feeds were not counted so far: it has to mount them again.
-        port.learn(limited(revision=10, feeds=3))
+        port.apply(limited(revision=10, feeds=3))
         await link.wait_closed()
 
 
 @on_loop
 async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.learn(dataclasses.replace(limited(), limits={}))
+        port.apply(dataclasses.replace(limited(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         await until(lambda: port.peer.links)
         (peer,) = port.peer.links
@@ -207,7 +207,7 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
         frame = FeedBatch(ReqId(1, 0, 3, -1), 0, 4_096, b"", 1, -1, bytes(16))
         peer.send(frame)
         assert not peer.pauses_feeds
-        port.learn(limited(revision=8, bytes_per_s=75_000))
+        port.apply(limited(revision=8, bytes_per_s=75_000))
         for send in (lambda: peer.send(frame), lambda: peer.send_frames(bytes(4))):
             send()
             assert peer.pauses_feeds
@@ -230,7 +230,7 @@ async def test_a_report_and_servers_have_no_limits(files, token_file, access):
         if access == "on":
             grants = (Grant("spark-etl", False, REPLICATE, ((0, 0),)),)
             permissions = dataclasses.replace(permissions, grants=grants)
-        port.learn(permissions)
+        port.apply(permissions)
         dial = Dialer(port, files, token_file, WireProtocol.CLIENT)
         for link in [await dial() for _ in range(3)]:
             assert not link.is_closed
@@ -243,7 +243,7 @@ async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(fi
         open_port(files, WireProtocol.CLIENT, access="on") as port,
         asyncio.TaskGroup() as tasks,
     ):
-        port.learn(limited(connections=5))
+        port.apply(limited(connections=5))
         metrics = Metrics("server")
         publishing = tasks.create_task(publish_quotas(metrics, "server", port.context))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
@@ -253,7 +253,7 @@ async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(fi
         )
         assert metrics.value("waltz_server_principal_connections", principal="spark-etl") == 1
         without = dataclasses.replace(limited(revision=8, connections=5), grants=())
-        port.learn(without)
+        port.apply(without)
         await until(lambda: 'principal="other"' in metrics.page().decode())
         await until(lambda: 'principal="spark-etl"' not in metrics.page().decode())
         link.abort("done")

@@ -12,7 +12,7 @@ from tests.certificates import HERE
 from tests.loops import on_loop, until
 from tests.unit.transport.peer import ANY, Peer
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
-from waltz_core.access.grants import Granted
+from waltz_core.access.grants import PrincipalGrants
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.quotas import IssuedIdLimit
 from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
@@ -97,8 +97,8 @@ class Port:
     def __init__(self, context):
         self.context, self.peer, self.address = context, Peer(), ""
 
-    def learn(self, permissions):
-        self.context.access.learn(permissions)
+    def apply(self, permissions):
+        self.context.access.apply(permissions)
 
     @property
     def principals(self):
@@ -111,8 +111,8 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
     port = Port(tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked)))
     if port.context.access is not None:
         port.context.access._clock_ms = lambda: NOW_MS
-        port.learn(WITH_REVOKED)
-        port.learn(PERMISSIONS)
+        port.apply(WITH_REVOKED)
+        port.apply(PERMISSIONS)
     listener = await listen(protocol, ANY, 0, port.peer.connected, ssl=port.context)
     port.address = f"{ANY}:{listener.port}"
     try:
@@ -329,16 +329,16 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
         port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
             await dialed(port.address, connect)
-        port.learn(PERMISSIONS)
+        port.apply(PERMISSIONS)
         await dialed(port.address, connect)
 
 
 def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
-    access.learn(None)
-    access.learn(PERMISSIONS)
-    access.learn(None)
-    access.learn(Permissions(4, "ops", 0, bytes(32)))
+    access.apply(None)
+    access.apply(PERMISSIONS)
+    access.apply(None)
+    access.apply(Permissions(4, "ops", 0, bytes(32)))
     assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
         "access.permissions_missing revision=0",
@@ -346,7 +346,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
         "access.permissions_missing revision=5",
         "access.older_revision_ignored revision=4 known=5",
     ]
-    access.learn(Permissions(6, "ops", 0, bytes(32)))
+    access.apply(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
         access.known_token(hash_of(SECRET))
 
@@ -499,7 +499,7 @@ class AccessOfConnection:
         self.port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=clock)
         self.access = self.port.opened(None, "a:1", self.ended.append)
         if permissions is not None:
-            self.port.learn(permissions)
+            self.port.apply(permissions)
         if token is not None:
             self.access.take_token(token)
 
@@ -543,13 +543,13 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
 @on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
-    made, checked, missing = AccessOfConnection(), [], Granted.missing
+    made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing
 
     def counted(granted, requirement, partition):
         checked.append(partition)
         return missing(granted, requirement, partition)
 
-    monkeypatch.setattr(Granted, "missing", counted)
+    monkeypatch.setattr(PrincipalGrants, "missing", counted)
     assert isinstance(made.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 3),)),)
     made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
@@ -632,9 +632,9 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
     ):
         made = AccessOfConnection(permissions=accepting)
         made.access.binds(mount)
-        made.port.learn(dataclasses.replace(accepting, revision=7))
+        made.port.apply(dataclasses.replace(accepting, revision=7))
         assert made.ended == []
-        made.port.learn(dataclasses.replace(MOUNTING, revision=8))
+        made.port.apply(dataclasses.replace(MOUNTING, revision=8))
         assert made.ended == reason
 
 
@@ -643,7 +643,7 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
     made = AccessOfConnection(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None
     assert made.access.binds(mount_of(5)) == ""
-    assert "access.would_deny peer=a:1 error=partition 3: expected a client ID " in logged()
+    assert "access.violation_reported peer=a:1 error=partition 3: expected a client ID " in logged()
     unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
     assert unknown.denial(mount_of(FIRST_ISSUED)) is None
@@ -698,7 +698,7 @@ async def test_before_the_permissions_are_known_requests_can_be_repeated(logged)
     assert (
         AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
     )
-    made.port.learn(GRANTED)
+    made.port.apply(GRANTED)
     assert made.denial(TransactionDataRequest(REQ_ID, 0)) is None
     assert "denied" not in logged()
 
@@ -713,7 +713,7 @@ async def test_the_first_revision_ends_connections_without_any_permission():
         known = made.port.opened(None, "a:2", made.ended.append)
         known.principal = "ann"
         assert made.access.has_permission
-        made.port.learn(OTHERS)
+        made.port.apply(OTHERS)
     assert enforced.ended == ["anonymous has no permission"]
     assert report.ended == []
     permitted = AccessOfConnection(
@@ -728,9 +728,9 @@ async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
         assert made.denial(message) is None
-    (line,) = [each for each in logged().splitlines() if "deny" in each]
+    (line,) = [each for each in logged().splitlines() if "violation" in each]
     assert line.startswith(
-        "access.would_deny peer=a:1 error=AppendRequest requires the verb append for "
+        "access.violation_reported peer=a:1 error=AppendRequest requires the verb append for "
     )
     enforced = AccessOfConnection()
     enforced.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
@@ -766,21 +766,21 @@ def revision(**changes):
 async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
     made = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
-    made.port.learn(permissions)
-    anonymous.port.learn(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
+    made.port.apply(permissions)
+    anonymous.port.apply(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
     assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
     assert reason is None or reason in made.ended[0]
     made.port.closed(made.access)
-    made.port.learn(revision(tokens={}))
+    made.port.apply(revision(tokens={}))
     assert len(made.ended) == (reason is not None)
 
 
 @on_loop
 async def test_a_report_ends_connections_only_because_of_tokens():
     made = AccessOfConnection(is_enforced=False)
-    made.port.learn(revision(grants=()))
+    made.port.apply(revision(grants=()))
     assert made.ended == []
-    made.port.learn(revision(tokens={}))
+    made.port.apply(revision(tokens={}))
     assert made.ended == ["token t1 of spark-etl is revoked"]
 
 
@@ -813,16 +813,16 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
     """Over a real socket: a peer that does not read gets none of them after the revocation."""
     connect = trusting(files, f"&token_file={token_file}")
     async with open_port(files, access="on") as port:
-        port.learn(GRANTED)
+        port.apply(GRANTED)
         link = await net.dial(
             WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), connect)
         )
         (server_side,) = port.peer.links
         assert server_side.denial(OpenRequest(-1, -1, -1, bytes(16), 4)) is not None
-        port.learn(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
+        port.apply(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
         assert server_side.denial(Heartbeat(1, 0, 3)) is None
         assert server_side.permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
-        port.learn(dataclasses.replace(GRANTED, revision=8))
+        port.apply(dataclasses.replace(GRANTED, revision=8))
         await link.wait_closed()
         assert server_side.closed_reason == "the permissions of spark-etl were changed"
 

@@ -154,34 +154,34 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
 class OneLink:
     """A link whose state a test sets."""
 
-    def __init__(self, host="10.0.0.1", *, is_stranger=False, principal="anonymous"):
+    def __init__(self, host="10.0.0.1", *, is_unauthorized=False, principal="anonymous"):
         self.principal = principal
-        self.is_stranger, self.incomplete_bytes, self.aborted = is_stranger, 0, []
+        self.is_unauthorized, self.incomplete_bytes, self.aborted = is_unauthorized, 0, []
         self.host = host
 
     def abort(self, reason):
         self.aborted.append(reason)
 
 
-def test_strangers_have_a_quarter_of_the_links_and_one_host_half_of_that():
+def test_unauthorized_links_have_a_quarter_of_the_links_and_one_host_half_of_that():
     limits, rejection = (
         LinkLimits(40),
         "the limit of connections of principals without permissions is reached",
     )
-    strangers = [OneLink(is_stranger=True) for _ in range(6)]
-    assert [limits.add(each) for each in strangers] == [""] * 5 + [rejection]
-    elsewhere = [OneLink(f"10.0.1.{n}", is_stranger=True) for n in range(6)]
+    unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
+    assert [limits.add(each) for each in unauthorized] == [""] * 5 + [rejection]
+    elsewhere = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
     assert [limits.add(each) for each in elsewhere] == [""] * 5 + [rejection]
-    strangers[3].is_stranger = False  # its token was accepted
-    assert limits.add(strangers[5]) == ""
+    unauthorized[3].is_unauthorized = False  # its token was accepted
+    assert limits.add(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
     assert [limits.add(each) for each in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
-    for each in (*strangers, *elsewhere, *others):
+    for each in (*unauthorized, *elsewhere, *others):
         limits.remove(each)
-    assert limits._strangers == {}
-    assert limits.add(strangers[0]) == ""
+    assert limits._unauthorized == {}
+    assert limits.add(unauthorized[0]) == ""
 
 
 def test_the_link_with_the_largest_incomplete_frame_is_closed():
@@ -260,17 +260,17 @@ async def dialed_to(port, files):
 
 
 @on_loop
-async def test_a_stranger_is_disconnected_after_its_denials(files, monkeypatch):
-    monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
+async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, monkeypatch):
+    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", HANG_S)
     async with open_port(files, access="on") as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         known = await dialed_to(port, files)
         known.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
         await known.receive()
-        monkeypatch.setattr(net, "STRANGER_S_MAX", 0.2)
+        monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
         silent, asking = [await dialed_to(port, files) for _ in range(2)]
         sides = port.peer.links
-        assert [each.is_stranger for each in sides] == [False, True, True]
+        assert [each.is_unauthorized for each in sides] == [False, True, True]
         error = sides[2].denial(Heartbeat(1, 0, 3))
         assert isinstance(error, PermissionDenied)
         asking.send(Heartbeat(1, 0, 3))
@@ -291,9 +291,9 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         grants=(*ONLY_READ.grants, Grant("anonymous", False, READ, None)),
         limits={each: PrincipalLimits(connections=1) for each in ("anonymous", "spark-etl")},
     )
-    monkeypatch.setattr(net, "STRANGER_S_MAX", HANG_S)
+    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", HANG_S)
     async with open_port(files, access="on") as port:
-        port.learn(limited)
+        port.apply(limited)
         links = [await dialed_to(port, files) for _ in range(3)]
         sides = port.peer.links
         for side in (*sides, sides[0]):
@@ -315,9 +315,9 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     [("on", None, True), ("on", SECRET, False), ("report", None, False)],
 )
 @on_loop
-async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_closed):
+async def test_an_unauthorized_link_may_send_small_frames_only(files, access, secret, is_closed):
     async with open_port(files, access=access) as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         link = await dialed_to(port, files)
         if secret is not None:
             link.send(authentication.credential(WireProtocol.STORAGE, 4, secret))
@@ -334,11 +334,11 @@ async def test_a_stranger_may_send_small_frames_only(files, access, secret, is_c
 @on_loop
 async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
-        port.learn(ONLY_READ)
+        port.apply(ONLY_READ)
         link = await dialed_to(port, files)
         link.send(authentication.credential(WireProtocol.STORAGE, 4, EXPIRED))
         await link.wait_closed()
-        assert [each.is_stranger for each in port.peer.links] == [True]
+        assert [each.is_unauthorized for each in port.peer.links] == [True]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_the_partition_of_a_request_is_known_where_its_scope_is_its_own():
         each.__name__
         for each in MESSAGES
         if each.requires not in (ANSWER, CREDENTIAL)
-        and any(requirement.scope is Scope.OWN for requirement in requirements(each))
+        and any(requirement.scope is Scope.NAMED for requirement in requirements(each))
         and not names & {field.name for field in dataclasses.fields(each)}
     ]
     assert not unknown
@@ -113,7 +113,7 @@ def test_a_storage_changes_nothing_for_a_principal_without_replicate():
         each.__name__
         for each in requests
         if any(
-            requirement.verbs != (REPLICATE,) or requirement.scope is not Scope.OWN
+            requirement.verbs != (REPLICATE,) or requirement.scope is not Scope.NAMED
             for requirement in requirements(each)
         )
     }

@@ -29,7 +29,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audited, connected, now_ms, user_name
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.cluster.change.stored_permissions import Author, PermissionsChange
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied_revisions import SERVER_PREFIX, server_name, storage_name
@@ -113,8 +113,8 @@ class RevisionUse:
 AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
 
 
-def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> VerbFunction:
-    """Make a verb of a function that changes permissions (rules 1 to 3)."""
+def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
+    """Make a subcommand of a function that changes permissions (rules 1 to 3)."""
 
     @with_wait
     @functools.wraps(work)
@@ -129,7 +129,7 @@ def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> VerbFunction
     return run
 
 
-def with_wait(function: VerbFunction) -> VerbFunction:
+def with_wait(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options of every change."""
     what = "seconds to wait until all daemons use the change"
     with_timeout = options.timeout_s(what, default_s=APPLY_TIMEOUT_S)(function)

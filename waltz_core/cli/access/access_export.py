@@ -18,7 +18,7 @@ from waltz_core.cli.access.access_grants import force_option
 from waltz_core.cli.access.private_files import read_private, write_private
 from waltz_core.cli.change_commands import audited, connected
 from waltz_core.cli.output import print_json, print_result, time_text
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.znodes import access_node
 from waltz_core.errors import BadFormat
 
@@ -53,7 +53,7 @@ def revision_values(found: Permissions) -> dict[str, object]:
     }
 
 
-@verb
+@subcommand
 @click.option(
     "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the file to create"
 )
@@ -78,7 +78,7 @@ export.details = (
 )
 
 
-@verb
+@subcommand
 @click.option(
     "--file",
     "file",

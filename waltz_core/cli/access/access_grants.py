@@ -3,7 +3,7 @@
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.permission_changes import Holder, Ranges, ranges_text
+from waltz_core.access.permission_changes import Grantee, Ranges, ranges_text
 from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
@@ -13,13 +13,13 @@ from waltz_core.cli.access.access_change import (
     changes_access,
     new_client_key,
 )
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
 
 holder_argument = options.argument(
-    "holder", "HOLDER", "the name of the principal, or with --group of the group"
+    "grantee", "GRANTEE", "the name of the principal, or with --group of the group"
 )
 verbs_argument = options.argument(
     "verbs",
@@ -33,7 +33,7 @@ partitions_option = click.option(
     help="the partitions, for example 3, 0-6,9 or all [default: all]",
 )
 group_option = click.option(
-    "--group", "is_group", is_flag=True, help="treat HOLDER as the name of a group"
+    "--group", "is_group", is_flag=True, help="treat GRANTEE as the name of a group"
 )
 force_option = click.option(
     "--force",
@@ -48,7 +48,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
     return None if text == "all" else changes.ranges_of(partitions)
 
 
-@verb
+@subcommand
 @click.option(
     "--accept-0.13",
     "accepts_0_13",
@@ -70,16 +70,16 @@ init.details = (
 )
 
 
-@verb
+@subcommand
 @holder_argument
 @verbs_argument
 @partitions_option
 @group_option
 @changes_access
 async def grant(
-    command: AccessCommand, *, holder: str, verbs: str, partitions: str, is_group: bool
+    command: AccessCommand, *, grantee: str, verbs: str, partitions: str, is_group: bool
 ) -> AccessResult:
-    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
     ranges = ranges_in(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
@@ -87,10 +87,10 @@ async def grant(
     )
 
 
-grant.details = "If the holder already has the verb for other partitions, it keeps them."
+grant.details = "If the grantee already has the verb for other partitions, it keeps them."
 
 
-@verb
+@subcommand
 @holder_argument
 @verbs_argument
 @partitions_option
@@ -100,13 +100,13 @@ grant.details = "If the holder already has the verb for other partitions, it kee
 async def revoke(
     command: AccessCommand,
     *,
-    holder: str,
+    grantee: str,
     verbs: str,
     partitions: str,
     is_group: bool,
     force: bool,
 ) -> AccessResult:
-    named, chosen = Holder(holder, is_group), changes.parse_verbs(verbs)
+    named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
     ranges, count = ranges_in(partitions, command.partition_count), command.partition_count
     change = await command.change(
         lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
@@ -115,7 +115,7 @@ async def revoke(
         f"{named} no longer has a grant of {_words(chosen)} for partitions {ranges_text(ranges)}"
     )
     numbers = parse_partitions(partitions, count)
-    kept = () if is_group else _kept(change.after, holder, chosen, set(numbers), count)
+    kept = () if is_group else _kept(change.after, grantee, chosen, set(numbers), count)
     return AccessResult(change, summary, kept)
 
 
@@ -149,7 +149,7 @@ def _words(verbs: tuple[AccessVerb, ...]) -> str:
     return ",".join(each.value for each in verbs)
 
 
-@verb
+@subcommand
 @options.argument(
     "principal",
     "PRINCIPAL",
@@ -190,7 +190,7 @@ def _is_named(found: Permissions, principal: str) -> bool:
     """Whether a grant, a group or a token names a principal."""
     return principal in {
         DEFAULT_LIMITS,
-        *(each.holder for each in found.grants if not each.is_group),
+        *(each.grantee for each in found.grants if not each.is_group),
         *(member for members in found.groups.values() for member in members),
         *(each.principal for each in found.tokens.values()),
     }
@@ -203,7 +203,7 @@ limit.details = (
 )
 
 
-@verb
+@subcommand
 @options.argument(
     "state",
     "on|off",

@@ -4,7 +4,7 @@ from waltz_core.access import permission_changes as changes
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
 from waltz_core.cli.access.access_grants import force_option
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 
 group_argument = options.argument("group", "GROUP", "the group")
 members_argument = options.argument(
@@ -16,7 +16,7 @@ members_argument = options.argument(
 )
 
 
-@verb
+@subcommand
 @group_argument
 @members_argument
 @changes_access
@@ -29,7 +29,7 @@ async def group_add(
     )
 
 
-@verb
+@subcommand
 @group_argument
 @members_argument
 @force_option
@@ -44,7 +44,7 @@ async def group_remove(
     return AccessResult(change, f"the members of group {group} are {rest}")
 
 
-@verb
+@subcommand
 @group_argument
 @force_option
 @changes_access

@@ -23,7 +23,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
 from waltz_core.cli.access.private_files import remove_private, write_private
 from waltz_core.cli.output import time_text
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig, CoordinatorOutcomeUnknown, WaltzError
 
@@ -45,7 +45,7 @@ def duration_ms(text: str) -> int:
     return found
 
 
-@verb
+@subcommand
 @options.argument("principal", "PRINCIPAL", "the principal that the token identifies")
 @click.option(
     "--file",
@@ -108,7 +108,7 @@ def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
     return any(changes.granted(permissions, principal, each, count) for each in AccessVerb)
 
 
-@verb
+@subcommand
 @options.argument(
     "token_id", "ID", "the ID of the token, as `access list` prints it", required=False
 )

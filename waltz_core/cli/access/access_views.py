@@ -7,7 +7,7 @@ import click
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.access.grants import Grants
-from waltz_core.access.permission_changes import Holder, ranges_text
+from waltz_core.access.permission_changes import Grantee, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
@@ -15,13 +15,13 @@ from waltz_core.cli.access.access_change import applied_lines, read_applied
 from waltz_core.cli.access.access_export import revision_values
 from waltz_core.cli.change_commands import connected, now_ms
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig
 
 EXIT_DENIED = 1
 
 
-@verb
+@subcommand
 @options.connect
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:
@@ -61,7 +61,7 @@ def as_values(found: Permissions, at_ms: int) -> dict[str, Any]:
         "groups": {name: list(members) for name, members in found.groups.items()},
         "grants": [
             {
-                "group" if each.is_group else "principal": each.holder,
+                "group" if each.is_group else "principal": each.grantee,
                 "verb": each.verb.value,
                 "partitions": ranges_text(each.partitions),
             }
@@ -91,13 +91,13 @@ def _print(found: Permissions) -> None:
         f"{found.changed_by}; client IDs of Waltz 0.13 clients are "
         f"{'accepted' if found.accepts_0_13 else 'not accepted'}"
     )
-    verbs: dict[tuple[Holder, str], list[str]] = {}
+    verbs: dict[tuple[Grantee, str], list[str]] = {}
     for each in found.grants:
-        key = Holder(each.holder, each.is_group), ranges_text(each.partitions)
+        key = Grantee(each.grantee, each.is_group), ranges_text(each.partitions)
         verbs.setdefault(key, []).append(each.verb.value)
     print_table(
-        ("holder", "verbs", "partitions"),
-        [(holder, ",".join(words), where) for (holder, where), words in verbs.items()],
+        ("grantee", "verbs", "partitions"),
+        [(grantee, ",".join(words), where) for (grantee, where), words in verbs.items()],
     )
     if found.groups:
         rows = [(name, ", ".join(members) or "-") for name, members in found.groups.items()]
@@ -118,7 +118,7 @@ def _print(found: Permissions) -> None:
         )
 
 
-@verb
+@subcommand
 @options.argument("principal", "PRINCIPAL", "the principal")
 @options.argument(
     "verb",

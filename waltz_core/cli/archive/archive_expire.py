@@ -14,7 +14,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audited, connected, time_limit
 from waltz_core.cli.output import print_error, print_json, print_result
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import PartitionId
@@ -45,7 +45,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     return 0, before_ms
 
 
-@verb
+@subcommand
 @options.connect
 @click.option(
     "--before",

@@ -15,7 +15,7 @@ from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadConfig, WaltzError
@@ -46,7 +46,7 @@ archive_url = click.option(
 )
 
 
-@verb
+@subcommand
 @options.connect
 @archive_url
 @click.option(

@@ -11,11 +11,11 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.change_commands import audited, connected
 from waltz_core.cli.output import print_json, print_result
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
 
 
-@verb
+@subcommand
 @options.argument(
     "restored_key",
     "KEY",

@@ -24,7 +24,7 @@ from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.change_commands import audited, connected
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
@@ -45,7 +45,7 @@ REPAIR_ACTION: Final = (
 PAUSE_S: Final = 0.2
 
 
-@verb
+@subcommand
 @options.connect
 @archive_url
 @click.option("--partition", type=int, metavar="P", help="the partition [default: all]")

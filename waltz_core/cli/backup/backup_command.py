@@ -16,7 +16,7 @@ from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.change_commands import connected, time_limit
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
 from waltz_core.cluster.coordinator import Coordinator
@@ -37,7 +37,7 @@ HINT = (
 RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 
 
-@verb
+@subcommand
 @archive_url
 @click.option(
     "--output", required=True, metavar="FILE", help="the file to create for the backup, or its URL"

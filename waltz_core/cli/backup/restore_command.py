@@ -18,7 +18,7 @@ from waltz_core.cli.access.access_change import new_client_key
 from waltz_core.cli.access.access_export import described, revision_values
 from waltz_core.cli.backup.backup_files import BackupPlace
 from waltz_core.cli.change_commands import Command, Result, changes
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import ids_from
@@ -31,14 +31,14 @@ from waltz_core.records.record import BEFORE_FIRST, PartitionId, SessionId, Tran
 NONCE_BYTES = 16
 
 
-class Limits(NamedTuple):
+class RequestedEnds(NamedTuple):
     """The ends that the options request: marks by partition, and a time in ms."""
 
     marks: Mapping[PartitionId, TransactionId]
     until_ms: int | None
 
     @classmethod
-    def parse(cls, marks: Sequence[str], until: str | None, backup: Backup) -> "Limits":
+    def parse(cls, marks: Sequence[str], until: str | None, backup: Backup) -> "RequestedEnds":
         """Parse the options; raises BadConfig."""
         found: dict[PartitionId, TransactionId] = {}
         for text in marks:
@@ -72,7 +72,7 @@ def _time_ms(text: str) -> int:
     return int(found.timestamp() * 1000)
 
 
-@verb
+@subcommand
 @click.option(
     "--backup", "place", required=True, metavar="FILE", help="the file of the backup, or its URL"
 )
@@ -131,7 +131,7 @@ async def _restore(  # noqa: PLR0913 - one for each option
     coordinator, store = command.coordinator, ArchiveStore(archive)
     command.wait_for("the backup")
     backup = await asyncio.to_thread(BackupPlace.parse(place).read)
-    limits = Limits.parse(marks, until, backup)
+    limits = RequestedEnds.parse(marks, until, backup)
     key = backup.cluster_key if same_key else uuid.uuid4()  # noqa: TID251 - a new cluster's key
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(backup.name, len(backup.partitions), key, storages)
@@ -250,7 +250,7 @@ class _Restoration(NamedTuple):
     store: ArchiveStore
     cluster_key: bytes
     session_id: SessionId
-    limits: Limits
+    limits: RequestedEnds
     may_have_expired: bool
     ranges: list[RestoredRange]  # `end_of` appends
 

@@ -21,7 +21,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import VerbFunction, verb
+from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.client import (
     AsyncCallbacks,
     AsyncTransaction,
@@ -39,7 +39,7 @@ FAULTS_SHOWN_MAX = 10
 
 
 class CheckLoad(NamedTuple):
-    """The options of a check; each verb has some of them."""
+    """The options of a check; each subcommand has some of them."""
 
     connect: str
     as_json: bool
@@ -60,8 +60,8 @@ _interval_ms = click.option(
 )
 
 
-def _checks(function: VerbFunction) -> VerbFunction:
-    """Declare the common options of the three verbs."""
+def _checks(function: SubcommandFunction) -> SubcommandFunction:
+    """Declare the common options of the three subcommands."""
     for declare in (
         options.gather_options(CheckLoad),
         options.as_json,
@@ -237,10 +237,10 @@ def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> li
     return found
 
 
-# --- the verbs
+# --- the subcommands
 
 
-@verb
+@subcommand
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
 @_interval_ms
 @_checks
@@ -280,7 +280,7 @@ async def validate(chosen: CheckLoad) -> int:
     return _print_result(chosen, wrong, result)
 
 
-@verb
+@subcommand
 @_interval_ms
 @_checks
 async def produce(chosen: CheckLoad) -> int:
@@ -297,7 +297,7 @@ async def produce(chosen: CheckLoad) -> int:
     return _print_result(chosen, None, result)
 
 
-@verb
+@subcommand
 @click.option(
     "--first",
     type=int,

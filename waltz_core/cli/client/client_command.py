@@ -11,7 +11,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
 from waltz_core.cli.output import one_line, print_error, print_json, print_result, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -29,7 +29,7 @@ from waltz_core.errors import BadConfig, BeforeLogStart, WaltzError
 from waltz_core.records.record import TransactionId
 
 
-@verb
+@subcommand
 @options.argument(
     "data",
     "[DATA]...",
@@ -155,7 +155,7 @@ def _chunks(
         yield from chunks
 
 
-@verb
+@subcommand
 @options.partition
 @click.option(
     "--first",
@@ -188,7 +188,7 @@ def read(
     return 0
 
 
-@verb
+@subcommand
 @options.partition
 @click.option(
     "--first",
@@ -272,7 +272,7 @@ _DETAILS = (
 read.details = watch.details = _DETAILS
 
 
-@verb
+@subcommand
 @click.option("--partition", type=int, metavar="P", help="the partition [default: all]")
 @click.option(
     "--linearizable",

@@ -17,7 +17,7 @@ import pyarrow.parquet
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
 from waltz_core.cli.output import one_line, print_error
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
@@ -27,7 +27,7 @@ from waltz_core.records.strict_json import to_json
 GROUP_BYTES = 64 * 1024 * 1024
 
 
-@verb
+@subcommand
 @click.option(
     "--format",
     "file_format",

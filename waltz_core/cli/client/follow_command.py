@@ -18,13 +18,13 @@ from waltz_core.cli.client import payload_columns
 from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, tables_in
 from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
-from waltz_core.tables.followed_log import ClientLog, LoggedTable, LogPosition
+from waltz_core.tables.followed_log import ClientFollowedLog, LoggedTable, LogPosition
 from waltz_core.tables.follower import Follower, TableProgress, errors_of_table
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules
@@ -64,7 +64,7 @@ class FollowCommand(NamedTuple):
     as_json: bool
 
 
-@verb
+@subcommand
 @options.gather_options(FollowCommand)
 @options.argument(
     "table", "[TABLE]", "directory of the table, or its URL in an object store", required=False
@@ -201,7 +201,7 @@ def follow(chosen: FollowCommand) -> int:
             given = _marks_since(client, position, since_ms)
         name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
         follower = Follower(
-            ClientLog(client, position, [logged for _, logged in opened]),
+            ClientFollowedLog(client, position, [logged for _, logged in opened]),
             [
                 TableProgress(table, logged.place, name._replace(rules=logged.stored_rules))
                 for table, logged in opened

@@ -1,4 +1,4 @@
-"""Options that declare columns of payloads, for verbs that return tables."""
+"""Options that declare columns of payloads, for subcommands that return tables."""
 
 import re
 from collections.abc import Callable, Sequence

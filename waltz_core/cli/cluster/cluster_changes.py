@@ -1,6 +1,6 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
-Each verb determines the wanted placement; `cluster/change/replica_steps.py` plans the steps,
+Each subcommand determines the wanted placement; `cluster/change/replica_steps.py` plans the steps,
 `cli/change_commands.py` runs them.
 """
 
@@ -14,10 +14,10 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import Command, Result, changes
 from waltz_core.cli.output import ranges_of
 from waltz_core.cli.queries import answers, name_at
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import replica_steps as placements
-from waltz_core.cluster.change.replica_steps import Placement, Plan
+from waltz_core.cluster.change.replica_steps import Placement, ReplicaPlan
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
@@ -36,7 +36,7 @@ _storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=
 # --- storages
 
 
-@verb
+@subcommand
 @options.storage_address
 @click.option("--group", type=int, help="the number of the storage's group [default: a new group]")
 @_admin_port
@@ -75,7 +75,7 @@ async def _check_storage(address: ReplicaId) -> None:
         )
 
 
-@verb
+@subcommand
 @options.storage_address
 @options.argument(
     "admin_port",
@@ -90,7 +90,7 @@ async def set_admin_port(command: Command, *, address: str, admin_port: int) -> 
     return {"storage": storage, "summary": f"the admin port of storage {storage} is {admin_port}"}
 
 
-@verb
+@subcommand
 @options.storage_address
 @changes()
 async def remove_storage(command: Command, *, address: str) -> Result:
@@ -98,7 +98,7 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     layout, now = await _read_layout(command)
     layout.check_known(storage)
     wanted = placements.without_storage(now, layout.groups, storage)
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _forget_storage(command, storage)
     return {
         "storage": address,
@@ -107,7 +107,7 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     }
 
 
-@verb
+@subcommand
 @options.argument("address", "OLD", "HOST:PORT of the storage to replace")
 @options.argument(
     "successor",
@@ -134,7 +134,7 @@ async def replace_storage(
         )
         command.note(f"storage {new} is in group {group}")
     wanted = placements.replaced(now, old, new, now)
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _forget_storage(command, old)
     return {
         "storage": new,
@@ -159,7 +159,7 @@ async def _replace_in_place(
             "replacement with an empty directory."
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
-    await command.carry_out(Plan.to(without, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(without, layout.assignment))
     return await _restore_storage(command, held, address)
 
 
@@ -175,7 +175,7 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
@@ -199,7 +199,7 @@ def _port_of(requested: int | None, address: str) -> int:
 # --- replicas
 
 
-@verb
+@subcommand
 @options.partitions
 @_storages
 @changes()
@@ -212,7 +212,7 @@ async def add_replica(command: Command, *, partitions: str, addresses: tuple[str
     return await _carry_out(command, layout, wanted)
 
 
-@verb
+@subcommand
 @options.partitions
 @_storages
 @changes()
@@ -233,7 +233,7 @@ async def remove_replica(
     return await _carry_out(command, layout, wanted)
 
 
-@verb
+@subcommand
 @options.partitions
 @options.argument("origin", "FROM", "HOST:PORT of the storage that has the replicas")
 @options.argument("target", "TO", "HOST:PORT of the storage that should get them")
@@ -248,7 +248,7 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     return await _carry_out(command, layout, placements.replaced(now, old, new, chosen))
 
 
-@verb
+@subcommand
 @click.option(
     "--replicas",
     type=int,
@@ -272,7 +272,7 @@ async def _carry_out(
         for each, replicas in wanted.items()
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
-    await command.carry_out(Plan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
     await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),
@@ -320,7 +320,7 @@ async def _partition_count(command: Command) -> int:
 # --- servers
 
 
-@verb
+@subcommand
 @options.server
 @changes()
 async def remove_server(command: Command, *, server: str) -> Result:

@@ -8,7 +8,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audited, connected, with_cluster_argument
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata
@@ -17,7 +17,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.records.record import PartitionId
 
 
-@verb
+@subcommand
 @click.option("--name", default="waltz", help="the name of the cluster [default: waltz]")
 @click.option(
     "--partitions",
@@ -72,7 +72,7 @@ async def _exists(coordinator: Coordinator) -> bool:
     return True
 
 
-@verb
+@subcommand
 @with_cluster_argument
 @options.wait_s
 async def protect(*, connect: str, wait_s: float) -> int:
@@ -85,7 +85,7 @@ async def protect(*, connect: str, wait_s: float) -> int:
     return 0
 
 
-@verb
+@subcommand
 @options.as_json
 @with_cluster_argument
 @options.wait_s

@@ -13,7 +13,7 @@ from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.queries import query
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
 
@@ -29,7 +29,7 @@ class ConnectionCheck(NamedTuple):
     reason: str | None = None
 
 
-@verb
+@subcommand
 @options.connect
 @options.as_json
 async def check_connectivity(*, connect: str, as_json: bool) -> int:

@@ -7,7 +7,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import Command, Result, changes, connected
 from waltz_core.cli.output import print_json, print_table, time_text
 from waltz_core.cli.queries import query
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -24,10 +24,10 @@ from waltz_core.wire.messages import (
 POLL_INTERVAL_S = 0.1
 
 
-# --- preferred partitions; the noun `server` has these verbs under other names
+# --- preferred partitions; the group `server` has these subcommands under other names
 
 
-@verb
+@subcommand
 @options.partitions
 @options.server
 @changes()
@@ -37,7 +37,7 @@ async def prefer(command: Command, *, partitions: str, server: str) -> Result:
     )
 
 
-@verb
+@subcommand
 @options.partitions
 @options.server
 @changes()
@@ -111,7 +111,7 @@ async def _open_at(address: str) -> set[int]:
 # --- audit
 
 
-@verb
+@subcommand
 @options.connect
 @options.as_json
 async def audit(*, connect: str, as_json: bool) -> int:

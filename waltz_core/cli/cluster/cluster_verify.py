@@ -12,7 +12,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import replica_steps
 from waltz_core.ops.checks import CHECKS, check, failed_checks
 
@@ -20,7 +20,7 @@ from waltz_core.ops.checks import CHECKS, check, failed_checks
 ANSWER_S: Final = 10.0
 
 
-@verb
+@subcommand
 @click.option(
     "--partitions", default="all", help="the partitions, for example 3 or 0-6,9 [default: all]"
 )

@@ -7,7 +7,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import utc_text, uuid
 from waltz_core.cli.output import print_json, print_result, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
 from waltz_core.offline.files import is_storage, partitions_in, read_all
 from waltz_core.offline.layout import (
@@ -38,7 +38,7 @@ _SLOT_FLAGS = {
 }
 
 
-@verb
+@subcommand
 @click.option(
     "-a", "--assigned", is_flag=True, help="print only partitions that are assigned to the storage"
 )

@@ -22,7 +22,7 @@ from waltz_core.cli.disk.disk_text import (
     uuid,
 )
 from waltz_core.cli.output import print_json, print_result
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig
 from waltz_core.offline.file_findings import records_text
 from waltz_core.offline.files import OpenFile, segment_path, segments_at
@@ -65,7 +65,7 @@ class SegmentChoice(NamedTuple):
     deserializer: str | None
 
 
-@verb
+@subcommand
 @click.option("-m", "--metadata", is_flag=True, help="print the header of the segment")
 @click.option(
     "-r",
@@ -305,7 +305,7 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
 # statistics
 
 
-@verb
+@subcommand
 @options.files("a .seg file, a partition's directory or a storage directory")
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
     found = (statistic_of(path) for path in segments_at(path, partitions))

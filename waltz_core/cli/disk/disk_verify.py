@@ -7,7 +7,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
 from waltz_core.offline.files import locked_shared, segments_at
@@ -21,7 +21,7 @@ from waltz_core.storage.disk.file_system import RealDisk
 FINDINGS_LIMIT = 1000
 
 
-@verb
+@subcommand
 @click.option(
     "--limit",
     type=int,
@@ -129,7 +129,7 @@ def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
 # the index
 
 
-@verb
+@subcommand
 @click.option("--dry-run", is_flag=True, help="only print the changes")
 @options.files("a .seg file, a partition's directory or a storage directory")
 def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import print_json, print_result
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
@@ -42,7 +42,7 @@ NOT_MEASURED: Final = (
 )
 
 
-@verb
+@subcommand
 @click.option(
     "--connect",
     envvar=options.CONNECT_VARIABLE,

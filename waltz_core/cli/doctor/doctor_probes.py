@@ -241,7 +241,7 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
         async with zookeeper_session.connected(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
-            registry = await _Registry.read(coordinator)
+            registry = await _ClusterSnapshot.read(coordinator)
     except ClusterNotFound:
         return replace(found, is_no_cluster=True)
     except Unavailable as error:
@@ -255,7 +255,7 @@ async def query_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
     """Query the processes of one cluster; `on_progress` receives the progress."""
-    return await (await _Registry.read(coordinator)).probe(timeout_s, None, on_progress)
+    return await (await _ClusterSnapshot.read(coordinator)).probe(timeout_s, None, on_progress)
 
 
 class _ProbeCounter:
@@ -277,7 +277,7 @@ class _ProbeCounter:
         return answer
 
 
-class _Registry:
+class _ClusterSnapshot:
     """The state of a cluster in ZooKeeper."""
 
     def __init__(
@@ -296,18 +296,18 @@ class _Registry:
         self.assigned = replica_steps.placement_of(layout.assignment, self.count)
 
     @staticmethod
-    async def read(coordinator: Coordinator) -> "_Registry":
+    async def read(coordinator: Coordinator) -> "_ClusterSnapshot":
         view = await coordinator.read_cluster()
         ids = await coordinator.read_storage_ids()
         numbers = map(PartitionId, range(view.params.partition_count))
         servers = await coordinator.read_servers()
-        return _Registry(
+        return _ClusterSnapshot(
             view,
             servers,
             await coordinator.storages.read(),
             {address: storage_id.hex for address, storage_id in ids.items()},
             await _concurrently(numbers, coordinator.read_partition),
-            await coordinator.reach.read(servers.servers),
+            await coordinator.reachability.read(servers.servers),
         )
 
     async def probe(
@@ -370,7 +370,7 @@ class _Mark(NamedTuple):
 class _Server:
     """The queries to one server."""
 
-    def __init__(self, registry: _Registry, server_id: int, timeout_s: float) -> None:
+    def __init__(self, registry: _ClusterSnapshot, server_id: int, timeout_s: float) -> None:
         servers = registry.servers.servers
         number, descriptor = next(each for each in servers.items() if each[0] == server_id)
         blames = {
@@ -555,7 +555,11 @@ class _Storage:
     """The queries to one storage."""
 
     def __init__(
-        self, registry: _Registry, address: ReplicaId, timeout_s: float, local: LocalFacts | None
+        self,
+        registry: _ClusterSnapshot,
+        address: ReplicaId,
+        timeout_s: float,
+        local: LocalFacts | None,
     ) -> None:
         self._registry, self._address, self._timeout_s = registry, address, timeout_s
         self._host, port = split_address(address)

@@ -8,7 +8,7 @@ from waltz_core.cli.change_commands import connected
 from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.queries import query
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
@@ -25,7 +25,7 @@ class ServerRow(NamedTuple):
     preferred: list[int]
 
 
-@verb
+@subcommand
 @options.connect
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:

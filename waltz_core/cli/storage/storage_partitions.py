@@ -16,7 +16,7 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
-    Target,
+    StorageTarget,
     audited_choice,
     numbers_of,
     partitions,
@@ -25,7 +25,7 @@ from waltz_core.cli.storage.storage_target import (
     target_of,
     with_storages,
 )
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import (
     COPY_BYTES_MAX,
     StorageAdmin,
@@ -79,7 +79,7 @@ async def _each(
                 done.append(partition)
     finally:
         if where.as_json:
-            print_json({"storage": str(target), "verb": what, "done": done})
+            print_json({"storage": str(target), "subcommand": what, "done": done})
         elif done:
             print_error(f"{target}: {what}. Partitions already done: {_ranges(done)}")
     return 0
@@ -89,7 +89,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-@verb
+@subcommand
 @partitions
 @with_storages()
 async def add_partition(where: StorageChoice, *, partitions: str) -> int:
@@ -99,7 +99,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
     return await _each(where, partitions, "add-partition", change)
 
 
-@verb
+@subcommand
 @partitions
 @click.option("--delete-files", is_flag=True, help="also delete the files of the partitions")
 @_force
@@ -116,7 +116,7 @@ async def remove_partition(
     return await _each(where, partitions, "remove-partition", change)
 
 
-@verb
+@subcommand
 @partitions
 @click.option(
     "--online",
@@ -132,7 +132,7 @@ async def availability(where: StorageChoice, *, partitions: str, online: str) ->
     return await _each(where, partitions, f"availability {online}", change)
 
 
-@verb
+@subcommand
 @partitions
 @_force
 @with_storages()
@@ -143,7 +143,7 @@ async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) ->
     return await _each(where, partitions, "mark-suspect", change)
 
 
-@verb
+@subcommand
 @partitions
 @_force
 @with_storages()
@@ -158,7 +158,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
 # recover-partition
 
 
-@verb
+@subcommand
 @partitions
 @click.option(
     "--from",
@@ -221,18 +221,20 @@ async def recover_partition(
     return 0
 
 
-async def _source_of(where: StorageChoice, source: str | None, from_admin: str | None) -> Target:
+async def _source_of(
+    where: StorageChoice, source: str | None, from_admin: str | None
+) -> StorageTarget:
     if from_admin is not None:
-        return Target(from_admin, None)
+        return StorageTarget(from_admin, None)
     if where.cluster is None or source is None:
         raise BadConfig(
             "--from needs --connect. Hint: without --connect, use --from-admin HOST:ADMIN_PORT."
         )
     facts = await read_facts(where)
-    return Target(facts.admin_address(source), source)
+    return StorageTarget(facts.admin_address(source), source)
 
 
-async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
+async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -> int:
     replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
         raise BadRequest(f"{target}: partition {partition} is not assigned to this storage")
@@ -252,7 +254,7 @@ async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
 # sync-partitions
 
 
-@verb
+@subcommand
 @with_storages(is_cluster=True)
 async def sync_partitions(where: StorageChoice) -> int:
     facts = await read_facts(where)
@@ -292,7 +294,7 @@ def _print_synced(
 
 
 async def _synced(
-    admin: StorageAdmin, target: Target, wanted: list[int]
+    admin: StorageAdmin, target: StorageTarget, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Make a storage match its assignment; this never deletes files."""
     held = [

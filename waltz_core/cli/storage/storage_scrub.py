@@ -21,7 +21,7 @@ from waltz_core.cli.storage.storage_target import (
     with_storages,
 )
 from waltz_core.cli.storage.storage_views import damaged_count
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import BadRequest
 from waltz_core.wire.admin_messages import (
@@ -36,7 +36,7 @@ _CONTINUES: Final = "The storage continues the scrub; --status shows its progres
 _TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error")
 
 
-@verb
+@subcommand
 @partitions
 @click.option("--status", is_flag=True, help="only show the progress of the scrub")
 @options.timeout_s()

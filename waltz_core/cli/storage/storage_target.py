@@ -1,7 +1,7 @@
-"""The options by which the verbs of `storage` select storages and partitions.
+"""The options by which the subcommands of `storage` select storages and partitions.
 
 A storage has two names, the address of its admin port and, within a cluster, the address for
-servers. All verbs accept both.
+servers. All subcommands accept both.
 """
 
 import os
@@ -13,7 +13,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audited, connected
-from waltz_core.cli.verbs import VerbFunction
+from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.config.connect_string import split_address
@@ -42,7 +42,7 @@ class ClusterStorages(NamedTuple):
         return f"{split_address(storage)[0]}:{port}"
 
 
-class Target(NamedTuple):
+class StorageTarget(NamedTuple):
     """A storage: the address of its admin port, and its name in the cluster, if given."""
 
     admin: str
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
 
 class StorageChoice(NamedTuple):
-    """The options by which a verb finds its storages."""
+    """The options by which a subcommand finds its storages."""
 
     connect: str | None
     storage: str | None
@@ -82,8 +82,8 @@ partitions = click.option(
 
 def with_storages(
     *, is_cluster: bool = False, has_timeout: bool = False
-) -> Callable[[VerbFunction], VerbFunction]:
-    """Pass a `StorageChoice` to a verb; `is_cluster`: it works on all storages of a cluster."""
+) -> Callable[[SubcommandFunction], SubcommandFunction]:
+    """Pass a `StorageChoice` to a subcommand; `is_cluster`: it works on all of a cluster."""
     connect = click.option(
         "--connect",
         metavar="CONNECT",
@@ -107,7 +107,7 @@ def with_storages(
     declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
     declared += [options.connect] if is_cluster else [connect, options.tls, admin]
 
-    def decorate(function: VerbFunction) -> VerbFunction:
+    def decorate(function: SubcommandFunction) -> SubcommandFunction:
         for declare in declared:
             function = declare(function)
         return function
@@ -159,13 +159,13 @@ async def read_facts(where: StorageChoice) -> ClusterStorages:
         )
 
 
-async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
+async def targets_of(where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage, or all of a cluster; raises BadConfig for neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if where.admin is not None:
         split_address(where.admin)
-        return (Target(where.admin, None),)
+        return (StorageTarget(where.admin, None),)
     if where.cluster is None:
         raise BadConfig(
             "expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT; found neither"
@@ -173,13 +173,13 @@ async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
     return storages_of(await read_facts(where), where)
 
 
-def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[Target, ...]:
+def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage of a cluster, or all."""
     names = facts.admin_ports if where.storage is None else (where.storage,)
-    return tuple(Target(facts.admin_address(name), str(name)) for name in names)
+    return tuple(StorageTarget(facts.admin_address(name), str(name)) for name in names)
 
 
-async def target_of(where: StorageChoice) -> Target:
+async def target_of(where: StorageChoice) -> StorageTarget:
     """Return the one chosen storage; raises BadConfig if it is not exactly one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig(

@@ -7,7 +7,7 @@ from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
     StorageChoice,
-    Target,
+    StorageTarget,
     numbers_of,
     partitions,
     read_facts,
@@ -16,7 +16,7 @@ from waltz_core.cli.storage.storage_target import (
     targets_of,
     with_storages,
 )
-from waltz_core.cli.verbs import verb
+from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import StorageIdMismatch, WaltzError
 from waltz_core.records.record import ReplicaId
@@ -52,7 +52,7 @@ class ReplicaRow(NamedTuple):
 # list
 
 
-@verb
+@subcommand
 @with_storages()
 async def list_command(where: StorageChoice) -> int:
     rows: list[ReplicaRow] = []
@@ -127,7 +127,7 @@ def damaged_count(replica: ReplicaResponse) -> int:
 # validate
 
 
-@verb
+@subcommand
 @with_storages(is_cluster=True)
 async def validate(where: StorageChoice) -> int:
     facts = await read_facts(where)
@@ -161,7 +161,7 @@ async def _wrong_with_data_port(address: str) -> str | None:
     return None
 
 
-async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str | None:
+async def _wrong_with_admin_port(facts: ClusterStorages, target: StorageTarget) -> str | None:
     """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:
@@ -185,7 +185,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
 # max-transaction-id
 
 
-@verb
+@subcommand
 @partitions
 @with_storages()
 async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:

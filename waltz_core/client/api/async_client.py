@@ -37,7 +37,7 @@ from waltz_core.client.links.directory import (
 from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.model.payloads import encrypted, encryption_of
-from waltz_core.client.model.predecessors import FollowedState, follow
+from waltz_core.client.model.predecessors import PipelinedState, initial_state
 from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
@@ -438,8 +438,8 @@ class AsyncWaltzClient(OpenedByConnect):
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
-        follows: FollowedState | bool = False,
-        encryption_key: str | None = None,
+        pipelined: PipelinedState | bool = False,
+        encryption_key_id: str | None = None,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its ID.
 
@@ -449,10 +449,10 @@ class AsyncWaltzClient(OpenedByConnect):
         OutcomeUnknown, another Unavailable if the append timed out, or the error that ended the
         stream. Only after OutcomeUnknown may the transaction be in the log.
 
-        With `follows`, LockFailed may be raised earlier and carry `following`: transactions in
-        flight. Compute as if they were in the log, and pass `following` as `follows`.
+        With `pipelined`, LockFailed may be raised earlier and carry `pipelined_state`: transactions
+        in flight. Compute as if they were in the log, and pass `pipelined_state` as `pipelined`.
 
-        `encryption_key` is the ID of the key for the data [default: the client's setting].
+        `encryption_key_id` is the ID of the key for the data [default: the client's setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
@@ -465,18 +465,20 @@ class AsyncWaltzClient(OpenedByConnect):
             await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
         payload, header = check_data(data), check_header(header)
-        if self._encryption is not None or encryption_key is not None:
+        if self._encryption is not None or encryption_key_id is not None:
             payload = await encrypted(
                 self._encryption,
                 payload,
                 partition=chosen.partition_id,
                 header=header,
-                key_id=encryption_key,
+                key_id=encryption_key_id,
             )
         row = PendingRow(payload, header, mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
-        if follows:
-            row.follow(follow(self._encryption) if follows is True else follows, given)
+        if pipelined:
+            row.set_pipelined_state(
+                initial_state(self._encryption) if pipelined is True else pipelined, given
+            )
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.model.payloads import encrypted
-from waltz_core.client.model.predecessors import follow
+from waltz_core.client.model.predecessors import initial_state
 from waltz_core.client.model.transaction import (
     TransactionBuilder,
     TransactionContext,
@@ -72,7 +72,7 @@ class RunnableContext(Protocol):
         """How long it may take; None for no limit."""
 
     @property
-    def follows(self) -> bool:
+    def pipelined(self) -> bool:
         """Whether it may depend on appends in flight."""
 
     def partition_id(self, partition_count: int) -> int:
@@ -102,9 +102,9 @@ class LoopContext:
         return self._context.timeout_ms
 
     @property
-    def follows(self) -> bool:
+    def pipelined(self) -> bool:
         """Whether it may depend on appends in flight."""
-        return self._context.follows
+        return self._context.pipelined
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
@@ -157,7 +157,7 @@ class ContextRun:
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The in-flight appends that the next attempt depends on; None if it may not (rule 6).
-        self._following = follow(encryption) if context.follows else None
+        self._pipelined_state = initial_state(encryption) if context.pipelined else None
 
     async def begin(self) -> bool:
         """Make the first attempt; False when the context has ended with it."""
@@ -191,10 +191,10 @@ class ContextRun:
                 partition.wait_for_feed(), "the application had paused the partition"
             )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
-        builder.following = self._following
-        if self._following is not None:
-            self._following = (
-                self._following.forgotten()
+        builder.pipelined_state = self._pipelined_state
+        if self._pipelined_state is not None:
+            self._pipelined_state = (
+                self._pipelined_state.forgotten()
             )  # the server's answer is valid for one attempt
         executing = self._context.execute(builder)
         is_wanted = await self._before_deadline(executing, "execute was still running")
@@ -207,21 +207,21 @@ class ContextRun:
                 "method execute returned True, but has not set the transaction data. Hint: "
                 "call set_transaction_data in it."
             )
-        mark, following = builder.claim()
+        mark, pipelined_state = builder.claim()
         data = builder.data
-        if self._encryption is not None or builder.encryption_key is not None:
+        if self._encryption is not None or builder.encryption_key_id is not None:
             data = await self._before_deadline(
                 encrypted(
                     self._encryption,
                     data,
                     partition=partition.partition_id,
                     header=builder.header,
-                    key_id=builder.encryption_key,
+                    key_id=builder.encryption_key_id,
                 ),
                 "the key provider had not returned the encryption key",
             )
         row = PendingRow(data, builder.header, mark)
-        row.follows = following
+        row.pipelined_state = pipelined_state
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
@@ -271,8 +271,8 @@ class ContextRun:
             return False
         if outcome.reason != Reason.LOCK:
             return await self._retry(rejection, wait_for=None)
-        if outcome.following is not None:
-            self._following = outcome.following
+        if outcome.pipelined_state is not None:
+            self._pipelined_state = outcome.pipelined_state
         await self._hook("on_lock_failure")
         return await self._retry(rejection, wait_for=outcome.conflicting)
 

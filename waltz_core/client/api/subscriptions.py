@@ -27,7 +27,7 @@ FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
-class _Feed:
+class _PartitionFeed:
     """The feed of one partition, running or ended."""
 
     def __init__(self, partition: ClientPartition, catch_up: CatchUp, data: DataCache) -> None:
@@ -85,7 +85,7 @@ class Subscriptions:
         self._config = config
         self._recipients: dict[PartitionId, Recipient] = {}
         self._last: Recipient | None = None
-        self._feeds: dict[PartitionId, _Feed | _Start] = {}
+        self._feeds: dict[PartitionId, _PartitionFeed | _Start] = {}
         self._data: dict[PartitionId, DataCache] = {}
         self.data_budget = DataBudget(DATA_BYTES_MAX)
         self._setting = asyncio.Lock()
@@ -119,7 +119,7 @@ class Subscriptions:
         wanted = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
-            if isinstance(feed, _Feed) and feed.task is task:
+            if isinstance(feed, _PartitionFeed) and feed.task is task:
                 raise self_wait_error(partition_id)
         self._set_count += 1
         async with self._setting:
@@ -169,7 +169,7 @@ class Subscriptions:
             return  # stopped meanwhile, and perhaps restarted
         data = self._data[partition_id] = self._data_of(partition, recipient.header_values)
         catch_up = CatchUp(partition, recipient, self._requests, self._config, data)
-        feed = _Feed(partition, catch_up, data)
+        feed = _PartitionFeed(partition, catch_up, data)
         self._feeds[partition_id] = feed
         if mark is not None:
             # Immediately: a context that is submitted now must not claim the log's mark.

@@ -47,7 +47,7 @@ from waltz_core.client.model.callbacks import (
     check_callbacks,
     check_headers,
 )
-from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.client.model.predecessors import PipelinedState
 from waltz_core.client.model.transaction import (
     Transaction,
     TransactionBuilder,
@@ -319,8 +319,8 @@ class WaltzClient:
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
-        follows: FollowedState | bool = False,
-        encryption_key: str | None = None,
+        pipelined: PipelinedState | bool = False,
+        encryption_key_id: str | None = None,
     ) -> "Future[TransactionId]":
         """Append one transaction; return a future of its ID. See `AsyncWaltzClient.append`."""
         return self._call_future(
@@ -332,8 +332,8 @@ class WaltzClient:
                 read_locks=read_locks,
                 append_locks=append_locks,
                 client_high_water_mark=client_high_water_mark,
-                follows=follows,
-                encryption_key=encryption_key,
+                pipelined=pipelined,
+                encryption_key_id=encryption_key_id,
             )
         )
 
@@ -611,8 +611,8 @@ class _ThreadContext:
         return self._context.timeout_ms
 
     @property
-    def follows(self) -> bool:
-        return self._context.follows
+    def pipelined(self) -> bool:
+        return self._context.pipelined
 
     def partition_id(self, partition_count: int) -> int:
         try:

@@ -73,13 +73,13 @@ class ServerLink:
         link: net.Link,
         *,
         lost: Callable[["ServerLink"], None],
-        silences: SilentServers,
+        silent_servers: SilentServers,
     ) -> None:
         self.number = number
         self._link = link
         self._lost = lost
         self._answers = PendingRequests(link)
-        self._watch = SilenceWatch(silences, link.address, number, self._is_waiting)
+        self._watch = SilenceWatch(silent_servers, link.address, number, self._is_waiting)
         self._streams: dict[int, _Stream] = {}
         self._used_by: dict[int, IsWaiting] = {}
         self._close_after_s: float | None = None
@@ -99,12 +99,12 @@ class ServerLink:
         return self._link.address
 
     @property
-    def may_follow(self) -> bool:
+    def supports_pipelining(self) -> bool:
         """Whether the server knows pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
 
     @property
-    def knows_registry(self) -> bool:
+    def supports_registry(self) -> bool:
         """Whether the server carries out operations on the registry of writes."""
         return (self._link.version or 0) >= RegistryRequest.since
 
@@ -227,7 +227,7 @@ class ServerLinks:
         silent: Callable[[], None] | None = lambda: None,
         ssl: SSLContext | None = None,
     ) -> None:
-        self._silences = SilentServers(silent)
+        self._silent_servers = SilentServers(silent)
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._ssl = ssl
@@ -270,17 +270,17 @@ class ServerLinks:
         try:
             made = await self._dial(key)
         except errors.WaltzError as error:
-            self._silences.left(key[0], _DIAL, error)
+            self._silent_servers.left(key[0], _DIAL, error)
             outcome.set_exception(error)
             outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         else:
-            self._silences.received(key[0], _DIAL)
+            self._silent_servers.received(key[0], _DIAL)
             outcome.set_result(None)
             return made
         finally:
             overdue.cancel()
-            self._silences.left(
+            self._silent_servers.left(
                 key[0], _DIAL, "the attempt to connect was cancelled"
             )  # if not reported above
             del self._dialing[key]
@@ -292,7 +292,7 @@ class ServerLinks:
         began_s = loop.time()
         return loop.call_later(
             silent_servers.SILENT_S,
-            lambda: self._silences.detected(address, _DIAL, since_s=began_s),
+            lambda: self._silent_servers.detected(address, _DIAL, since_s=began_s),
         )
 
     async def dial_unshared(self, address: str) -> net.Link:
@@ -312,7 +312,10 @@ class ServerLinks:
             raise errors.Unreachable(f"{address}: the client was closed")
         self._count += 1
         made = ServerLink(
-            self._count, link, lost=lambda gone: self._forget(key, gone), silences=self._silences
+            self._count,
+            link,
+            lost=lambda gone: self._forget(key, gone),
+            silent_servers=self._silent_servers,
         )
         if made.is_closed:  # since the greeting: no handler would be notified
             raise errors.Unreachable(f"{address}: {link.closed_reason}")

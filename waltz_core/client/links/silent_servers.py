@@ -97,9 +97,13 @@ class SilenceWatch:
     """Finds out whether the server of one connection is silent while a caller waits for it."""
 
     def __init__(
-        self, silences: SilentServers, address: str, connection: int, is_waiting: Callable[[], bool]
+        self,
+        silent_servers: SilentServers,
+        address: str,
+        connection: int,
+        is_waiting: Callable[[], bool],
     ) -> None:
-        self._silences = silences
+        self._silent_servers = silent_servers
         self._address = address
         self._connection = connection
         self._is_waiting = is_waiting
@@ -120,22 +124,22 @@ class SilenceWatch:
         """The server has sent something."""
         if not self._has_received:
             self._has_received = True
-            self._silences.received(self._address, self._connection)
+            self._silent_servers.received(self._address, self._connection)
 
     def end(self, reason: str) -> None:
         """The connection is closed."""
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
-        self._silences.left(self._address, self._connection, reason)
+        self._silent_servers.left(self._address, self._connection, reason)
 
     def _check(self) -> None:
         self._timer = None
         if not self._is_waiting():
-            self._silences.left(
+            self._silent_servers.left(
                 self._address, self._connection, "the caller no longer waits for the answer"
             )
             return
         if not self._has_received:
-            self._silences.detected(self._address, self._connection, since_s=self._since_s)
+            self._silent_servers.detected(self._address, self._connection, since_s=self._since_s)
         self.start()

@@ -3,7 +3,7 @@
 Rules:
     1. Any server can carry out an operation. The client tries the server that has answered last
        first. If a server does not answer, the client tries another one, until the request timeout:
-       operations may be repeated (`cluster/writes.py`).
+       operations may be repeated (`cluster/write_registry.py`).
     2. A client uses ZooKeeper itself only if at least one server answers, and none that answers
        supports these requests (before L 8). The ZooKeeper session then stays open until `close`.
 """
@@ -20,7 +20,7 @@ from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.writes import TaskState, WriteState, client_ids_of_others
+from waltz_core.cluster.write_registry import TaskState, WriteState, client_ids_of_others
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records import strict_json
@@ -226,7 +226,7 @@ class WriteRequests:
         for address in self._addresses():
             try:
                 link = await self._links.get(address)
-                if link.knows_registry:
+                if link.supports_registry:
                     answer = await self._answer_of(link, make, deadline_s)
                     self._last_address = address
                     return answer

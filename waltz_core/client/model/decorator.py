@@ -56,7 +56,7 @@ def transactional(
     partition_by: Callable[..., int] | None = None,
     retries_max: int | None = None,
     timeout_ms: int | None = 60_000,
-    follows: bool = False,
+    pipelined: bool = False,
 ) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
     """Decorate a function of a builder and any arguments, so that calling it makes a context.
 
@@ -71,7 +71,7 @@ def transactional(
             the lock's partition.
         retries_max: number of retries; None for no limit.
         timeout_ms: timeout for all attempts together; None for no limit.
-        follows: whether the function uses `builder.predecessors`.
+        pipelined: whether the function uses `builder.predecessors`.
 
     Raises:
         BadRequest: not exactly one of `partition` and `partition_by` is given.
@@ -104,7 +104,7 @@ def transactional(
             )
             context.retries_max = retries_max
             context.timeout_ms = timeout_ms
-            context.follows = follows
+            context.pipelined = pipelined
             return context
 
         bound.__name__ = getattr(function, "__name__", "transaction")

@@ -23,7 +23,7 @@ def encryption_of(config: "ClientConfig") -> Encryption | None:
         return None
     return Encryption.of(
         config.encryption_keys,
-        key_id=config.encryption_key,
+        key_id=config.encryption_key_id,
         is_required=config.encryption_required,
     )
 
@@ -41,7 +41,7 @@ async def encrypted(
         if key_id is None:
             return data
         raise errors.BadConfig(
-            f"setting encryption_key is {key_id!r}, but setting encryption_keys, which "
+            f"setting encryption_key_id is {key_id!r}, but setting encryption_keys, which "
             "locates the keys, is not set"
         )
     if encryption.keys.is_cached(encryption.key_id if key_id is None else key_id):

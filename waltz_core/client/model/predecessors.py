@@ -88,7 +88,7 @@ class _UnreadablePredecessor(Predecessor):
 
 
 @value(frozen=True, slots=True, eq=False)
-class FollowedState:
+class PipelinedState:
     """What an author has seen beyond its own state; see the module's rules."""
 
     session_id: SessionId
@@ -125,13 +125,13 @@ class FollowedState:
         unreadable.reason = payload.error
         return unreadable
 
-    def forgotten(self) -> "FollowedState":
+    def forgotten(self) -> "PipelinedState":
         """Return the state of the same author before it has received any."""
-        return follow(self.encryption)
+        return initial_state(self.encryption)
 
     def claim(
         self, mark: TransactionId, locks: Iterable[int] = ()
-    ) -> tuple[TransactionId, "FollowedState"]:
+    ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and followed state to send for a row computed from a state at `mark`.
 
         `locks` are the locks that the server checks against the mark.
@@ -142,7 +142,7 @@ class FollowedState:
             return self.without(mark)
         return self.mark, self
 
-    def without(self, mark: TransactionId) -> tuple[TransactionId, "FollowedState"]:
+    def without(self, mark: TransactionId) -> tuple[TransactionId, "PipelinedState"]:
         """Return the same for a row that is checked against the mark of its own state (rule 4)."""
         if not self.has_seen:
             return mark, self.forgotten()
@@ -150,7 +150,7 @@ class FollowedState:
 
     def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
-    ) -> "FollowedState":
+    ) -> "PipelinedState":
         """Return this state with the predecessors that came with a rejection at `mark`.
 
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
@@ -167,7 +167,7 @@ class FollowedState:
         if len(known) + len(received) > PREDECESSORS_MAX:
             return self.forgotten()
         found = (*known, *received)
-        return FollowedState(
+        return PipelinedState(
             SessionId(message.session_id),
             message.req_id.partition_id,
             mount,
@@ -201,9 +201,13 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
 
 
 # The state of an author that requests predecessors and has received none yet.
-FOLLOW = FollowedState(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())
+NO_PREDECESSORS = PipelinedState(
+    NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset()
+)
 
 
-def follow(encryption: "Encryption | None") -> FollowedState:
-    """Return `FOLLOW` for the author of a client, which may decrypt payloads."""
-    return FOLLOW if encryption is None else replace(FOLLOW, encryption=encryption)
+def initial_state(encryption: "Encryption | None") -> PipelinedState:
+    """Return `NO_PREDECESSORS` for the author of a client, which may decrypt payloads."""
+    return (
+        NO_PREDECESSORS if encryption is None else replace(NO_PREDECESSORS, encryption=encryption)
+    )

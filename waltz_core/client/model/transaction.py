@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, cast, o
 
 from waltz_core import errors
 from waltz_core.client.model.payloads import decrypted
-from waltz_core.client.model.predecessors import FollowedState, Predecessor
+from waltz_core.client.model.predecessors import PipelinedState, Predecessor
 from waltz_core.client.model.serializers import MSGPACK, Serializer
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -108,11 +108,11 @@ class TransactionBuilder:
         "append_locks",
         "client_high_water_mark",
         "data",
-        "encryption_key",
-        "followed_from",
-        "following",
+        "encryption_key_id",
         "header",
         "partition_id",
+        "pipelined_from",
+        "pipelined_state",
         "read_locks",
         "write_locks",
     )
@@ -123,12 +123,12 @@ class TransactionBuilder:
         # application that reads its mark together with its data, in one database transaction,
         # replaces this mark with the one that it has read.
         self.client_high_water_mark = client_high_water_mark
-        # For a context that `follows`: the transactions in flight, and the mark of its state.
-        self.following: FollowedState | None = None
-        self.followed_from: TransactionId | None = None
+        # For a context that is `pipelined`: the transactions in flight, and the mark of its state.
+        self.pipelined_state: PipelinedState | None = None
+        self.pipelined_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
-        self.encryption_key: str | None = None
+        self.encryption_key_id: str | None = None
         self.write_locks: tuple[int, ...] = ()
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
@@ -136,23 +136,23 @@ class TransactionBuilder:
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
         """Return transactions that wrote its locks and are missing in a state at this mark.
 
-        For a context that `follows`: compute from that state as if it contained all of them, in
-        the order of their IDs. Read the mark together with the state: callbacks may apply one of
+        For a context that is `pipelined`: compute from that state as if it contained all of them,
+        in the order of their IDs. Read the mark together with the state: callbacks may apply one of
         them meanwhile. The mark becomes the transaction's mark.
         """
-        self.client_high_water_mark = self.followed_from = check_mark(mark)
-        if self.following is None:
+        self.client_high_water_mark = self.pipelined_from = check_mark(mark)
+        if self.pipelined_state is None:
             return ()
-        return self.following.claim(self.followed_from)[1].above(self.followed_from)
+        return self.pipelined_state.claim(self.pipelined_from)[1].above(self.pipelined_from)
 
-    def claim(self) -> tuple[TransactionId, FollowedState | None]:
+    def claim(self) -> tuple[TransactionId, PipelinedState | None]:
         """Return the mark to send, and the followed state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
-        if self.following is None or self.followed_from is None:
-            return mark, None  # following would repeat this attempt at once, without progress
-        if self.followed_from != mark:  # computed from another state than the one to be checked
-            return self.following.without(mark)
-        return self.following.claim(mark, (*self.write_locks, *self.read_locks))
+        if self.pipelined_state is None or self.pipelined_from is None:
+            return mark, None  # pipelining would repeat this attempt at once, without progress
+        if self.pipelined_from != mark:  # computed from another state than the one to be checked
+            return self.pipelined_state.without(mark)
+        return self.pipelined_state.claim(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer [default: 0]."""
@@ -163,14 +163,14 @@ class TransactionBuilder:
         value: T,
         serializer: Serializer[T] = MSGPACK,
         *,
-        encryption_key: str | None = None,
+        encryption_key_id: str | None = None,
     ) -> None:
         """Set the payload, and the ID of the key that encrypts it [default: the client's setting].
 
         Raises TooLarge over 4 MiB.
         """
         self.data = check_data(serializer.serialize(value))
-        self.encryption_key = encryption_key
+        self.encryption_key_id = encryption_key_id
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
         """Check these locks against the mark, and record this transaction as their last writer."""
@@ -196,7 +196,7 @@ class TransactionContext(ABC):
     timeout_ms: int | None = 60_000
     # Whether `execute` uses `builder.predecessors`, so that an attempt need not wait until
     # conflicting transactions are durable; for contended locks.
-    follows: bool = False
+    pipelined: bool = False
 
     def __init__(self) -> None:
         self.creation_time_ms = time.time_ns() // 1_000_000

@@ -13,7 +13,7 @@ Rules:
     4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
        flight with them has its outcome, and all rows and batches that were appended since wait for
        them. Submissions that the stream had not sent by then return as lost
-       (`monitor.Submission.keeps_order`).
+       (`outcome_tracker.Submission.keeps_order`).
     5. A wait for earlier appends (a flush) does not include later appends, which may never stop.
 """
 
@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.client.model.predecessors import PipelinedState
 from waltz_core.client.stream.outcome_tracker import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
@@ -81,7 +81,7 @@ class RowOutcome(NamedTuple):
     transaction_id: TransactionId
     conflicting: TransactionId
     high_water_mark: TransactionId
-    following: FollowedState | None = None
+    pipelined_state: PipelinedState | None = None
 
 
 class PendingRow:
@@ -92,12 +92,12 @@ class PendingRow:
         "data",
         "deadline_s",
         "flush_group",
-        "follows",
         "future",
         "header",
         "is_attempt",
         "mark",
         "number",
+        "pipelined_state",
         "read_locks",
         "size_bytes",
         "write_locks",
@@ -118,19 +118,21 @@ class PendingRow:
         # future gets the transaction ID, or an error.
         self.is_attempt = False
         # In-flight appends that it depends on, in addition to its mark; None without any.
-        self.follows: FollowedState | None = None
+        self.pipelined_state: PipelinedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-    def follow(self, following: FollowedState, mark: TransactionId | None) -> None:
+    def set_pipelined_state(
+        self, pipelined_state: PipelinedState, mark: TransactionId | None
+    ) -> None:
         """Make it depend on in-flight appends; `mark` is that of its state, if known."""
-        if mark is None and following.has_seen:
-            mark = following.base
+        if mark is None and pipelined_state.has_seen:
+            mark = pipelined_state.base
         mark = self.mark if mark is None else mark
-        if mark < following.base:  # the transactions between are not known
-            self.mark, self.follows = following.without(mark)
+        if mark < pipelined_state.base:  # the transactions between are not known
+            self.mark, self.pipelined_state = pipelined_state.without(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
-            self.mark, self.follows = following.claim(mark, locks)
+            self.mark, self.pipelined_state = pipelined_state.claim(mark, locks)
 
     @property
     def row_count(self) -> int:
@@ -140,7 +142,9 @@ class PendingRow:
     @property
     def may_resend(self) -> bool:
         """Whether it may be sent again as it is (rule 3)."""
-        return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
+        return not self.is_attempt and (
+            self.pipelined_state is None or not self.pipelined_state.has_seen
+        )
 
 
 class AppendWindow:
@@ -225,7 +229,7 @@ class ReportOrder:
         self.processed_count = 0
 
 
-class _Batch(NamedTuple):
+class _BatchSubmission(NamedTuple):
     """A submission of `append_batch`."""
 
     future: asyncio.Future[BatchOutcome]
@@ -267,12 +271,14 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[PendingRow | _Batch] = []  # batches only after rows that are held
+        self._gathered: list[
+            PendingRow | _BatchSubmission
+        ] = []  # batches only after rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
-        self._has_landed = False
+        self._has_finished = False
         self._gather_timer: asyncio.TimerHandle | None = None
-        self._submissions: dict[int, list[PendingRow] | _Batch] = {}
+        self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
         self._added = 0
         # Rows to be sent again, once the submissions up to the barrier are final and the pause is
@@ -299,7 +305,7 @@ class Appends:
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
-        elif row.follows is not None:
+        elif row.pipelined_state is not None:
             self._send_gathered()  # Other writers of the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
@@ -316,7 +322,9 @@ class Appends:
         # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
-        batch = _Batch(future, row_count, payload, mark, order, processed_count, self._enter())
+        batch = _BatchSubmission(
+            future, row_count, payload, mark, order, processed_count, self._enter()
+        )
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
@@ -344,13 +352,13 @@ class Appends:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        if self._has_landed or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
+        if self._has_finished or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
             self._send_gathered()
         elif self._gather_timer is None:
             self._gather_timer = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
 
     def _send_gathered(self) -> None:
-        self._has_landed = False
+        self._has_finished = False
         if self._gather_timer is not None:
             self._gather_timer.cancel()
             self._gather_timer = None
@@ -360,14 +368,14 @@ class Appends:
         for (is_batch, is_alone), run in groupby(rows, _kind):
             if is_batch:
                 for batch in run:
-                    assert isinstance(batch, _Batch)
+                    assert isinstance(batch, _BatchSubmission)
                     self._send_batch(batch)
             else:
                 self._send_run(
                     [row for row in run if isinstance(row, PendingRow)], is_alone=is_alone
                 )
 
-    def _send_batch(self, batch: _Batch) -> None:
+    def _send_batch(self, batch: _BatchSubmission) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
             self._end(batch)
@@ -392,7 +400,7 @@ class Appends:
         token = self._next_token()
         self._submissions[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
-        single = SingleRow(row.header, row.data, *locks, row.follows)
+        single = SingleRow(row.header, row.data, *locks, row.pipelined_state)
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
@@ -421,17 +429,17 @@ class Appends:
     def settled(self, token: int, outcome: BatchOutcome) -> None:
         """Handle the outcome of every row of a submission."""
         submission = self._submissions.pop(token)
-        if isinstance(submission, _Batch):
+        if isinstance(submission, _BatchSubmission):
             self._end(submission)
             submission.finish(outcome)
         else:
             self._settle_rows(submission, outcome)
-        self._landed()
+        self._submission_finished()
 
     def rejected(self, token: int, error: errors.WaltzError) -> None:
         """Handle an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
-        if isinstance(submission, _Batch):
+        if isinstance(submission, _BatchSubmission):
             self._end(submission)
             if not submission.future.done():
                 submission.future.set_exception(error)
@@ -445,7 +453,7 @@ class Appends:
                 self._end(row)
                 if not row.future.done():
                     row.future.set_exception(error)
-        self._landed()
+        self._submission_finished()
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail everything with this error: no more answers will arrive."""
@@ -458,7 +466,7 @@ class Appends:
             self._end(each)
             if not each.future.done():
                 each.future.set_exception(error)
-        self._landed()
+        self._submission_finished()
 
     def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
         again: list[PendingRow] = []
@@ -477,7 +485,7 @@ class Appends:
             if row.future.done():
                 continue
             ids = (TransactionId(transaction_id), TransactionId(conflicting))
-            result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
+            result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.pipelined_state)
             if row.is_attempt:
                 row.future.set_result(result)
             elif reason == Reason.COMMITTED:
@@ -486,9 +494,9 @@ class Appends:
                 error = error_of(self._partition_id, row, result, outcome.detail)
                 if isinstance(error, errors.Overloaded):
                     error.retry_after_ms = outcome.retry_after_ms
-                if isinstance(error, errors.LockFailed) and outcome.following is not None:
-                    error.following = outcome.following
-                    error.conflicting = outcome.following.mark
+                if isinstance(error, errors.LockFailed) and outcome.pipelined_state is not None:
+                    error.pipelined_state = outcome.pipelined_state
+                    error.conflicting = outcome.pipelined_state.mark
                 row.future.set_exception(error)
         if again:
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
@@ -521,15 +529,15 @@ class Appends:
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end(self, each: PendingRow | _Batch) -> None:
+    def _end(self, each: PendingRow | _BatchSubmission) -> None:
         each.flush_group.unfinished -= 1
         assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
 
-    def _landed(self) -> None:
+    def _submission_finished(self) -> None:
         """A submission has its outcome: rows that were gathered meanwhile may go."""
         self._release()
-        self._has_landed = bool(self._gathered)
+        self._has_finished = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
@@ -573,9 +581,11 @@ def error_of(
     return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
 
-def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:
+def _kind(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     """Return whether it is a batch, and whether it is sent alone."""
-    return isinstance(each, _Batch), isinstance(each, PendingRow) and each.follows is not None
+    return isinstance(each, _BatchSubmission), isinstance(
+        each, PendingRow
+    ) and each.pipelined_state is not None
 
 
 def _parts(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:

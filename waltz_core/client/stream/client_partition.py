@@ -338,7 +338,7 @@ class ClientPartition:
                 link.number,
                 owner.generation,
                 sequence,
-                link.may_follow,
+                link.supports_pipelining,
                 link.issues_client_ids,
             )
         )

@@ -1,7 +1,7 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
 A submission in the outbox was never sent, so if it times out, it is not in the log. If a submission
-in the monitor times out, its outcome is unknown.
+in the outcome tracker times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.
@@ -104,16 +104,16 @@ class Outbox:
         self, submission: Submission, limits: MountLimits, mount: int
     ) -> errors.WaltzError | None:
         """Return why a submission is not sent in this mount, None when it is (rules 2 and 3)."""
-        follows = submission.follows
-        if follows is not None and follows.has_seen:
-            if follows.partition_id != self._partition_id:
+        pipelined_state = submission.pipelined_state
+        if pipelined_state is not None and pipelined_state.has_seen:
+            if pipelined_state.partition_id != self._partition_id:
                 return errors.BadRequest(
-                    f"partition {self._partition_id}: the append follows appends in flight in "
-                    f"another partition, {follows.partition_id}"
+                    f"partition {self._partition_id}: the append depends on appends in flight in "
+                    f"another partition, {pipelined_state.partition_id}"
                 )
-            if follows.mount != mount:
+            if pipelined_state.mount != mount:
                 return errors.SessionLost(
-                    f"partition {self._partition_id}: the append follows appends that were in "
+                    f"partition {self._partition_id}: the append depends on appends that were in "
                     "flight on a connection that has ended; the append is not in the log"
                 )
         if submission.row_count <= limits.rows_max and submission.size_bytes <= limits.bytes_max:

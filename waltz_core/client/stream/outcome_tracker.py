@@ -1,4 +1,4 @@
-"""The transaction monitor: the appends in flight on one partition, and their outcomes.
+"""The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 An application that gets a wrong outcome loses a transaction or writes it twice. So this file
 combines all evidence: answers of the server, the feed, and the headers that are read back after a
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import FollowedState
+from waltz_core.client.model.predecessors import PipelinedState
 from waltz_core.records.raw_records import (
     FEED_HEADER_DTYPE,
     HEADER_DTYPE,
@@ -73,7 +73,7 @@ class BatchOutcome:
     reasons: U8
     conflicting: I64
     # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
-    following: FollowedState | None = None
+    pipelined_state: PipelinedState | None = None
     # Of a rejection of all rows: the server's words, and the pause that it requests.
     detail: str = ""
     retry_after_ms: int = 0
@@ -118,7 +118,7 @@ class SingleRow(NamedTuple):
     write_locks: tuple[int, ...]
     read_locks: tuple[int, ...]
     append_locks: tuple[int, ...]
-    follows: FollowedState | None = None
+    pipelined_state: PipelinedState | None = None
 
 
 @value(frozen=True, slots=True, eq=False)
@@ -142,25 +142,27 @@ class Submission:
         return len(self.content.data if isinstance(self.content, SingleRow) else self.content)
 
     @property
-    def follows(self) -> FollowedState | None:
+    def pipelined_state(self) -> PipelinedState | None:
         """The in-flight appends that it depends on; None without any."""
-        return self.content.follows if isinstance(self.content, SingleRow) else None
+        return self.content.pipelined_state if isinstance(self.content, SingleRow) else None
 
-    def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
+    def message(
+        self, req_id: ReqId, *, supports_pipelining: bool = False
+    ) -> AppendRequest | AppendBatch:
         """Return the request that carries it.
 
-        `may_follow`: the server knows dependent appends. If it does not, the submission must not
-        depend on any.
+        `supports_pipelining`: the server knows dependent appends. If it does not, the submission
+        must not depend on any.
         """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, SingleRow):
             locks = (content.write_locks, content.read_locks, content.append_locks)
             rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
-            if content.follows is None:
+            if content.pipelined_state is None:
                 return AppendRequest(*rest)
-            if may_follow:
-                return AppendFollowing(*rest, content.follows.session_id)
-            assert not content.follows.has_seen
+            if supports_pipelining:
+                return AppendFollowing(*rest, content.pipelined_state.session_id)
+            assert not content.pipelined_state.has_seen
             return AppendRequest(*rest)
         return AppendBatch(req_id, mark, content, self.content_crc)
 
@@ -424,17 +426,17 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
 
 def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
     submission, content = pending.submission, pending.submission.content
-    if submission.follows is None or not isinstance(content, SingleRow):
+    if submission.pipelined_state is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
             f"the server sent predecessors for append {tuple(result.req_id)}, which is not a "
             "dependent append"
         )
     mark = TransactionId(result.high_water_mark)
     locks = (*content.write_locks, *content.read_locks)
-    following = submission.follows.with_predecessors(
+    pipelined_state = submission.pipelined_state.with_predecessors(
         result, submission.client_high_water_mark, pending.mount, locks
     )
-    return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
+    return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, pipelined_state)
 
 
 def _decode(result: AppendResult, row_count: int) -> BatchOutcome:

@@ -100,7 +100,7 @@ class PartitionStream:
         self._is_id_denied = False
         self._partition_id = partition_id
         self._settings = settings
-        self._monitor = OutcomeTracker(self._client_id, partition_id)
+        self._tracker = OutcomeTracker(self._client_id, partition_id)
         self._outbox = Outbox(partition_id)
         self._cursor = FeedCursor(settings.feed_ahead_max)
         self._readback = ReadBack(settings.range_bytes_max)
@@ -126,7 +126,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
-        self._may_follow = self._reads_own = False
+        self._supports_pipelining = self._reads_own = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
@@ -153,13 +153,13 @@ class PartitionStream:
     @property
     def has_pending(self) -> bool:
         """Whether anything waits to be sent or to become final."""
-        return len(self._outbox) > 0 or len(self._monitor) > 0
+        return len(self._outbox) > 0 or len(self._tracker) > 0
 
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`."""
         wanted_ms = self._phase_deadline_ms
-        for oldest in (self._outbox.first, self._monitor.oldest):
+        for oldest in (self._outbox.first, self._tracker.oldest):
             if oldest is not None and (wanted_ms is None or oldest.deadline_ms < wanted_ms):
                 wanted_ms = oldest.deadline_ms
         return wanted_ms
@@ -239,7 +239,7 @@ class PartitionStream:
         self.phase = Phase.LINKING
         self._phase_deadline_ms = None
         self.attempt += 1
-        self._avoided_links.update((pending.link, None) for pending in self._monitor)
+        self._avoided_links.update((pending.link, None) for pending in self._tracker)
         out.append(OpenLink(self.attempt, tuple(self._avoided_links)))
 
     def _linked(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
@@ -259,7 +259,7 @@ class PartitionStream:
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link = event.link
-        self._may_follow, self._reads_own = event.may_follow, event.reads_own
+        self._supports_pipelining, self._reads_own = event.supports_pipelining, event.reads_own
         # Without the feed at first: the answer states how long it would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -279,7 +279,7 @@ class PartitionStream:
 
     def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
         self._avoided_links.pop(event.link, None)
-        for pending in self._monitor:
+        for pending in self._tracker:
             pending.is_link_lost |= pending.link == event.link
         if event.link == self._link and self.phase in _LINKED:
             self._leave(event.reason, now_ms, out)
@@ -323,7 +323,7 @@ class PartitionStream:
         self._leave_if_drained(now_ms, out)
 
     def _leave_if_drained(self, now_ms: int, out: list[Effect]) -> bool:
-        if self._remount_reason is None or len(self._monitor):
+        if self._remount_reason is None or len(self._tracker):
             return False
         self._leave(self._remount_reason, now_ms, out)
         return True
@@ -401,9 +401,9 @@ class PartitionStream:
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
         if self._must_request_feed(mark, now_ms, out):
             return
-        self._monitor.prove(mark)
+        self._tracker.prove(mark)
         self._readback.begin(
-            self._monitor.unresolved(), self._cursor.chain if self._mount_has_feed else None
+            self._tracker.unresolved(), self._cursor.chain if self._mount_has_feed else None
         )
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._settle(now_ms, out)
@@ -440,7 +440,7 @@ class PartitionStream:
         if loss is not None:
             self._stop(loss, out)
             return
-        fault = self._readback.take(message, self._monitor)
+        fault = self._readback.take(message, self._tracker)
         if fault is not None:
             self._leave(fault, now_ms, out)
             return
@@ -448,10 +448,10 @@ class PartitionStream:
         self._settle(now_ms, out)
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
-        for pending, outcome in self._monitor.settle(self.high_water_mark):
+        for pending, outcome in self._tracker.settle(self.high_water_mark):
             self._avoid_link(pending)
             self._settle_submission(pending.submission, outcome, out)
-        assert len(self._monitor) == 0  # invariant 1
+        assert len(self._tracker) == 0  # invariant 1
         self.phase = Phase.READY
         self._is_id_denied = False
         self._phase_deadline_ms = None
@@ -466,7 +466,7 @@ class PartitionStream:
             message.error_code, message.message, message.first_available, message.retry_after_ms
         )
         self._note_pause(error, now_ms)
-        pending = self._monitor.find(message.req_id)
+        pending = self._tracker.find(message.req_id)
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
@@ -495,9 +495,9 @@ class PartitionStream:
         """The log begins after what must be read back: these rows have an unknown outcome."""
         if self._readback.below_start():
             self.failure = str(error)
-            for pending in self._monitor.doubtful_below(TransactionId(error.first_available)):
+            for pending in self._tracker.doubtful_below(TransactionId(error.first_available)):
                 self._end_pending(pending, "since the log begins after them", out)
-            self._readback.begin(self._monitor.unresolved(), None)
+            self._readback.begin(self._tracker.unresolved(), None)
         self._settle(now_ms, out)
 
     # --- appends
@@ -513,8 +513,8 @@ class PartitionStream:
                 self._outbox.take()
                 self._report_rejection(submission, rejection, out)
                 continue
-            in_flight_bytes = self._monitor.in_flight_bytes + submission.size_bytes
-            if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
+            in_flight_bytes = self._tracker.in_flight_bytes + submission.size_bytes
+            if len(self._tracker) and in_flight_bytes > self._limits.in_flight_bytes_max:
                 return
             if self.next_sequence + submission.row_count > SEQUENCE_MAX:
                 self._request_client_id(out)
@@ -526,14 +526,19 @@ class PartitionStream:
         client_id = ClientId(self._client_id)
         req_id = ReqId(client_id, self._generation, self._partition_id, self.next_sequence)
         self.next_sequence += submission.row_count  # invariant 5
-        self._monitor.register(
+        self._tracker.register(
             Pending(submission, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        out.append(Send(self._link, submission.message(req_id, may_follow=self._may_follow)))
+        out.append(
+            Send(
+                self._link,
+                submission.message(req_id, supports_pipelining=self._supports_pipelining),
+            )
+        )
 
     def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:
-            answer = self._monitor.answered(message)
+            answer = self._tracker.answered(message)
         except errors.RemoteProtocolError as error:
             # The append is in doubt, like one that was not answered.
             if self.phase in _LINKED:
@@ -547,7 +552,7 @@ class PartitionStream:
     ) -> None:
         reason = append_errors.reason_of(error)
         if reason is not None:
-            self._monitor.remove(pending)
+            self._tracker.remove(pending)
             outcome = BatchOutcome.uniform(
                 pending.submission.row_count,
                 reason,
@@ -558,7 +563,7 @@ class PartitionStream:
             is_paused = outcome.retry_after_ms > 0
             self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)
         elif isinstance(error, errors.UsageError):
-            self._monitor.remove(pending)
+            self._tracker.remove(pending)
             out.append(SubmissionRejected(pending.submission.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
@@ -613,7 +618,7 @@ class PartitionStream:
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
-        late = [pending for pending in self._monitor if pending.deadline_ms <= now_ms]
+        late = [pending for pending in self._tracker if pending.deadline_ms <= now_ms]
         for pending in late:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
@@ -623,7 +628,7 @@ class PartitionStream:
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
-        self._monitor.remove(pending)
+        self._tracker.remove(pending)
         self._avoid_link(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
@@ -635,8 +640,8 @@ class PartitionStream:
     # --- client IDs
 
     def _request_client_id(self, out: list[Effect]) -> None:
-        # NB: the monitor must be empty before the ID changes: rows are matched by it.
-        if len(self._monitor) == 0 and not self._renewing:
+        # NB: the tracker must be empty before the ID changes: rows are matched by it.
+        if len(self._tracker) == 0 and not self._renewing:
             self._renewing = True
             out.append(NeedClientId())
 
@@ -644,19 +649,19 @@ class PartitionStream:
         """Mount again with another ID; the rows in doubt can be read back with this one only."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
-        for pending in list(self._monitor):
+        for pending in list(self._tracker):
             self._end_pending(pending, "with this client ID", out)
         self._leave(str(error), now_ms, out)
 
     def _renew(self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]) -> None:
         if not (self._renewing or self.needs_client_id):
             return
-        assert len(self._monitor) == 0
+        assert len(self._tracker) == 0
         if self._client_id != _NO_CLIENT_ID:
             self.next_sequence = 1
         self._renewing = self.needs_client_id = False
         self._client_id, self._proof = event.client_id, event.proof
-        self._monitor = OutcomeTracker(event.client_id, self._partition_id)
+        self._tracker = OutcomeTracker(event.client_id, self._partition_id)
         if self.phase in _LINKED:
             self._leave("the client ID has changed", now_ms, out)
 
@@ -680,7 +685,7 @@ class PartitionStream:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         if stretch is not None:
             if stretch.picked is None:  # with a filter, the log is read back
-                self._monitor.match_feed(stretch.first, stretch.headers)
+                self._tracker.match_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
             out.append(stretch)
 
@@ -722,7 +727,7 @@ class PartitionStream:
         self._stopped = error
         self.failure = str(error)
         self._link = -1
-        for pending in list(self._monitor):
+        for pending in list(self._tracker):
             self._end_pending(pending, "before the stream ended", out)
         out.extend(
             SubmissionRejected(waiting.submission.token, error)

@@ -73,13 +73,13 @@ class ReadBack:
         """Whether this is the outstanding request."""
         return self._request is not None and self._request.req_id == req_id
 
-    def take(self, message: RangeData, monitor: OutcomeTracker) -> str | None:
+    def take(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
         """Process an answer; return a text that states what is wrong with it, or None."""
         request = self._request
         assert request is not None
         self._request = None
         fits = message.form == request.form and message.first == request.first
-        if not fits or not _match(message, request, monitor):
+        if not fits or not _match(message, request, tracker):
             where = f"transactions {request.first}..{request.last}"
             return f"the server's answer for {where} has headers that were not requested"
         if self._chain is not None:
@@ -108,12 +108,12 @@ class ReadBack:
         )
 
 
-def _match(message: RangeData, request: RangeRequest, monitor: OutcomeTracker) -> bool:
+def _match(message: RangeData, request: RangeRequest, tracker: OutcomeTracker) -> bool:
     """Look for rows in an answer; return whether it has the headers that were requested."""
     first, count = TransactionId(message.first), message.count
     if request.form == OWN_HEADERS:
         is_within = first < message.next <= request.last + 1
         last = TransactionId(message.next - 1)
-        return is_within and monitor.match_own_headers(first, last, count, message.records)
+        return is_within and tracker.match_own_headers(first, last, count, message.records)
     is_dense = count > 0 and message.next == first + count
-    return is_dense and monitor.match_headers(first, count, message.records)
+    return is_dense and tracker.match_headers(first, count, message.records)

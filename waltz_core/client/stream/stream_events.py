@@ -103,15 +103,15 @@ class LinkOpened:
     """A connection to the partition's owner is open.
 
     `link` numbers the connection; `connection_sequence` is higher than in every earlier mount.
-    `may_follow`: the server knows pipelined dependent appends. `reads_own`: it knows ranges of a
-    client's own headers.
+    `supports_pipelining`: the server knows pipelined dependent appends. `reads_own`: it knows
+    ranges of a client's own headers.
     """
 
     attempt: int
     link: int
     generation: Generation
     connection_sequence: int
-    may_follow: bool = False
+    supports_pipelining: bool = False
     reads_own: bool = False
 
 

@@ -3,7 +3,7 @@
 A client that writes for an attempt of a task checks before each mount that no later attempt has
 begun. Otherwise it is like any other client.
 
-Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
+Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
     1. An attempt uses the task's client ID, and mounts with connection sequences from attempt *
        2**32 on. So the highest attempt that has mounted fences the others, as long as the
        generation lasts.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.links.write_requests import EnteredTask, RegistryUser, WriteRequests
-from waltz_core.cluster.writes import TaskState, WriteState, check_name
+from waltz_core.cluster.write_registry import TaskState, WriteState, check_name
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
 SEQUENCES_OF_ATTEMPT = 1 << 32

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from waltz_core import errors
-from waltz_core.cluster.znodes.interface import CreateNode, Delete, Set
+from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.records import strict_json
 
@@ -115,7 +115,7 @@ class AuditLog:
         with suppress(errors.WaltzError):
             node = await self._znodes.get(path)
             if node is not None:
-                await self._znodes.write([Set(path, done.to_bytes(), node.stat.version)])
+                await self._znodes.write([SetNode(path, done.to_bytes(), node.stat.version)])
 
     async def read(self) -> list[AuditEntry]:
         """Return all entries, oldest first."""
@@ -139,4 +139,4 @@ class AuditLog:
             with suppress(errors.CoordinatorConflict):
                 node = await self._znodes.get(path)
                 if node is not None:
-                    await self._znodes.write([Delete(path, node.stat.version)])
+                    await self._znodes.write([DeleteNode(path, node.stat.version)])

@@ -25,7 +25,7 @@ from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.archive.manifest import FORMAT, framed, unframed
 from waltz_core.archive.saved_manifest import SavedManifest
-from waltz_core.cluster.writes import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes.access_node import decode, encode
 from waltz_core.cluster.znodes.model import INT32_MAX
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom

@@ -21,9 +21,9 @@ from waltz_core.cluster.znodes.interface import (
     NO_NODE,
     CheckVersion,
     CreateNode,
-    Delete,
+    DeleteNode,
     Operation,
-    Set,
+    SetNode,
 )
 from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.config.connect_string import check_address
@@ -161,7 +161,7 @@ def creation_steps(
         for each in operations
     ]
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()
-    root = Set(paths.root, params, max(root_version, 0))  # rule 1
+    root = SetNode(paths.root, params, max(root_version, 0))  # rule 1
     return _steps([*operations, *added, root])
 
 
@@ -170,7 +170,7 @@ def _steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     steps: list[list[Operation]] = []
     room = 0
     for each in operations:
-        data = b"" if isinstance(each, Delete | CheckVersion) else each.data or b""
+        data = b"" if isinstance(each, DeleteNode | CheckVersion) else each.data or b""
         size = _OPERATION_BYTES + len(each.path) + len(data)
         if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
             steps.append([])

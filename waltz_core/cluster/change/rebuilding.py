@@ -61,7 +61,7 @@ IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 NO_SERVER = ServerId(0)
 
 
-class Log(NamedTuple):
+class ReportedLog(NamedTuple):
     """The state that a replica reports after a fence and a sync."""
 
     last_session: SessionId
@@ -80,7 +80,7 @@ class Log(NamedTuple):
         return self.last_session, self.synced_max
 
 
-class Ids(NamedTuple):
+class MaximumIds(NamedTuple):
     """The greatest client ID, generation, and client ID that a server has issued (rule 5)."""
 
     client_id: int
@@ -88,18 +88,18 @@ class Ids(NamedTuple):
     issued_id: int = NONE_ISSUED
 
     @staticmethod
-    def of_record(client_id: int, generation: int) -> "Ids":
+    def of_record(client_id: int, generation: int) -> "MaximumIds":
         """Return those of one record."""
         if client_id > NONE_ISSUED:
-            return Ids(0, generation, client_id)
-        return Ids(client_id, generation)
+            return MaximumIds(0, generation, client_id)
+        return MaximumIds(client_id, generation)
 
-    def maximum_with(self, other: "Ids") -> "Ids":
+    def maximum_with(self, other: "MaximumIds") -> "MaximumIds":
         """Return the greater of each."""
-        return Ids(*map(max, self, other))
+        return MaximumIds(*map(max, self, other))
 
 
-NO_IDS = Ids(0, -1)
+NO_IDS = MaximumIds(0, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class RebuildDecision:
 
     partition_id: PartitionId
     source: ReplicaId
-    log: Log
+    log: ReportedLog
     members: tuple[ReplicaId, ...]
 
     @property
@@ -126,7 +126,7 @@ class RebuildDecision:
         return model.PartitionMetadata(generation, session_id, states)
 
 
-class DeclareOperations(Protocol):
+class RebuildOperations(Protocol):
     """The operations that declare a log; each returns when it is durable."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
@@ -139,7 +139,7 @@ class DeclareOperations(Protocol):
         """Assign the first replicas."""
 
 
-async def declare(metadata: model.PartitionMetadata, operations: DeclareOperations) -> None:
+async def declare(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
     """Declare a log to be the log of its partition (rule 6)."""
     await operations.write(metadata)
     await operations.mark()
@@ -148,7 +148,7 @@ async def declare(metadata: model.PartitionMetadata, operations: DeclareOperatio
 
 def choose(
     partition_id: PartitionId,
-    logs: Mapping[ReplicaId, Log],
+    logs: Mapping[ReplicaId, ReportedLog],
     *,
     groups: Mapping[ReplicaId, int],
     replica_count: int,
@@ -190,7 +190,7 @@ def _members(
     return tuple([*first, *(name for name in ranked if name not in first)][:count])
 
 
-def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
+def losses(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]) -> list[str]:
     """Return what other replicas have that the chosen log lacks, as texts."""
     found: list[str] = []
     for name, log in logs.items():

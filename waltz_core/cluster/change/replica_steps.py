@@ -31,21 +31,21 @@ Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplicaPlan:
     """The wanted replicas of some partitions; `joining` are those that must get in sync."""
 
     wanted: Placement
     joining: Placement
 
     @staticmethod
-    def to(wanted: Placement, assigned: ReplicaAssignments) -> "Plan":
+    def to(wanted: Placement, assigned: ReplicaAssignments) -> "ReplicaPlan":
         """Return the plan that leads from an assignment to a placement."""
         before = {each: assigned.replicas_of(each) for each in wanted}
         joining = {
             each: tuple(name for name in replicas if name not in before[each])
             for each, replicas in wanted.items()
         }
-        return Plan(dict(wanted), joining)
+        return ReplicaPlan(dict(wanted), joining)
 
 
 class PartitionReplicas(NamedTuple):
@@ -72,7 +72,7 @@ class PartitionReplicas(NamedTuple):
         return self.metadata is not None and bool(self.metadata.states)
 
 
-class Change(NamedTuple):
+class ReplicaStep(NamedTuple):
     """One step of one partition: from these replicas to those."""
 
     partition_id: PartitionId
@@ -85,7 +85,7 @@ class Change(NamedTuple):
         return f"partition {self.partition_id}: {' '.join(added + removed)}"
 
 
-class PlanWait(NamedTuple):
+class StepWait(NamedTuple):
     """A partition's next step must wait; the reason is shown to the user."""
 
     partition_id: PartitionId
@@ -96,8 +96,8 @@ class PlanWait(NamedTuple):
 
 
 def next_step(
-    partition_id: PartitionId, now: PartitionReplicas, plan: Plan
-) -> Change | PlanWait | None:
+    partition_id: PartitionId, now: PartitionReplicas, plan: ReplicaPlan
+) -> ReplicaStep | StepWait | None:
     """Return the next step of a partition, or why it must wait; None if it is as wanted."""
     wanted = plan.wanted[partition_id]
     if not wanted:
@@ -105,13 +105,13 @@ def next_step(
     leaving = [each for each in now.assigned if each not in wanted]
     lacking = [each for each in wanted if each not in now.assigned]
     if not now.assigned:
-        return Change(partition_id, (), tuple(wanted))
+        return ReplicaStep(partition_id, (), tuple(wanted))
     if not now.was_opened:
         # Without a history no replica must be in sync: overlapping quorums are enough.
         return _one_by_one(partition_id, now, lacking, leaving)
     reason = _awaited_session(now) or _not_in_sync(now, plan.joining[partition_id])
     if reason is not None:
-        return PlanWait(partition_id, reason)
+        return StepWait(partition_id, reason)
     if lacking:
         return _add_replica(partition_id, now, lacking[0], leaving)
     if leaving:
@@ -119,7 +119,7 @@ def next_step(
     return None
 
 
-def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignments:
+def apply(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
     """Return the assignment after some changes.
 
     Raises CoordinatorConflict if a partition is not what its change was planned for.
@@ -148,11 +148,11 @@ def _one_by_one(
     now: PartitionReplicas,
     lacking: list[ReplicaId],
     leaving: list[ReplicaId],
-) -> Change | None:
+) -> ReplicaStep | None:
     if lacking:
-        return Change(partition_id, now.assigned, (*now.assigned, lacking[0]))
+        return ReplicaStep(partition_id, now.assigned, (*now.assigned, lacking[0]))
     if leaving:
-        return Change(partition_id, now.assigned, _without(now.assigned, leaving[0]))
+        return ReplicaStep(partition_id, now.assigned, _without(now.assigned, leaving[0]))
     return None
 
 
@@ -186,20 +186,20 @@ def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str 
 
 def _add_replica(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
-) -> Change | PlanWait:
+) -> ReplicaStep | StepWait:
     away = [each for each in leaving if each not in now.in_sync]
     if away:  # The quorum keeps its size, so appends need not wait for the copy.
         after = (*_without(now.assigned, away[0]), added)
         return _checked(partition_id, now, after, len(now.in_sync))
     after = (*now.assigned, added)
     if len(now.in_sync) == len(now.assigned):
-        return Change(partition_id, now.assigned, after)
+        return ReplicaStep(partition_id, now.assigned, after)
     return _checked(partition_id, now, after, len(now.in_sync))
 
 
 def _remove_replica(
     partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
-) -> Change | PlanWait:
+) -> ReplicaStep | StepWait:
     away = [each for each in leaving if each not in now.in_sync]
     after = _without(now.assigned, (away or leaving)[0])
     return _checked(partition_id, now, after, len([each for each in now.in_sync if each in after]))
@@ -210,13 +210,13 @@ def _checked(
     now: PartitionReplicas,
     after: tuple[ReplicaId, ...],
     in_sync_count: int,
-) -> Change | PlanWait:
+) -> ReplicaStep | StepWait:
     """Return the change, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
-        return Change(partition_id, now.assigned, after)
+        return ReplicaStep(partition_id, now.assigned, after)
     missing = [each for each in now.assigned if each not in now.in_sync]
-    return PlanWait(
+    return StepWait(
         partition_id,
         f"replica {_names(missing)} is not in sync, and without it appends would need "
         f"{quorum} of the replicas {_names(after)}. Hint: start its storage, or replace it.",

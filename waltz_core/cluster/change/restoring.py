@@ -20,7 +20,7 @@ from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
 from waltz_core.cluster.change.rebuilding import NO_SERVER, issued_from
-from waltz_core.cluster.writes import BegunWrite
+from waltz_core.cluster.write_registry import BegunWrite
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
 from waltz_core.cluster.znodes.paths import ClusterPaths

@@ -17,10 +17,15 @@ from typing import Final, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
-from waltz_core.cluster.change.replica_steps import Change, PartitionReplicas, Plan, PlanWait
+from waltz_core.cluster.change.replica_steps import (
+    PartitionReplicas,
+    ReplicaPlan,
+    ReplicaStep,
+    StepWait,
+)
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import Delete, Set, Signal
+from waltz_core.cluster.znodes.interface import DeleteNode, SetNode, Signal
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -91,13 +96,13 @@ class StorageLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PlanProgress:
     """The progress of a plan: finished partitions, all partitions, and what it waits for."""
 
     done_count: int
     count: int
-    waits: tuple[PlanWait, ...] = ()
-    step: tuple[Change, ...] = ()
+    waits: tuple[StepWait, ...] = ()
+    step: tuple[ReplicaStep, ...] = ()
 
 
 class _Done(Exception):
@@ -163,7 +168,7 @@ class StorageChanges:
             if node is None:
                 return
             try:
-                await self._nodes.znodes.write([Delete(path, node.stat.version)])
+                await self._nodes.znodes.write([DeleteNode(path, node.stat.version)])
             except errors.CoordinatorConflict:
                 continue
             return
@@ -186,7 +191,9 @@ class StorageChanges:
             found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
         return found
 
-    async def carry_out(self, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
+    async def carry_out(
+        self, plan: ReplicaPlan, on_progress: Callable[[PlanProgress], None]
+    ) -> None:
         """Take steps until every partition is as wanted, or until cancelled.
 
         Raises BadRequest if that is impossible. Another command's change of the same partitions
@@ -210,9 +217,9 @@ class StorageChanges:
 
     async def _advance(
         self,
-        plan: Plan,
+        plan: ReplicaPlan,
         open_ends: list[PartitionId],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[PlanProgress], None],
         signal: Signal,
     ) -> None:
         """Read once, and write once if there is a next step."""
@@ -229,9 +236,11 @@ class StorageChanges:
             }
             for partition_id in [each for each, step in steps.items() if step is None]:
                 open_ends.remove(partition_id)
-            todo = tuple(each for each in steps.values() if isinstance(each, Change))
-            waits = tuple(each for each in steps.values() if isinstance(each, PlanWait))
-            on_progress(Progress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo))
+            todo = tuple(each for each in steps.values() if isinstance(each, ReplicaStep))
+            waits = tuple(each for each in steps.values() if isinstance(each, StepWait))
+            on_progress(
+                PlanProgress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo)
+            )
             if not open_ends:
                 raise _Done
             if todo:
@@ -239,18 +248,18 @@ class StorageChanges:
             elif len(waits) == min(len(open_ends), CONCURRENT_PARTITIONS_MAX):
                 return
 
-    async def _write(self, todo: tuple[Change, ...]) -> None:
+    async def _write(self, todo: tuple[ReplicaStep, ...]) -> None:
         await self.change(
             lambda old: replace(old, assignment=replica_steps.apply(todo, old.assignment))
         )
 
-    async def _read(self) -> tuple[StorageLayout, list[Set]]:
+    async def _read(self) -> tuple[StorageLayout, list[SetNode]]:
         """Read the layout, and the writes that would keep it unchanged."""
-        steps: list[Set] = []
+        steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:
             node = await self._nodes.require(path)
-            steps.append(Set(path, node.data, node.stat.version))
+            steps.append(SetNode(path, node.data, node.stat.version))
             return decode_node(path, node, decode)
 
         assignment = await read(self._paths.replica_assignment, model.ReplicaAssignments.from_bytes)

@@ -20,7 +20,7 @@ from waltz_core import errors
 from waltz_core.access.permission_changes import next_revision
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.znodes import access_node
-from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Node, Set
+from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Node, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 
 WRITE_ATTEMPTS_MAX: Final = 20
@@ -151,7 +151,7 @@ class StoredPermissions:
         step = (
             CreateNode(self._path, data)
             if before is None
-            else Set(self._path, data, before.stat.version)
+            else SetNode(self._path, data, before.stat.version)
         )
         try:
             await self._znodes.write([step])

@@ -1,6 +1,6 @@
 """Which servers are alive, and which of them owns which partition.
 
-`registration.py` has the registered servers and the duties of the lead server. `assignment.py`
+`registration.py` has the registered servers and the duties of the leader. `assignment.py`
 assigns partitions to servers and replicas to storages. `loads.py` and `balance.py` move partitions
 by load, and `reachability.py` excludes servers that their peers cannot reach.
 `applied_revisions.py` has the revision of the permissions that each daemon uses, `issued_ids.py`

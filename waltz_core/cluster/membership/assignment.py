@@ -1,6 +1,6 @@
 """Assigns partitions to servers and replicas to storages.
 
-The lead server decides for all. Any other server may become the lead at any moment, so the result
+The leader decides for all. Any other server may become the leader at any moment, so the result
 depends only on the state of ZooKeeper.
 
 Invariants of `assign_partitions`:

@@ -9,7 +9,7 @@ from typing import Final
 from waltz_core import errors
 from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Operation, Set
+from waltz_core.cluster.znodes.interface import CreateNode, Operation, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.records.record import ClientId
 
@@ -80,7 +80,7 @@ class IssuedIds:
         if version is None:
             await self._nodes.ensure((self._nodes.paths.extensions,))
         else:
-            step = Set(self._path, data, version)
+            step = SetNode(self._path, data, version)
         await self._nodes.znodes.write([step])
 
     def _contended(self) -> errors.CoordinatorUnavailable:

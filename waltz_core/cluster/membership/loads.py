@@ -1,6 +1,6 @@
 """Measures, publishes and evaluates the load of each partition.
 
-The lead server decides from loads that other servers measured some seconds ago, for partitions that
+The leader decides from loads that other servers measured some seconds ago, for partitions that
 may have moved since.
 
 Rules:

@@ -1,6 +1,6 @@
 """Which servers other servers can connect to, and which servers may own partitions because of that.
 
-The servers that connect (`server/process/failure_detector.py`), the lead that assigns partitions
+The servers that connect (`server/process/failure_detector.py`), the leader that assigns partitions
 (`registration.py`) and the doctor share these rules (decision 027).
 
 Rules:

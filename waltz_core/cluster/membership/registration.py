@@ -1,22 +1,22 @@
-"""The registered live servers, and the lead server's duty to keep the assignment in force.
+"""The registered live servers, and the leader's duty to keep the assignment in force.
 
 Every process follows the membership; the membership itself determines the one that acts on it.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
     1. An assignment is in force only while its cversion is that of its own node: it was written for
        exactly the registered servers. No other assignment is returned.
-    2. The lead server is the live one with the smallest ID. It computes the assignments, except the
+    2. The leader is the live one with the smallest ID. It computes the assignments, except the
        one that a server's own change of preferences requires, which that server computes. Each is
        written at the version that was read; after a conflict everything is read again.
     3. A registered server whose session was lost registers again, under the same server ID.
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
-       session timeout after its return the lead moves no partition away from servers that have not
-       registered again, unless they are known to be dead: this process has seen it
+       session timeout after its return the leader moves no partition away from servers that have
+       not registered again, unless they are known to be dead: this process has seen it
        (`remove_dead`), or another one is registered at their address. Otherwise it acts at once. A
-       server that changes its own preferences writes an assignment, too, and waits like the lead.
+       server that changes its own preferences writes an assignment, too, and waits like the leader.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
-       changes, the lead writes another one for the same live servers.
+       changes, the leader writes another one for the same live servers.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,14 @@ from waltz_core.cluster.membership.assignment import (
 )
 from waltz_core.cluster.membership.reachability import PublishedReachability, eligible
 from waltz_core.cluster.znodes import model
-from waltz_core.cluster.znodes.interface import CreateNode, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.cluster.znodes.interface import (
+    CreateNode,
+    DeleteNode,
+    NodeStat,
+    Operation,
+    SetNode,
+    Signal,
+)
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.znodes.paths import DESCRIPTOR_PREFIX
 from waltz_core.records.record import Generation, PartitionId, ServerId
@@ -98,7 +105,7 @@ class Membership:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._reach = PublishedReachability(nodes)
+        self._reachability = PublishedReachability(nodes)
         # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
         # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
@@ -113,7 +120,7 @@ class Membership:
         """Register this process as a live server, or change its registration.
 
         The node lives as long as the session. After a lost session `follow` registers the same
-        server ID again. From now on `follow` also fulfills the lead server's duty whenever this
+        server ID again. From now on `follow` also fulfills the leader's duty whenever this
         process has the smallest live server ID.
         """
         self._descriptor = descriptor
@@ -145,7 +152,7 @@ class Membership:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [Delete(each.path, each.stat.version) for each in own]
+                    [DeleteNode(each.path, each.stat.version) for each in own]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -217,8 +224,8 @@ class Membership:
         )
         await self._nodes.znodes.write(
             [
-                Set(own[0].path, descriptor.to_bytes(), own[0].stat.version),
-                Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
+                SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version),
+                SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
             ]
         )
         return True
@@ -230,10 +237,10 @@ class Membership:
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
-        if not self._is_lead(seen) or _view(membership, partition_count) != seen:
+        if not self._is_leader(seen) or _view(membership, partition_count) != seen:
             return False
         assignment = move_partitions(membership.assignment, moves)
-        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         try:
             await self._nodes.znodes.write([step])
         except errors.CoordinatorConflict:
@@ -250,7 +257,7 @@ class Membership:
             raised = with_generations(membership.assignment, at_least)
             if raised == membership.assignment:
                 return
-            step = Set(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
+            step = SetNode(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
             try:
                 await self._nodes.znodes.write([step])
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -274,7 +281,7 @@ class Membership:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [Delete(each.path, each.stat.version) for each in found]
+                    [DeleteNode(each.path, each.stat.version) for each in found]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -309,7 +316,7 @@ class Membership:
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
             if self._descriptor is None or not _view(membership, partition_count).is_settled:
-                return False  # The lead is about to write another assignment.
+                return False  # The leader is about to write another assignment.
             own = self._own_nodes(membership, server_id)
             assignment = handed_over(membership.assignment, partition_id, generation, server_id)
             if assignment is None or len(own) != 1:
@@ -320,8 +327,8 @@ class Membership:
             try:
                 await self._nodes.znodes.write(
                     [
-                        Set(own[0].path, changed.to_bytes(), own[0].stat.version),
-                        Set(
+                        SetNode(own[0].path, changed.to_bytes(), own[0].stat.version),
+                        SetNode(
                             self._nodes.paths.servers,
                             assignment.to_bytes(),
                             membership.stat.version,
@@ -345,8 +352,8 @@ class Membership:
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view (or that there is no server), until cancelled.
 
-        While this process is registered, this also keeps it registered and fulfills the lead
-        server's duty: computing the assignment for a changed set of servers (rules 1 and 2).
+        While this process is registered, this also keeps it registered and fulfills the
+        leader's duty: computing the assignment for a changed set of servers (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None
@@ -364,15 +371,15 @@ class Membership:
             if view != last and (view.is_settled or not view.servers):
                 last = view
                 callback(view)
-            if view.servers and self._is_lead(view):
-                await self._run_lead_duties(membership, view, signal)
+            if view.servers and self._is_leader(view):
+                await self._run_leader_duties(membership, view, signal)
 
         await self._nodes.follow(check)
 
-    async def _run_lead_duties(
+    async def _run_leader_duties(
         self, membership: _Membership, view: ServersView, signal: Signal
     ) -> None:
-        """As the lead, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
+        """As the leader, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
         may_own = await self._eligible(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
         if is_due and not self._is_waiting_for_owners(membership, signal):
@@ -385,10 +392,10 @@ class Membership:
         live = membership.servers.keys()
         if len(live) < 2:
             return frozenset(live)  # the last one takes over without another read
-        reports = await self._reach.read(live, signal)
+        reports = await self._reachability.read(live, signal)
         return eligible(live, membership.assignment.servers.keys(), reports)
 
-    def _is_lead(self, view: ServersView) -> bool:
+    def _is_leader(self, view: ServersView) -> bool:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
 
     def _remember(self, membership: _Membership) -> None:
@@ -415,7 +422,7 @@ class Membership:
 
     def _grace_left_ms(self, membership: _Membership) -> int:
         """Return for how long owners may still register again; 0 if none is awaited."""
-        reconnected_ms = self._nodes.contact.reconnected_ms
+        reconnected_ms = self._nodes.connection_history.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
         if (
             reconnected_ms is None
@@ -448,7 +455,7 @@ class Membership:
             partition_count=await self._read_partition_count(),
             keeps_all=self.keeps_all,
         )
-        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         await self._nodes.znodes.write([step])
 
     async def _ensure_registered(
@@ -463,10 +470,10 @@ class Membership:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
             step = CreateNode(prefix, data, ephemeral=True, sequential=True)
         elif len(own) == 1:
-            step = Set(own[0].path, descriptor.to_bytes(), own[0].stat.version)
+            step = SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version)
         else:
             # Two attempts to register have both succeeded.
-            step = Delete(own[-1].path, own[-1].stat.version)
+            step = DeleteNode(own[-1].path, own[-1].stat.version)
         await self._nodes.znodes.write([step])
         return False
 
@@ -485,7 +492,9 @@ class Membership:
             and each.descriptor.server_id < descriptor.server_id
         ]
         if dead:
-            await self._nodes.znodes.write([Delete(each.path, each.stat.version) for each in dead])
+            await self._nodes.znodes.write(
+                [DeleteNode(each.path, each.stat.version) for each in dead]
+            )
         return bool(dead)
 
     def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:

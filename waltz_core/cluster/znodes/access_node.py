@@ -121,17 +121,17 @@ def _group(name: str, found: object) -> tuple[str, ...]:
 
 def _grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
     is_group = type(found) is dict and "group" in found
-    holder_key = "group" if is_group else "principal"
-    node = _object(found, "a grant", (holder_key, "verb", "partitions"))
+    grantee_key = "group" if is_group else "principal"
+    node = _object(found, "a grant", (grantee_key, "verb", "partitions"))
     if is_group:
-        holder = _text(node["group"], "group")
-        _expect(holder in groups, "a grant to a group that exists", holder)
+        grantee = _text(node["group"], "group")
+        _expect(grantee in groups, "a grant to a group that exists", grantee)
     else:
-        holder = _principal(node["principal"])
+        grantee = _principal(node["principal"])
     verb = _text(node["verb"], "verb")
     verbs = [each.value for each in AccessVerb]
     _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
-    return Grant(holder, is_group, AccessVerb(verb), _partitions(node["partitions"]))
+    return Grant(grantee, is_group, AccessVerb(verb), _partitions(node["partitions"]))
 
 
 def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
@@ -229,8 +229,8 @@ def _encoded_grant(grant: Grant) -> dict[str, str]:
         partitions = ",".join(
             f"{first}" if first == last else f"{first}-{last}" for first, last in grant.partitions
         )
-    holder = "group" if grant.is_group else "principal"
-    return {holder: grant.holder, "verb": grant.verb.value, "partitions": partitions}
+    grantee = "group" if grant.is_group else "principal"
+    return {grantee: grant.grantee, "verb": grant.verb.value, "partitions": partitions}
 
 
 def _encoded_limits(limits: PrincipalLimits) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Records when ZooKeeper became unavailable, and when it became available again.
 
-Health checks use it, and the lead server, which waits for servers that may register again.
+Health checks use it, and the leader, which waits for servers that may register again.
 
 Rules:
     1. A connection that is replaced within `ABSENCE_MS_MIN` is no outage: one node of the ensemble

@@ -63,7 +63,7 @@ class CreateNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Set:
+class SetNode:
     """Replace the data of a node that must be at `version`."""
 
     path: str
@@ -72,7 +72,7 @@ class Set:
 
 
 @dataclass(frozen=True, slots=True)
-class Delete:
+class DeleteNode:
     """Delete a node that must be at `version` and have no children."""
 
     path: str
@@ -87,7 +87,7 @@ class CheckVersion:
     version: int
 
 
-Operation = CreateNode | Set | Delete | CheckVersion
+Operation = CreateNode | SetNode | DeleteNode | CheckVersion
 
 
 class SessionState(Enum):

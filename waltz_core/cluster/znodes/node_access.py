@@ -12,10 +12,10 @@ from waltz_core import errors
 from waltz_core.cluster.znodes.connection_history import ConnectionHistory
 from waltz_core.cluster.znodes.interface import (
     CreateNode,
-    Delete,
+    DeleteNode,
     Node,
     Operation,
-    Set,
+    SetNode,
     Signal,
     Znodes,
 )
@@ -31,7 +31,7 @@ class ClusterNodes:
 
     def __init__(self, znodes: Znodes, root: str) -> None:
         self.znodes = znodes
-        self.contact = ConnectionHistory(znodes)
+        self.connection_history = ConnectionHistory(znodes)
         self.paths = ClusterPaths(root)
 
     @property
@@ -71,16 +71,16 @@ class ClusterNodes:
             await self.ensure((self.paths.extensions, parent))
             steps.append(CreateNode(path, data, ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
-            steps.append(Set(path, data, node.stat.version))
+            steps.append(SetNode(path, data, node.stat.version))
         else:  # It belongs to an earlier session of this process, and would end with that.
-            steps += [Delete(path, node.stat.version), CreateNode(path, data, ephemeral=True)]
+            steps += [DeleteNode(path, node.stat.version), CreateNode(path, data, ephemeral=True)]
         await self.znodes.write(steps)
 
     async def remove(self, path: str) -> None:
         """Delete a node if it exists; raises like `put_ephemeral`."""
         node = await self.znodes.get(path)
         if node is not None:
-            await self.znodes.write([Delete(path, node.stat.version)])
+            await self.znodes.write([DeleteNode(path, node.stat.version)])
 
     async def follow(self, check: Callable[[Signal], Awaitable[None]]) -> Never:
         """Call `check` now, and after each signal, until cancelled; survives outages."""

@@ -20,7 +20,7 @@ DESCRIPTOR_PREFIX = "s_"
 MEMBER_PERMISSIONS: Final = "crwd"
 
 
-class Readers(StrEnum):
+class NodeReaders(StrEnum):
     """The readers of a znode; each of them includes those that follow it."""
 
     PUBLIC = "public"
@@ -39,7 +39,7 @@ class Znode(NamedTuple):
     kind: str
     content: str
     written_by: str
-    readers: Readers
+    readers: NodeReaders
     members: str = MEMBER_PERMISSIONS
 
     @property
@@ -48,10 +48,10 @@ class Znode(NamedTuple):
 
         They have the key that signs client IDs, the hashes of tokens, and commands.
         """
-        return self.readers is not Readers.PUBLIC and self.members != MEMBER_PERMISSIONS
+        return self.readers is not NodeReaders.PUBLIC and self.members != MEMBER_PERMISSIONS
 
 
-_PUBLIC, _MEMBERS, _ADMINISTRATORS = Readers
+_PUBLIC, _MEMBERS, _ADMINISTRATORS = NodeReaders
 
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
@@ -60,7 +60,7 @@ ZNODES = (
         "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
     ),
     Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
-    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server", _PUBLIC),
+    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the leader", _PUBLIC),
     Znode(
         "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
     ),

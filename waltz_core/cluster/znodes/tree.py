@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.znodes.interface import Delete, Set, Znodes
+from waltz_core.cluster.znodes.interface import DeleteNode, SetNode, Znodes
 from waltz_core.cluster.znodes.model import ClusterParams
 
 # ZooKeeper's own nodes.
@@ -81,7 +81,7 @@ async def delete_tree(
             return done_count
         try:
             if node.data:
-                await znodes.write([Set(root, b"", node.stat.version)])  # rule 1
+                await znodes.write([SetNode(root, b"", node.stat.version)])  # rule 1
             deletions = await _deletions(znodes, root)
             for start in range(0, len(deletions), STEP_NODES_MAX):
                 on_progress(done_count, done_count + len(deletions) - start)
@@ -123,15 +123,15 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
         )
 
 
-async def _deletions(znodes: Znodes, root: str) -> list[Delete]:
+async def _deletions(znodes: Znodes, root: str) -> list[DeleteNode]:
     """Return the deletion of each node, children before parents."""
-    found: list[Delete] = []
+    found: list[DeleteNode] = []
     paths = [root]
     while paths:
         path = paths.pop(0)
         node, listing = await znodes.get(path), await znodes.children(path)
         if node is not None and listing is not None:
-            found.append(Delete(path, node.stat.version))
+            found.append(DeleteNode(path, node.stat.version))
             paths += _children(path, listing.names)
     return found[::-1]
 

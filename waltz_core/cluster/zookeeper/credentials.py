@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.znodes.paths import Readers, Znode
+from waltz_core.cluster.znodes.paths import NodeReaders, Znode
 
 SCHEME = "digest"
 PERMISSIONS = "cdrwa"
@@ -111,7 +111,7 @@ class Credentials:
             NodePermission(SCHEME, members, row.members),
             *(each._replace(permissions=_limited(each, row)) for each in grants),
         ]
-        if row.readers is Readers.PUBLIC:
+        if row.readers is NodeReaders.PUBLIC:
             found.append(_PUBLIC)
         return tuple(each for each in found if each.permissions)
 

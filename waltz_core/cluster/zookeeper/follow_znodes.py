@@ -61,7 +61,7 @@ async def follow_permissions(
     access = port.access
 
     def take(permissions: Permissions | None) -> None:
-        access.learn(permissions)
+        access.apply(permissions)
         if access.permissions is not None:
             coordinator.publish_applied(name, access.permissions.revision)
 

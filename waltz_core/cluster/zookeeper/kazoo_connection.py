@@ -39,7 +39,7 @@ CONNECT_ANSWER_S_MAX: Final = 3.0
 # For rule 5: longer than a DNS server takes that works.
 LOOKUP_S: Final = 0.5
 
-__all__ = ["Handler", "Hooks", "clock_ms"]
+__all__ = ["Handler", "KazooHooks", "clock_ms"]
 
 
 def clock_ms() -> int:
@@ -47,7 +47,7 @@ def clock_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-class Hooks:
+class KazooHooks:
     """See the module's rules."""
 
     def __init__(self, client: KazooClient, session_timeout_ms: int) -> None:

@@ -22,12 +22,12 @@ from waltz_core.cluster.znodes.interface import (
     CheckVersion,
     Children,
     CreateNode,
-    Delete,
+    DeleteNode,
     Node,
     NodeStat,
     Operation,
     SessionState,
-    Set,
+    SetNode,
     Signal,
     StateCallback,
 )
@@ -134,7 +134,7 @@ class MemoryZooKeeper:
         """Delete the ephemeral nodes of a session."""
         paths = [path for path, entry in self._nodes.items() if entry.owner == number]
         for path in paths:
-            self.apply([Delete(path, self._nodes[path].version)], PERSISTENT)
+            self.apply([DeleteNode(path, self._nodes[path].version)], PERSISTENT)
 
     # --- private
 
@@ -142,13 +142,13 @@ class MemoryZooKeeper:
         match operation:
             case CreateNode():
                 return self._create(operation, owner, touched)
-            case Set(path, data, version):
+            case SetNode(path, data, version):
                 entry = self._expect(path, version)
                 written = replace(entry, data=data, version=version + 1, mtime_ms=self.now_ms)
                 self._nodes[path] = written
                 touched.append(path)
                 return version + 1
-            case Delete(path, version):
+            case DeleteNode(path, version):
                 self._expect(path, version)
                 if self.names(path):
                     raise errors.CoordinatorConflict(f"{path} has children")

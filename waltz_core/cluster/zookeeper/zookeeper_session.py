@@ -50,12 +50,12 @@ from waltz_core.cluster.znodes.interface import (
     CheckVersion,
     Children,
     CreateNode,
-    Delete,
+    DeleteNode,
     Node,
     NodeStat,
     Operation,
     SessionState,
-    Set,
+    SetNode,
     Signal,
     StateCallback,
 )
@@ -67,7 +67,7 @@ from waltz_core.cluster.zookeeper.credentials import (
     NodePermission,
     parse_credentials,
 )
-from waltz_core.cluster.zookeeper.kazoo_connection import Handler, Hooks, clock_ms
+from waltz_core.cluster.zookeeper.kazoo_connection import Handler, KazooHooks, clock_ms
 from waltz_core.cluster.zookeeper.watchdog import BEATS_PER_TIMEOUT
 from waltz_core.config.connect_string import ConnectString, parse_connect_string
 
@@ -223,7 +223,7 @@ class ZooKeeperSession:
             ],
             logger=logger,
         )
-        self._hooks = Hooks(self._client, session_timeout_ms)
+        self._hooks = KazooHooks(self._client, session_timeout_ms)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = SessionState.LOST
         self._session_number = PERSISTENT
@@ -490,9 +490,9 @@ class ZooKeeperSession:
             match operation:
                 case CreateNode():
                     versions.append(0)
-                case Set():
+                case SetNode():
                     versions.append(cast("ZnodeStat", result).version)
-                case Delete():
+                case DeleteNode():
                     versions.append(NO_NODE)
                 case CheckVersion(version=version):
                     versions.append(version)
@@ -676,10 +676,10 @@ def _add(
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
             # Not request.create, which cannot create a node without data.
             request.operations.append(CreateRequest(path, data, acl_of(path), flags))
-        case Set(path, data, version):
+        case SetNode(path, data, version):
             assert version >= 0  # rule 4
             request.set_data(path, data, version)
-        case Delete(path, version):
+        case DeleteNode(path, version):
             assert version >= 0  # rule 4
             request.delete(path, version)
         case CheckVersion(path, version):

@@ -9,7 +9,7 @@ from waltz_core.records.record import TRANSACTION_BYTES_MAX, Generation
 from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome
-from waltz_core.server.locking.tickets import BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.pending_appends import PendingAppend, PendingBatch, PendingSingle
 from waltz_core.server.locking.validation import decode, verify
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import Reason
@@ -24,47 +24,47 @@ class Admission:
         self._completions = completions
         self.generation = Generation(-1)  # of the open session
 
-    def stale(self, ticket: Ticket) -> Reason | None:
+    def stale(self, pending: PendingAppend) -> Reason | None:
         """Return why the mount or the generation of an append is over; None if it is not."""
-        req_id = ticket.req_id
-        if not self._mounts.is_ready(req_id.client_id, ticket.connection):
+        req_id = pending.req_id
+        if not self._mounts.is_ready(req_id.client_id, pending.connection):
             return Reason.NOT_MOUNTED
-        if ticket.mount != self._mounts.number(req_id.client_id, ticket.connection):
+        if pending.mount != self._mounts.number(req_id.client_id, pending.connection):
             return Reason.NOT_MOUNTED
         if req_id.generation != self.generation:
             return Reason.GENERATION
         return None
 
-    def admits(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
+    def admits(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
         """Return whether a single append may be validated; otherwise answer it."""
-        message = ticket.message
-        reason = self.stale(ticket)
+        message = pending.message
+        reason = self.stale(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
             reason = Reason.TOO_LARGE
         if reason is not None:
-            self.reject(ticket, reason, out)
+            self.reject(pending, reason, out)
             return False
         try:
             verify(message)
         except WaltzError as error:
-            self._completions.fail(ticket, error, out)
+            self._completions.fail(pending, error, out)
             return False
         return True
 
-    def opens(self, ticket: BatchTicket, out: list[AppendOutcome]) -> bool:
+    def opens(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
         """Decode a batch that is not decoded yet; answer it, and return False, if that fails."""
-        if ticket.message is not None:
+        if pending.message is not None:
             try:
-                ticket.open(decode(ticket.message, self._limits))
+                pending.open(decode(pending.message, self._limits))
             except WaltzError as error:
-                ticket.message = None
-                self._completions.fail(ticket, error, out)
+                pending.message = None
+                self._completions.fail(pending, error, out)
                 return False
         return True
 
-    def reject(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
+    def reject(self, pending: PendingAppend, reason: Reason, out: list[AppendOutcome]) -> None:
         """Reject all rows of an append that was not validated."""
-        if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
+        if isinstance(pending, PendingBatch) and not self.opens(pending, out):
             return
-        ticket.reject(reason)
-        self._completions.finish(ticket, out)
+        pending.reject(reason)
+        self._completions.finish(pending, out)

@@ -13,7 +13,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
-from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
@@ -52,9 +52,11 @@ def reject(request: Received, error: errors.WaltzError) -> SendToClient:
     return error_answer(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
-def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> SendToClient:
+def reject_pending(pending: PendingAppend, error: errors.WaltzError) -> SendToClient:
     """Report an error that concerns a whole append."""
-    return error_answer(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
+    return error_answer(
+        pending.connection, pending.req_id, pending.cost_bytes, error, pending.message
+    )
 
 
 def superseded(request: Received) -> SendToClient:

@@ -17,11 +17,16 @@ import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
-from waltz_core.server.append.answers import reject_ticket
+from waltz_core.server.append.answers import reject_pending
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached
-from waltz_core.server.locking.dependent_appends import Followers
-from waltz_core.server.locking.tickets import AppendCounters, FlushGroup, SingleTicket, Ticket
+from waltz_core.server.locking.dependent_appends import DependentAppends
+from waltz_core.server.locking.pending_appends import (
+    AppendCounters,
+    FlushGroup,
+    PendingAppend,
+    PendingSingle,
+)
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import Reason
 
@@ -46,10 +51,10 @@ class Completions:
         flush_group.unfinished += 1
         return flush_group
 
-    def leave(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
+    def leave(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """A request has ended (rule 1)."""
-        ticket.flush_group.unfinished -= 1
-        assert ticket.flush_group.unfinished >= 0
+        pending.flush_group.unfinished -= 1
+        assert pending.flush_group.unfinished >= 0
         while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
             out.extend(BarrierReached(token) for token in self._flush_groups.popleft().waiting)
 
@@ -74,68 +79,68 @@ class Completions:
 
     # --- answers
 
-    def answer_rejected(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
+    def answer_rejected(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
         """Answer writers from the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
-        for ticket in rejected:
-            self.finish(ticket, out)
+        for pending in rejected:
+            self.finish(pending, out)
         return out
 
-    def answer_followers(
-        self, rejected: Iterable[SingleTicket], following: Followers, next_id: TransactionId
+    def answer_dependent(
+        self, rejected: Iterable[PendingSingle], dependent: DependentAppends, next_id: TransactionId
     ) -> list[AppendOutcome]:
         """Answer writers with their predecessors in flight, or with LOCK if there are none."""
         out: list[AppendOutcome] = []
-        for ticket in rejected:
-            answer = following.predecessors_answer(ticket, self.high_water_mark, next_id)
+        for pending in rejected:
+            answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:
-                ticket.reject_for(min(ticket.conflict, self.high_water_mark))
-                self.finish(ticket, out)
+                pending.reject_for(min(pending.conflict, self.high_water_mark))
+                self.finish(pending, out)
             else:
                 self._counters.rejected[Reason.LOCK] += 1
                 out.append(answer)
-                self.leave(ticket, out)
+                self.leave(pending, out)
         return out
 
-    def finish_if_final(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
+    def finish_if_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """Answer a request if all of its rows are final."""
-        if isinstance(ticket, SingleTicket) or ticket.is_final:
-            self.finish(ticket, out)
+        if isinstance(pending, PendingSingle) or pending.is_final:
+            self.finish(pending, out)
 
-    def finish(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
+    def finish(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """Answer a request whose rows are all final (rule 2)."""
-        if not ticket.is_ahead:
-            out.append(self._answer(ticket))
-            self.leave(ticket, out)
-        elif ticket.session_id == self.session_id:
-            out.append(AheadOfLog(ticket))  # Flushes wait for that answer, too.
+        if not pending.is_ahead:
+            out.append(self._answer(pending))
+            self.leave(pending, out)
+        elif pending.session_id == self.session_id:
+            out.append(AheadOfLog(pending))  # Flushes wait for that answer, too.
         else:
-            out.extend(self.answer_ahead(ticket, is_proved=False))
+            out.extend(self.answer_ahead(pending, is_proved=False))
 
-    def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 2)."""
         if not is_proved:
-            client_id = ticket.req_id.client_id
-            ticket.end_unproved()
-            if ticket.mount == self._mounts.number(client_id, ticket.connection):
+            client_id = pending.req_id.client_id
+            pending.end_unproved()
+            if pending.mount == self._mounts.number(client_id, pending.connection):
                 self._mounts.invalidate(client_id)
-        out: list[AppendOutcome] = [self._answer(ticket)]
-        self.leave(ticket, out)
+        out: list[AppendOutcome] = [self._answer(pending)]
+        self.leave(pending, out)
         return out
 
-    def fail(self, ticket: Ticket, error: WaltzError, out: list[AppendOutcome]) -> None:
+    def fail(self, pending: PendingAppend, error: WaltzError, out: list[AppendOutcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
             self._counters.rejected[Reason.TOO_LARGE] += 1
-        out.append(reject_ticket(ticket, error))
-        self.leave(ticket, out)
+        out.append(reject_pending(pending, error))
+        self.leave(pending, out)
 
-    def _answer(self, ticket: Ticket) -> SendToClient:
+    def _answer(self, pending: PendingAppend) -> SendToClient:
         rejected = self._counters.rejected
-        if isinstance(ticket, SingleTicket):
-            if ticket.reason:
-                rejected[ticket.reason] += 1
-        elif ticket.reasons.any():
-            for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
+        if isinstance(pending, PendingSingle):
+            if pending.reason:
+                rejected[pending.reason] += 1
+        elif pending.reasons.any():
+            for reason, count in enumerate(np.bincount(pending.reasons).tolist()):
                 rejected[reason] += count if reason else 0
-        return ticket.answer(self.high_water_mark)
+        return pending.answer(self.high_water_mark)

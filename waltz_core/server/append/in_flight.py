@@ -26,8 +26,8 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.outcomes import AppendOutcome
+from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.locking.single_records import joined
-from waltz_core.server.locking.tickets import Ticket
 
 # A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
 _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
@@ -35,12 +35,12 @@ _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """A batch in flight, and the requests that end when it has landed."""
+    """A batch in flight, and the requests that end when it is committed."""
 
     entry: LineageEntry
     batch: Batch
     submitted_ms: int
-    tickets: list[Ticket]
+    appends: list[PendingAppend]
     is_large: bool = False
     waiting: list[int] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Draft:
     parts: list[EncodedBatch] = field(default_factory=list)
     locks: list[bytes] = field(default_factory=list)
     writers: list[bytes] = field(default_factory=list)  # of each lock, its row in its part
-    tickets: list[Ticket] = field(default_factory=list)
+    appends: list[PendingAppend] = field(default_factory=list)
     out: list[AppendOutcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
@@ -84,9 +84,9 @@ class Draft:
 class InFlightBatches:
     """The batches in flight of one partition, and the draft that is gathered meanwhile."""
 
-    def __init__(self, pace: LargeBatchThrottle) -> None:
-        self._pace = pace
-        self._flights: deque[InFlightBatch] = deque()
+    def __init__(self, throttle: LargeBatchThrottle) -> None:
+        self._throttle = throttle
+        self._batches: deque[InFlightBatch] = deque()
         self.gathered: Draft | None = None  # admitted, not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
@@ -98,11 +98,11 @@ class InFlightBatches:
 
     def __len__(self) -> int:
         """Return how many batches are in flight."""
-        return len(self._flights)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[InFlightBatch]:
         """Yield the batches in flight, oldest first."""
-        return iter(self._flights)
+        return iter(self._batches)
 
     @property
     def size_bytes(self) -> int:
@@ -117,22 +117,22 @@ class InFlightBatches:
 
     @property
     def last(self) -> InFlightBatch | Draft | None:
-        """The flight or draft with the highest IDs."""
-        return self.gathered or (self._flights[-1] if self._flights else None)
+        """The batch in flight, or the draft, with the highest IDs."""
+        return self.gathered or (self._batches[-1] if self._batches else None)
 
     # ---- the store session
 
     def pop_settled(self, last: TransactionId) -> Iterator[InFlightBatch]:
         """Yield and remove the batches of an earlier session that are in the log (rule 2)."""
-        while self._flights and self._flights[0].entry.last <= last:
-            yield self._flights.popleft()
+        while self._batches and self._batches[0].entry.last <= last:
+            yield self._batches.popleft()
 
     def pop_lost(self) -> tuple[list[InFlightBatch | Draft], TransactionId]:
         """Remove everything else; return it, and the last ID that was submitted."""
-        lost: list[InFlightBatch | Draft] = [*self._flights]
+        lost: list[InFlightBatch | Draft] = [*self._batches]
         if self.gathered is not None:
             lost.append(self.gathered)
-        self._flights.clear()
+        self._batches.clear()
         self.gathered = None
         self.stop()
         self.submitted_bytes = 0
@@ -140,14 +140,14 @@ class InFlightBatches:
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
         """Give IDs above this mark; `stamp_ms` is the log's last commit stamp."""
-        assert not self._flights
+        assert not self._batches
         self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
         self._submitted = high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
 
     def stop(self) -> None:
         """The session has ended: large batches of other partitions need not wait for these."""
-        self._pace.forgotten(self._large_count)
+        self._throttle.forgotten(self._large_count)
         self._large_count = 0
 
     # ---- batches
@@ -157,9 +157,9 @@ class InFlightBatches:
     ) -> Batch | None:
         """Make a batch of a draft's records, if there are any, and count it as in flight."""
         if not draft.parts:
-            if draft.tickets:
-                # Rejected for an ID in flight, so there is a batch: when it lands they are final.
-                self._flights[-1].tickets.extend(draft.tickets)
+            if draft.appends:
+                # Rejected for an ID in flight, so there is a batch: they are final with it.
+                self._batches[-1].appends.extend(draft.appends)
             return None
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
@@ -169,27 +169,27 @@ class InFlightBatches:
         entry = LineageEntry(first, last, session_id, self._stamp_ms, self._chain)
         assert last + 1 == self.next_id
         self._submitted, self.submitted_ms = last, now_ms
-        self._flights.append(
-            InFlightBatch(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
+        self._batches.append(
+            InFlightBatch(entry, batch, now_ms, draft.appends, draft.is_large, draft.waiting)
         )
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
             self._large_count += 1
-            self._pace.started(draft.tickets[0].connection, now_ms)
+            self._throttle.started(draft.appends[0].connection, now_ms)
         return batch
 
-    def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
+    def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
         """Remove and return the batches that are committed up to `last`, the end of `chain`."""
-        landed: list[InFlightBatch] = []
-        while self._flights and self._flights[0].entry.last <= last:
-            flight = self._flights.popleft()
-            self.submitted_bytes -= len(flight.batch.records)
-            if flight.is_large:
+        committed: list[InFlightBatch] = []
+        while self._batches and self._batches[0].entry.last <= last:
+            oldest = self._batches.popleft()
+            self.submitted_bytes -= len(oldest.batch.records)
+            if oldest.is_large:
                 self._large_count -= 1
-                self._pace.landed(flight.submitted_ms, now_ms)
-            elif flight.tickets:
-                self._pace.small_landed(flight.tickets[0].received_ms, now_ms)
-            assert flight.entry.last < last or flight.entry.chain == chain
-            landed.append(flight)
+                self._throttle.finished(oldest.submitted_ms, now_ms)
+            elif oldest.appends:
+                self._throttle.small_finished(oldest.appends[0].received_ms, now_ms)
+            assert oldest.entry.last < last or oldest.entry.chain == chain
+            committed.append(oldest)
         assert self.submitted_bytes >= 0
-        return landed
+        return committed

@@ -14,8 +14,8 @@ Rules:
        piece and takes more than a fifth longer than the calm time, the factor rises; any other
        small request lowers it a little. In equilibrium one request in two hundred takes longer.
        With idle CPUs the factor falls to its minimum.
-    4. Nothing waits without a limit: a pause is bounded. A piece that never lands, because its
-       session has ended, is forgotten together with its partition's appends in flight.
+    4. Nothing waits without a limit: a pause is bounded. A piece that never becomes final, because
+       its session has ended, is forgotten together with its partition's appends in flight.
     5. The limit can be disabled. Then the client that sends most gets most of the throughput.
 """
 
@@ -42,7 +42,7 @@ BASELINE_KEPT_MS: Final = 60_000
 BASELINE_UP: Final = 1.2
 BASELINE_DOWN: Final = BASELINE_UP ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
-# Timeout for a piece to land; after that, other large batches start without waiting for it.
+# Timeout for a piece to become final; after that, other large batches start without waiting for it.
 STALLED_MS: Final = 1_000
 # How soon to check again while a piece of another partition is in flight.
 RETRY_MS: Final = 2
@@ -82,7 +82,7 @@ class LargeBatchThrottle:
         if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
-    def small_landed(self, received_ms: int, now_ms: int) -> None:
+    def small_finished(self, received_ms: int, now_ms: int) -> None:
         """Note how long a small request took, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
         if not self._in_flight and self._busy_ms < received_ms:
@@ -116,12 +116,12 @@ class LargeBatchThrottle:
         return PIECE_BYTES if now_ms < self._shared_until_ms else None
 
     def started(self, connection: ConnectionId, now_ms: int) -> None:
-        """A large batch, or a piece, was submitted; `landed` or `forgotten` follows."""
+        """A large batch, or a piece, was submitted; `finished` or `forgotten` follows."""
         self._in_flight += 1
         self._large, self._large_ms = connection, now_ms
         self._busy_ms = now_ms
 
-    def landed(self, started_ms: int, now_ms: int) -> None:
+    def finished(self, started_ms: int, now_ms: int) -> None:
         """A large batch, or a piece, is final."""
         self.forgotten()
         self._busy_ms = now_ms
@@ -129,6 +129,6 @@ class LargeBatchThrottle:
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 
     def forgotten(self, count: int = 1) -> None:
-        """Stop counting `count` batches that will not land: their session has ended (rule 4)."""
+        """Stop counting `count` batches whose session has ended (rule 4)."""
         self._in_flight -= count
         assert self._in_flight >= 0

@@ -60,7 +60,7 @@ class PartitionPosition(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Mount:
+class _MountEntry:
     connection: ConnectionId
     sequence: int
     number: int
@@ -76,7 +76,7 @@ class Mounts:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._mounts: dict[ClientId, _Mount] = {}
+        self._mounts: dict[ClientId, _MountEntry] = {}
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
         # Highest sequence and principal of disconnected clients, in the order of disconnection.
         self._left: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
@@ -180,7 +180,7 @@ class Mounts:
             self._clients_of[mount.connection].remove(client_id)
         self._left.pop(client_id, None)
         number = next(self._numbers)
-        self._mounts[client_id] = _Mount(
+        self._mounts[client_id] = _MountEntry(
             connection, sequence, number, is_ready=False, principal=principal
         )
         self._clients_of.setdefault(connection, []).append(client_id)

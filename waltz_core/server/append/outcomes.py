@@ -5,7 +5,7 @@ from typing import TypeAlias
 from waltz_core.machine import Report
 from waltz_core.records.record import LineageEntry
 from waltz_core.replication.session_events import Batch
-from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition_events import Fetch, SendToClient
 from waltz_core.values import value
 
@@ -36,7 +36,7 @@ class BarrierReached:
 class AheadOfLog:
     """Prove the session, then answer this with `answer_ahead` (pipeline.py, rule 9)."""
 
-    ticket: Ticket
+    pending: PendingAppend
 
 
 AppendOutcome: TypeAlias = (

@@ -25,14 +25,15 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        request is rejected, and the rows that were already validated keep their outcome. If a piece
        is lost with its session, the mount ends (rule 4), so no later row of the same request can
        enter the log.
-    8. After a move nothing is validated before the lock table has been filled (`refill.py`).
+    8. After a move nothing is validated before the lock table has been filled
+       (`lock_table_loader.py`).
     9. AHEAD (the client's mark is above the log's) is reported only with a proof
        (`completions.py`).
    10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in the
        log, provided that the predecessors are in flight in this same session. Otherwise they are
        rejected. While a batch is in flight, admitted dependent appends are gathered. They go to the
-       store when the batch has landed: at once or, while other authors wait, `GATHER_MS` after the
-       previous batch.
+       store when the batch is committed: at once or, while other authors wait, `GATHER_MS` after
+       the previous batch.
 """
 
 from collections.abc import Iterable
@@ -55,11 +56,16 @@ from waltz_core.server.append.outcomes import (
     BatchCommitted,
     SubmitBatch,
 )
-from waltz_core.server.locking.dependent_appends import Followers
+from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import Refill
-from waltz_core.server.locking.tickets import AppendCounters, BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.lock_table_loader import LockTableLoader
+from waltz_core.server.locking.pending_appends import (
+    AppendCounters,
+    PendingAppend,
+    PendingBatch,
+    PendingSingle,
+)
 from waltz_core.server.locking.validation import (
     InFlightRange,
     ValidatedPiece,
@@ -77,26 +83,26 @@ class AppendPipeline:
         self,
         limits: PartitionLimits,
         mounts: Mounts,
-        pace: LargeBatchThrottle,
+        throttle: LargeBatchThrottle,
         partition_id: PartitionId,
     ) -> None:
         self._limits = limits
         self._mounts = mounts
-        self._pace = pace
-        self._lanes: Lanes[Ticket] = Lanes()
+        self._throttle = throttle
+        self._lanes: Lanes[PendingAppend] = Lanes()
         self._lock_queues = LockQueues(expects_return=False)
-        self._following = Followers()
+        self._dependent = DependentAppends()
         self.counters = AppendCounters()
         self._completions = Completions(mounts, self.counters)
         self._admission = Admission(limits, mounts, self._completions)
-        self._flights = InFlightBatches(pace)
+        self._in_flight = InFlightBatches(throttle)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
         self._is_held = False
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
-        self.refill = Refill(partition_id, limits)
+        self.lock_loader = LockTableLoader(partition_id, limits)
         self.proved_ms: int | None = None
 
     # -----------------------------------------------------------------------------------------
@@ -115,26 +121,26 @@ class AppendPipeline:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes that were admitted and are not final."""
-        return self._flights.size_bytes
+        return self._in_flight.size_bytes
 
     @property
     def gathered_count(self) -> int:
         """Number of IDs given to rows that are not submitted yet (rule 10)."""
-        return self._flights.gathered_count
+        return self._in_flight.gathered_count
 
     def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` has work if nothing lands first; None while it waits for a landing."""
+        """When `turn` has work if nothing is committed first; None while it waits for a commit."""
         at_ms = earliest(self._next(now_ms)[1], self._lock_queues.due_ms)
-        at_ms = earliest(at_ms, self._following.waiting.due_ms)
+        at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
-        return earliest(at_ms, self.refill.turn_at_ms(now_ms))
+        return earliest(at_ms, self.lock_loader.turn_at_ms(now_ms))
 
     def _gathered_at_ms(self, now_ms: int) -> int | None:
-        """Return when the gathered draft is submitted, if nothing lands first (rule 10)."""
-        flights = self._flights
-        if flights.gathered is None or not self._is_open or len(flights):
+        """Return when the gathered draft is submitted, if nothing is committed first (rule 10)."""
+        in_flight = self._in_flight
+        if in_flight.gathered is None or not self._is_open or len(in_flight):
             return None
-        return now_ms if self._is_held else self._following.gathers_until_ms(flights.submitted_ms)
+        return now_ms if self._is_held else self._dependent.gathers_until_ms(in_flight.submitted_ms)
 
     @property
     def locks(self) -> LockTable | None:
@@ -150,9 +156,9 @@ class AppendPipeline:
         """A session has opened and earlier ones are settled: appends are accepted from now on.
 
         `unbroken`: no other owner can have written since the previous session. Otherwise the locks
-        are only known to be written at or below the mark, until `refill` has queried the storages.
-        `stamp_ms` is the log's last commit stamp: the clock of this server may be slower than that
-        of the last owner.
+        are only known to be written at or below the mark, until `lock_loader` has queried the
+        storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be slower
+        than that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -161,16 +167,16 @@ class AppendPipeline:
         self._session_id, self._admission.generation = opened.session_id, opened.generation
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
-        for flight in self._flights.pop_settled(last):
-            self._land(flight, out, now_ms=None, is_owner=unbroken)
-        lost, submitted = self._flights.pop_lost()
+        for settled in self._in_flight.pop_settled(last):
+            self._finish_batch(settled, out, now_ms=None, is_owner=unbroken)
+        lost, submitted = self._in_flight.pop_lost()
         for each in lost:
-            for ticket in each.tickets:
-                if ticket.settle(min(last, submitted), self._loss):
-                    self._mounts.invalidate(ticket.req_id.client_id)
-                self._landed(ticket, out)
+            for pending in each.appends:
+                if pending.settle(min(last, submitted), self._loss):
+                    self._mounts.invalidate(pending.req_id.client_id)
+                self._finish_part(pending, out)
             out.extend(BarrierReached(token) for token in each.waiting)
-        self._flights.begin(opened.high_water_mark, opened.chain, stamp_ms)
+        self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif unbroken:
@@ -178,25 +184,25 @@ class AppendPipeline:
         else:
             self._table.reset(opened.high_water_mark)
         if not unbroken:
-            self.refill.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
+            self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
-        self._following.session_opened(opened.session_id)
+        self._dependent.session_opened(opened.session_id)
         return out
 
     def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[AppendOutcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
-        assert self._high_water_mark <= last < self._flights.next_id
+        assert self._high_water_mark <= last < self._in_flight.next_id
         self._high_water_mark = self._completions.high_water_mark = last
         assert self._table is not None
-        self._table.landed(last)
+        self._table.committed(last)
         out: list[AppendOutcome] = []
-        for flight in self._flights.pop_landed(last, chain, now_ms):
-            self.proved_ms = flight.submitted_ms
-            if flight.tickets:
-                self.counters.took_ms.append(now_ms - flight.tickets[0].received_ms)
-            self._land(flight, out, now_ms=now_ms)
+        for each in self._in_flight.pop_committed(last, chain, now_ms):
+            self.proved_ms = each.submitted_ms
+            if each.appends:
+                self.counters.took_ms.append(now_ms - each.appends[0].received_ms)
+            self._finish_batch(each, out, now_ms=now_ms)
         return out
 
     def hold(self) -> None:
@@ -209,38 +215,38 @@ class AppendPipeline:
         `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
-        self.refill.stop()
+        self.lock_loader.stop()
         self._loss = loss
-        self._flights.stop()
-        self._following.session_closed()
+        self._in_flight.stop()
+        self._dependent.session_closed()
         # Final rejections are reported now: the next session may take long to open.
-        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_followers(
-            self._following.waiting.all()
+        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_dependent(
+            self._dependent.waiting.all()
         )
 
-    def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
+    def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
-        self.refill.stop()
-        self._following.session_closed()
+        self.lock_loader.stop()
+        self._dependent.session_closed()
         out: list[AppendOutcome] = []
-        queued: list[Ticket] = []
-        # By identity: a batch may be in several flights, and the rest of it in its lane.
-        doubtful: dict[int, Ticket] = {}
-        for each in self._flights.pop_lost()[0]:
-            for ticket in each.tickets:
-                if isinstance(each, Draft) and isinstance(ticket, SingleTicket):
-                    queued.append(ticket)  # It was not submitted.
+        queued: list[PendingAppend] = []
+        # By identity: a batch may be in several batches in flight, and the rest of it in its lane.
+        doubtful: dict[int, PendingAppend] = {}
+        for each in self._in_flight.pop_lost()[0]:
+            for pending in each.appends:
+                if isinstance(each, Draft) and isinstance(pending, PendingSingle):
+                    queued.append(pending)  # It was not submitted.
                 else:
-                    doubtful[id(ticket)] = ticket
+                    doubtful[id(pending)] = pending
             out.extend(BarrierReached(token) for token in each.waiting)
-        for ticket in self._lanes.drop_all():
-            if isinstance(ticket, BatchTicket) and ticket.validated_count:
-                doubtful[id(ticket)] = ticket
+        for pending in self._lanes.drop_all():
+            if isinstance(pending, PendingBatch) and pending.validated_count:
+                doubtful[id(pending)] = pending
             else:
-                queued.append(ticket)
+                queued.append(pending)
         # Rejected, so they are not in the log either.
-        queued += [*self._lock_queues.all(), *self._following.waiting.all()]
+        queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
         return queued, list(doubtful.values()), out
 
@@ -258,53 +264,53 @@ class AppendPipeline:
     ) -> list[AppendOutcome]:
         """Queue a request; reject it when the queue is full, or its principal is over a limit."""
         flush_group = self._completions.enter()
-        ticket: Ticket
+        pending: PendingAppend
         req_id = message.req_id
         mount = self._mounts.number_on_arrival(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
-            ticket = SingleTicket(connection, cost_bytes, message, flush_group, now_ms, mount)
+            pending = PendingSingle(connection, cost_bytes, message, flush_group, now_ms, mount)
         else:
-            ticket = BatchTicket(
+            pending = PendingBatch(
                 connection, cost_bytes, message, req_id, flush_group, now_ms, mount
             )
         out: list[AppendOutcome] = []
         if over_limit is not None:
             self._mounts.overrun(req_id.client_id, connection)
-            self._completions.fail(ticket, over_limit, out)  # It is not worth the decoding.
+            self._completions.fail(pending, over_limit, out)  # It is not worth the decoding.
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             self._mounts.overrun(req_id.client_id, connection)
-            self._admission.reject(ticket, Reason.OVERLOADED, out)
+            self._admission.reject(pending, Reason.OVERLOADED, out)
             return out
-        self._lanes.push(ticket)
+        self._lanes.push(pending)
         return out
 
     def close(self, connection: ConnectionId) -> list[AppendOutcome]:
         """Drop the queued requests of a closed connection; its batches in flight continue."""
         out: list[AppendOutcome] = []
-        for ticket in self._lanes.drop(connection):
-            if isinstance(ticket, BatchTicket) and ticket.flight_count:
-                ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last flight.
+        for pending in self._lanes.drop(connection):
+            if isinstance(pending, PendingBatch) and pending.in_flight_count:
+                pending.reject(Reason.NOT_MOUNTED)  # It leaves with its last batch in flight.
             else:
-                self._completions.leave(ticket, out)
+                self._completions.leave(pending, out)
         for rejected in (
             *self._lock_queues.drop(connection),
-            *self._following.waiting.drop(connection),
+            *self._dependent.waiting.drop(connection),
         ):
             self._completions.leave(rejected, out)
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything that is in flight now is final; for mounts."""
-        last = self._flights.last
+        last = self._in_flight.last
         if last is None:
             return [BarrierReached(token)]
         last.waiting.append(token)
         return []
 
-    def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 9)."""
-        return self._completions.answer_ahead(ticket, is_proved=is_proved)
+        return self._completions.answer_ahead(pending, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything received up to now is final."""
@@ -315,17 +321,17 @@ class AppendPipeline:
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take about one slice from the lanes, validate it, and submit it as one batch (rule 5)."""
-        flights = self._flights
-        draft, flights.gathered = flights.gathered or Draft(), None
-        draft.out = [*self.refill.turn(now_ms)]
+        in_flight = self._in_flight
+        draft, in_flight.gathered = in_flight.gathered or Draft(), None
+        draft.out = [*self.lock_loader.turn(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.due(now_ms))
-        draft.out += self._notify_followers(self._following.waiting.due(now_ms))
+        draft.out += self._notify_dependent(self._dependent.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
-            flights.gathered = draft
+            in_flight.gathered = draft
             draft.out, out = [], draft.out
             return out
-        batch = flights.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
+        batch = in_flight.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
         if batch is not None:
             self.counters.batches += 1
             self.counters.accepted += batch.last - batch.first + 1
@@ -334,43 +340,43 @@ class AppendPipeline:
 
     def _take_slice(self, draft: Draft, now_ms: int) -> None:
         """Take requests from their lanes and validate them, up to about one slice."""
-        group: list[SingleTicket] = []
+        group: list[PendingSingle] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
-            ticket, _ = self._next(now_ms)
-            if ticket is None:
+            pending, _ = self._next(now_ms)
+            if pending is None:
                 break
-            if ticket.is_large and (group or draft.tickets):
+            if pending.is_large and (group or draft.appends):
                 draft.is_urgent = True
                 break
-            bytes_left -= ticket.cost_bytes
-            if not ticket.is_large:
-                self._pace.small(ticket.connection, now_ms)
-            if isinstance(ticket, SingleTicket):
+            bytes_left -= pending.cost_bytes
+            if not pending.is_large:
+                self._throttle.small(pending.connection, now_ms)
+            if isinstance(pending, PendingSingle):
                 rows_left -= 1
-                group = self._take_single(ticket, group, draft, now_ms)
+                group = self._take_single(pending, group, draft, now_ms)
             else:
                 self._validate_group(group, draft)
                 group = []
-                rows_left -= self._take_rows(ticket, draft, now_ms)
-            if ticket.is_large:
+                rows_left -= self._take_rows(pending, draft, now_ms)
+            if pending.is_large:
                 draft.is_large = draft.is_urgent = True
                 break
         self._validate_group(group, draft)
 
     def _take_single(
-        self, ticket: SingleTicket, group: list[SingleTicket], draft: Draft, now_ms: int
-    ) -> list[SingleTicket]:
+        self, pending: PendingSingle, group: list[PendingSingle], draft: Draft, now_ms: int
+    ) -> list[PendingSingle]:
         """Take a single append from its lane; return the group that is validated together next."""
-        self._lanes.take(with_large=ticket.is_large)
-        if not self._admission.admits(ticket, draft.out):
+        self._lanes.take(with_large=pending.is_large)
+        if not self._admission.admits(pending, draft.out):
             return group
-        ticket.session_id = self._session_id
-        if not ticket.follows:
-            group.append(ticket)
+        pending.session_id = self._session_id
+        if not pending.is_dependent:
+            group.append(pending)
             return group
         self._validate_group(group, draft)
-        self._validate_follower(ticket, draft, now_ms)
+        self._validate_dependent(pending, draft, now_ms)
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
@@ -379,145 +385,151 @@ class AppendPipeline:
             return True
         if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
             return False
-        if len(self._flights):
+        if len(self._in_flight):
             return True
-        until_ms = self._following.gathers_until_ms(self._flights.submitted_ms)
+        until_ms = self._dependent.gathers_until_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
-    def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
+    def _next(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
-        if self.refill.holds(now_ms):
+        if self.lock_loader.holds(now_ms):
             return None, None
         head = self._lanes.peek()
-        if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
+        if head is None or len(self._in_flight) >= self._limits.in_flight_batches_max:
             return None, None
         bytes_max, at_ms = self._limits.in_flight_bytes_max, None
         if head.is_large:
-            if self._flights.submitted_bytes < bytes_max:
-                at_ms = self._pace.large_at_ms(now_ms)
+            if self._in_flight.submitted_bytes < bytes_max:
+                at_ms = self._throttle.large_at_ms(now_ms)
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
-        # Small requests do not wait for large ones to land, up to twice the limit.
-        if head is not None and self._flights.submitted_bytes < 2 * bytes_max:
+        # Small requests do not wait until large ones are committed, up to twice the limit.
+        if head is not None and self._in_flight.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
 
-    def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
+    def _take_rows(self, pending: PendingBatch, draft: Draft, now_ms: int) -> int:
         """Take a batch or a piece of it from its lane, validate it, and return its number of rows.
 
         Only large batches are split; a small one is taken whole, together with other requests.
         """
-        piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
-        if not self._admission.opens(ticket, draft.out):
-            self._lanes.take(with_large=ticket.is_large)
+        piece_bytes = self._throttle.piece_bytes(now_ms) if pending.is_large else None
+        if not self._admission.opens(pending, draft.out):
+            self._lanes.take(with_large=pending.is_large)
             return 0
-        start, stop = ticket.validated_count, ticket.stop_within(piece_bytes)
-        if reason := self._admission.stale(ticket):
-            self._lanes.take(with_large=ticket.is_large)
-            ticket.reject(reason)
-            self._completions.finish_if_final(ticket, draft.out)
+        start, stop = pending.validated_count, pending.stop_within(piece_bytes)
+        if reason := self._admission.stale(pending):
+            self._lanes.take(with_large=pending.is_large)
+            pending.reject(reason)
+            self._completions.finish_if_final(pending, draft.out)
             return 0
-        if stop < ticket.ids.size:
-            self._lanes.take_part(ticket.cost_up_to(stop) - ticket.cost_up_to(start))
+        if stop < pending.ids.size:
+            self._lanes.take_part(pending.cost_up_to(stop) - pending.cost_up_to(start))
         else:
-            self._lanes.take(with_large=ticket.is_large)
+            self._lanes.take(with_large=pending.is_large)
         assert self._table is not None
         if not start:
-            ticket.session_id = self._session_id
+            pending.session_id = self._session_id
         draft.is_urgent = True
-        self._add(validate_rows(ticket, stop, self._table, self._place), draft)
+        self._add(validate_rows(pending, stop, self._table, self._place), draft)
         return stop - start
 
-    def _validate_group(self, group: list[SingleTicket], draft: Draft) -> None:
+    def _validate_group(self, group: list[PendingSingle], draft: Draft) -> None:
         if group:
             assert self._table is not None
             draft.is_urgent = True
             self._add(validate_singles(group, self._table, self._place), draft)
 
-    def _validate_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
+    def _validate_dependent(self, pending: PendingSingle, draft: Draft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
         assert self._table is not None
-        message = ticket.message
+        message = pending.message
         assert isinstance(message, AppendFollowing)
-        last = TransactionId(self._flights.next_id - 1)
-        self._following.begin(last)
+        last = TransactionId(self._in_flight.next_id - 1)
+        self._dependent.begin(last)
         has_seen = message.session_id != NO_SESSION
-        if has_seen and not self._following.holds(message, last):
-            ticket.reject_for(self._high_water_mark)
-            self._completions.finish(ticket, draft.out)
+        if has_seen and not self._dependent.holds(message, last):
+            pending.reject_for(self._high_water_mark)
+            self._completions.finish(pending, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
-        piece = validate_singles([ticket], self._table, InFlightRange(mark, self._flights.next_id))
-        if ticket.reason is Reason.LOCK and self._following.has_predecessors(ticket):
-            notified = self._following.waiting.rejected(ticket, now_ms)
-            draft.out += self._notify_followers(notified)
+        piece = validate_singles(
+            [pending], self._table, InFlightRange(mark, self._in_flight.next_id)
+        )
+        if pending.reason is Reason.LOCK and self._dependent.has_predecessors(pending):
+            notified = self._dependent.waiting.rejected(pending, now_ms)
+            draft.out += self._notify_dependent(notified)
             return
-        if ticket.conflict > self._high_water_mark:
-            piece = ValidatedPiece(None, [ticket], [])
+        if pending.conflict > self._high_water_mark:
+            piece = ValidatedPiece(None, [pending], [])
         self._add(piece, draft)
         if piece.part is not None:
-            notified = self._following.waiting.admitted(ticket, now_ms)
-            draft.out += self._notify_followers(notified)
+            notified = self._dependent.waiting.admitted(pending, now_ms)
+            draft.out += self._notify_dependent(notified)
 
-    def _notify_followers(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        return self._completions.answer_followers(rejected, self._following, self._flights.next_id)
+    def _notify_dependent(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
+        return self._completions.answer_dependent(
+            rejected, self._dependent, self._in_flight.next_id
+        )
 
     @property
     def _place(self) -> InFlightRange:
-        return InFlightRange(self._high_water_mark, self._flights.next_id)
+        return InFlightRange(self._high_water_mark, self._in_flight.next_id)
 
     def _add(self, piece: ValidatedPiece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
-            self._flights.next_id = TransactionId(piece.part.last + 1)
-            self._following.added(piece)
-        for ticket in piece.doubtful:
-            if isinstance(ticket, BatchTicket):
-                ticket.flight_count += 1
-            draft.tickets.append(ticket)
-        for ticket in piece.rejected:
-            self._completions.finish_if_final(ticket, draft.out)
+            self._in_flight.next_id = TransactionId(piece.part.last + 1)
+            self._dependent.added(piece)
+        for pending in piece.doubtful:
+            if isinstance(pending, PendingBatch):
+                pending.in_flight_count += 1
+            draft.appends.append(pending)
+        for pending in piece.rejected:
+            self._completions.finish_if_final(pending, draft.out)
 
     # -----------------------------------------------------------------------------------------
     # endings
 
-    def _land(
+    def _finish_batch(
         self,
-        flight: InFlightBatch,
+        finished: InFlightBatch,
         out: list[AppendOutcome],
         *,
         now_ms: int | None,
         is_owner: bool = True,
     ) -> None:
-        batch = flight.batch
+        batch = finished.batch
         self.counters.committed += batch.last - batch.first + 1
         self.counters.committed_bytes += len(batch.records)
         if is_owner:  # Otherwise another owner may have truncated and extended the log since.
-            out.append(BatchCommitted(flight.entry, batch))
-        held: list[SingleTicket] = []
-        for ticket in flight.tickets:
-            if now_ms is not None and self._may_be_held(ticket):
-                held.append(ticket)
+            out.append(BatchCommitted(finished.entry, batch))
+        held: list[PendingSingle] = []
+        for pending in finished.appends:
+            if now_ms is not None and self._may_be_held(pending):
+                held.append(pending)
             else:
-                self._landed(ticket, out)
+                self._finish_part(pending, out)
         if now_ms is not None:
-            took_ms = now_ms - flight.submitted_ms
+            took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
-                self._lock_queues.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
+                self._lock_queues.committed(finished.appends, held, took_ms=took_ms, now_ms=now_ms)
             )
-        out.extend(BarrierReached(token) for token in flight.waiting)
+        out.extend(BarrierReached(token) for token in finished.waiting)
 
-    def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
-        if not is_contending(ticket):
+    def _may_be_held(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
+        if not is_contending(pending):
             return False
         # Its writer must still be mounted, or it could not be notified later.
-        return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
+        return (
+            pending.mount == self._mounts.number(pending.req_id.client_id, pending.connection) > 0
+        )
 
-    def _landed(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
-        """A flight with rows of this request is final."""
-        if isinstance(ticket, BatchTicket):
-            ticket.flight_count -= 1
-        self._completions.finish_if_final(ticket, out)
+    def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
+        """One of the batches with rows of this request is final."""
+        if isinstance(pending, PendingBatch):
+            pending.in_flight_count -= 1
+        self._completions.finish_if_final(pending, out)

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import NO_SESSION, RECORD_OVERHEAD_BYTES, SessionId, TransactionId
 from waltz_core.server.locking.lock_queues import LockQueues
-from waltz_core.server.locking.tickets import SingleTicket
+from waltz_core.server.locking.pending_appends import PendingSingle
 from waltz_core.server.locking.validation import ValidatedPiece
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
@@ -87,11 +87,11 @@ class RecentAppends:
         self._entries.clear()
         self._size_bytes, self._after = 0, None
 
-    def add(self, ticket: SingleTicket, record: Buffer) -> None:
+    def add(self, pending: PendingSingle, record: Buffer) -> None:
         """A single transaction was admitted, with the next ID."""
-        message = ticket.message
+        message = pending.message
         locks = frozenset((*message.write_locks, *message.append_locks))
-        self._add(_Admitted(TransactionId(ticket.transaction_id), locks, record))
+        self._add(_Admitted(TransactionId(pending.transaction_id), locks, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
         """Rows of a batch were admitted, up to this one; their data is not remembered."""
@@ -133,7 +133,7 @@ def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
-class Followers:
+class DependentAppends:
     """See the module's rules; the pipeline calls it."""
 
     __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")
@@ -184,39 +184,39 @@ class Followers:
         part = piece.part
         assert part is not None
         end = 0
-        for ticket in piece.doubtful:
-            if not isinstance(ticket, SingleTicket):
+        for pending in piece.doubtful:
+            if not isinstance(pending, PendingSingle):
                 self._admitted.add_rows(part.last, piece.locks)
-            elif ticket.transaction_id >= 0:
-                start, end = end, end + RECORD_OVERHEAD_BYTES + len(ticket.message.data)
-                self._admitted.add(ticket, part.records[start:end])
+            elif pending.transaction_id >= 0:
+                start, end = end, end + RECORD_OVERHEAD_BYTES + len(pending.message.data)
+                self._admitted.add(pending, part.records[start:end])
 
     # --- answers
 
-    def has_predecessors(self, ticket: SingleTicket) -> bool:
+    def has_predecessors(self, pending: PendingSingle) -> bool:
         """Whether the predecessors of a rejected append are known."""
         if self._session_id == NO_SESSION:
             return False
-        return self._admitted.above(*_view_of(ticket)) is not None
+        return self._admitted.above(*_view_of(pending)) is not None
 
     def predecessors_answer(
-        self, ticket: SingleTicket, high_water_mark: TransactionId, next_id: TransactionId
+        self, pending: PendingSingle, high_water_mark: TransactionId, next_id: TransactionId
     ) -> SendToClient | None:
         """Return the answer with the predecessors of a rejected append; None by rule 2."""
         if self._session_id == NO_SESSION:
             return None
-        found = self._admitted.above(*_view_of(ticket))
+        found = self._admitted.above(*_view_of(pending))
         if found is None:
             return None
         lengths = struct.pack(f">{len(found)}i", *map(len, found))
         records = b"".join(found)
         last = next_id - 1
         message = Predecessors(
-            ticket.req_id, self._session_id, high_water_mark, last, lengths, records
+            pending.req_id, self._session_id, high_water_mark, last, lengths, records
         )
-        return SendToClient(ticket.connection, message, ticket.cost_bytes)
+        return SendToClient(pending.connection, message, pending.cost_bytes)
 
 
-def _view_of(ticket: SingleTicket) -> tuple[int, tuple[int, ...]]:
-    message = ticket.message
+def _view_of(pending: PendingSingle) -> tuple[int, tuple[int, ...]]:
+    message = pending.message
     return message.client_high_water_mark, (*message.write_locks, *message.read_locks)

@@ -8,11 +8,11 @@ Rules:
     1. Only final rejections wait here. Waiting changes only the time at which the writer receives
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first one in the queue is
-       notified when a transaction with these locks has landed or, among writers of dependent
+       notified when a transaction with these locks is committed or, among writers of dependent
        appends (`dependent_appends.py`), was admitted. It is also notified some time after the
        previous one was.
     3. No writer waits for longer than `HELD_MS_MAX`, or beyond the end of the session.
-    4. The rejection names the last landed transaction with the queue's locks.
+    4. The rejection names the last committed transaction with the queue's locks.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeGuard
 
 from waltz_core.server.locking.lock_table import REJECTED
-from waltz_core.server.locking.tickets import SingleTicket, Ticket
+from waltz_core.server.locking.pending_appends import PendingAppend, PendingSingle
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import Reason
 
@@ -41,19 +41,19 @@ class _Queue:
     notify_after_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
     last_id: int = REJECTED  # the last transaction with these locks
-    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # with a deadline
+    waiting: deque[tuple[PendingSingle, int]] = field(default_factory=deque)  # with a deadline
 
     @property
     def next_ms(self) -> int:
-        """When the queue has something to do, if nothing lands or is admitted first."""
+        """When the queue has something to do, if nothing is committed or admitted first."""
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
-def is_contending(ticket: Ticket) -> TypeGuard[SingleTicket]:
+def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
     """Whether a lock rejected it and it has write locks; appends that only read do not wait."""
-    if not isinstance(ticket, SingleTicket) or ticket.reason is not Reason.LOCK:
+    if not isinstance(pending, PendingSingle) or pending.reason is not Reason.LOCK:
         return False
-    return bool(ticket.message.write_locks)
+    return bool(pending.message.write_locks)
 
 
 class LockQueues:
@@ -74,20 +74,20 @@ class LockQueues:
 
     @property
     def due_ms(self) -> int | None:
-        """When `due` may have a writer to notify, if nothing lands or is admitted first."""
+        """When `due` may have a writer to notify, if nothing is committed or admitted first."""
         return self._not_before_ms
 
-    def rejected(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+    def rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Queue a writer; return it if it must be notified now, otherwise nothing."""
-        queue = self._join(ticket, now_ms, due_ms=0)
+        queue = self._join(pending, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
             return [self._first_of(queue, now_ms)]
         self._note(queue)
         return []
 
-    def admitted(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+    def admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify when a transaction with its locks was admitted."""
-        queue = self._queues.get(key_of(ticket))
+        queue = self._queues.get(key_of(pending))
         if queue is None:
             return []
         queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * (now_ms - queue.notified_ms))
@@ -96,75 +96,75 @@ class LockQueues:
             return []
         return [self._first_of(queue, now_ms)]
 
-    def landed(
+    def committed(
         self,
-        landed: Iterable[Ticket],
-        rejected: Iterable[SingleTicket],
+        finished: Iterable[PendingAppend],
+        rejected: Iterable[PendingSingle],
         *,
         took_ms: int,
         now_ms: int,
-    ) -> list[SingleTicket]:
-        """Return the writers to notify when a batch has landed, which makes rejections final.
+    ) -> list[PendingSingle]:
+        """Return the writers to notify when a batch is committed, which makes rejections final.
 
-        `rejected` are those of the `landed` that may wait.
+        `rejected` are those of the `finished` that may wait.
         """
         touched: dict[LockKey, _Queue] = {}
-        for ticket in rejected:
-            queue = self._join(ticket, now_ms, due_ms=now_ms)
-            queue.last_id = max(queue.last_id, ticket.conflict)
-            touched[key_of(ticket)] = queue
+        for pending in rejected:
+            queue = self._join(pending, now_ms, due_ms=now_ms)
+            queue.last_id = max(queue.last_id, pending.conflict)
+            touched[key_of(pending)] = queue
         if not self._queues:
             return []
-        for each in landed:
-            if isinstance(each, SingleTicket) and each.transaction_id != REJECTED:
+        for each in finished:
+            if isinstance(each, PendingSingle) and each.transaction_id != REJECTED:
                 key = key_of(each)
                 if key in self._queues:
                     touched[key] = self._queues[key]
                     touched[key].last_id = max(touched[key].last_id, each.transaction_id)
-        notified: list[SingleTicket] = []
+        notified: list[PendingSingle] = []
         for queue in touched.values():
             queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._first_of(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
 
-    def due(self, now_ms: int) -> list[SingleTicket]:
+    def due(self, now_ms: int) -> list[PendingSingle]:
         """Return the writers that must be notified now (rules 2 and 3)."""
         if self._not_before_ms is None or self._not_before_ms > now_ms:
             return []
-        notified: list[SingleTicket] = []
+        notified: list[PendingSingle] = []
         for queue in self._queues.values():
             while queue.waiting and queue.next_ms <= now_ms:
                 notified.append(self._first_of(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
 
-    def drop(self, connection: ConnectionId) -> list[SingleTicket]:
+    def drop(self, connection: ConnectionId) -> list[PendingSingle]:
         """Forget the writers of a closed connection; return them."""
-        dropped = self._take(lambda ticket: ticket.connection == connection)
+        dropped = self._take(lambda pending: pending.connection == connection)
         self._remove_unused(0)
         return dropped
 
-    def all(self) -> list[SingleTicket]:
+    def all(self) -> list[PendingSingle]:
         """Remove and return all waiting writers."""
         taken = self._take(lambda _: True)
         self._queues.clear()
         self._not_before_ms = None
         return taken
 
-    def _join(self, ticket: SingleTicket, now_ms: int, *, due_ms: int) -> _Queue:
-        queue = self._queues.setdefault(key_of(ticket), _Queue(due_ms))
-        queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
+    def _join(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _Queue:
+        queue = self._queues.setdefault(key_of(pending), _Queue(due_ms))
+        queue.waiting.append((pending, now_ms + HELD_MS_MAX))
         self.waiting_count += 1
         return queue
 
-    def _first_of(self, queue: _Queue, now_ms: int) -> SingleTicket:
-        ticket, _ = queue.waiting.popleft()
+    def _first_of(self, queue: _Queue, now_ms: int) -> PendingSingle:
+        pending, _ = queue.waiting.popleft()
         self.waiting_count -= 1
-        ticket.conflict = max(ticket.conflict, queue.last_id)  # rule 4
+        pending.conflict = max(pending.conflict, queue.last_id)  # rule 4
         queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.notify_after_ms
         self._note(queue)
-        return ticket
+        return pending
 
     def _note(self, queue: _Queue) -> None:
         at_ms = queue.next_ms
@@ -178,15 +178,15 @@ class LockQueues:
                 del self._queues[key]
         self._not_before_ms = min((each.next_ms for each in self._queues.values()), default=None)
 
-    def _take(self, wanted: Callable[[SingleTicket], bool]) -> list[SingleTicket]:
-        taken: list[SingleTicket] = []
+    def _take(self, wanted: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
+        taken: list[PendingSingle] = []
         for queue in self._queues.values():
-            taken += [ticket for ticket, _ in queue.waiting if wanted(ticket)]
+            taken += [pending for pending, _ in queue.waiting if wanted(pending)]
             queue.waiting = deque(each for each in queue.waiting if not wanted(each[0]))
         self.waiting_count -= len(taken)
         return taken
 
 
-def key_of(ticket: SingleTicket) -> LockKey:
+def key_of(pending: PendingSingle) -> LockKey:
     """Return what the writers of one queue have in common: exactly the same locks."""
-    return tuple(sorted(ticket.message.write_locks)), tuple(sorted(ticket.message.read_locks))
+    return tuple(sorted(pending.message.write_locks)), tuple(sorted(pending.message.read_locks))

@@ -26,8 +26,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        previous values again. Otherwise a row that is sent again would be rejected because of its
        own first attempt.
     7. After `reset` no slot is below the mark. The floor is an ID above which every writer is known
-       (`refill.py`); `refine` lowers slots to it. A slot above the floor was entered by a known
-       writer, and stays.
+       (`lock_table_loader.py`); `refine` lowers slots to it. A slot above the floor was entered by
+       a known writer, and stays.
 """
 
 from collections import deque
@@ -223,7 +223,7 @@ class LockTable:
                 slots[slot] = next_id
         return PASSED
 
-    def landed(self, high_water_mark: TransactionId) -> None:
+    def committed(self, high_water_mark: TransactionId) -> None:
         """Entries up to the mark are committed and cannot be undone any more."""
         while self._entered and self._entered[0].last <= high_water_mark:
             self._entered.popleft()

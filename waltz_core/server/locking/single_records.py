@@ -14,7 +14,7 @@ from waltz_core.records.batches import EncodedBatch, LockColumn
 from waltz_core.records.checksum import combine, crc32
 from waltz_core.records.raw_records import encode_record
 from waltz_core.records.record import TransactionId
-from waltz_core.server.locking.tickets import SingleTicket
+from waltz_core.server.locking.pending_appends import PendingSingle
 
 
 def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
@@ -25,22 +25,22 @@ def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
     return LockColumn(offsets, values)
 
 
-def encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
+def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
     """Return the records of single transactions with consecutive IDs."""
     made = [
         encode_record(
-            ticket.transaction_id,
-            ticket.message.req_id,
-            ticket.message.header,
-            ticket.message.data,
-            ticket.message.data_crc,
+            pending.transaction_id,
+            pending.message.req_id,
+            pending.message.header,
+            pending.message.data,
+            pending.message.data_crc,
         )
-        for ticket in tickets
+        for pending in appends
     ]
     records = b"".join(made)
     return EncodedBatch(
-        first=TransactionId(tickets[0].transaction_id),
-        last=TransactionId(tickets[-1].transaction_id),
+        first=TransactionId(appends[0].transaction_id),
+        last=TransactionId(appends[-1].transaction_id),
         lengths=struct.pack(f">{len(made)}i", *map(len, made)),
         records=memoryview(records),
         record_crcs=b"".join(record[-4:] for record in made),

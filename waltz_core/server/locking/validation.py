@@ -5,7 +5,7 @@ These steps cost time for each row. They decide nothing about turns, sessions or
 are validated in plain Python.
 
 Rules:
-    1. Only this file sets the IDs, reasons and conflicts of validated rows in their tickets.
+    1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.
     2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
 """
 
@@ -28,8 +28,8 @@ from waltz_core.server.locking.lock_table import (
     LockTable,
     Mask,
 )
+from waltz_core.server.locking.pending_appends import PendingAppend, PendingBatch, PendingSingle
 from waltz_core.server.locking.single_records import encode_singles, lock_column
-from waltz_core.server.locking.tickets import BatchTicket, SingleTicket, Ticket
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
@@ -41,17 +41,17 @@ _ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
 class ValidatedPiece(NamedTuple):
-    """The result: records, if any row was accepted, and the tickets by what they need.
+    """The result: records, if any row was accepted, and the appends by what they need.
 
     `locks` are the write and append locks of the records, in the format of `lock_blocks.py`.
     `writers` has a byte for each lock, the row of its record; it is empty if there are too many.
-    `doubtful` tickets wait for something in flight, these records included; `rejected` ones are
+    `doubtful` appends wait for something in flight, these records included; `rejected` ones are
     validated and wait for nothing of this piece.
     """
 
     part: EncodedBatch | None
-    doubtful: list[Ticket]
-    rejected: list[Ticket]
+    doubtful: list[PendingAppend]
+    rejected: list[PendingAppend]
     locks: bytes = b""
     writers: bytes = b""
 
@@ -99,15 +99,15 @@ def verify(message: AppendRequest) -> None:
 
 
 def validate_rows(
-    ticket: BatchTicket, stop: int, table: LockTable, place: InFlightRange
+    pending: PendingBatch, stop: int, table: LockTable, place: InFlightRange
 ) -> ValidatedPiece:
     """Validate the next rows of a batch, up to `stop` - 1."""
-    assert ticket.rows is not None
-    start = ticket.validated_count
-    rows = ticket.rows.part(start, stop)
+    assert pending.rows is not None
+    start = pending.validated_count
+    rows = pending.rows.part(start, stop)
     small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
     all_small = bool(small_enough.all())
-    marks = ticket.mark if rows.marks is None else rows.marks
+    marks = pending.mark if rows.marks is None else rows.marks
     validation = table.validate(
         LockRequests(
             rows.write_locks,
@@ -124,20 +124,20 @@ def validate_rows(
     reasons[validation.ahead] = Reason.AHEAD
     if not all_small:
         reasons[~small_enough] = Reason.TOO_LARGE
-    ticket.ids[start:stop] = validation.ids
-    ticket.conflicts[start:stop] = validation.conflicts
-    ticket.reasons[start:stop] = reasons
-    ticket.validated(stop)
+    pending.ids[start:stop] = validation.ids
+    pending.conflicts[start:stop] = validation.conflicts
+    pending.reasons[start:stop] = reasons
+    pending.validated(stop)
     if validation.accepted_count:
         keep = None if validation.accepted_count == rows.count else accepted
-        req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
+        req_id = pending.req_id._replace(sequence=pending.req_id.sequence + start)
         part = encode_records(rows, keep, place.next_id, req_id)
         is_few = validation.accepted_count <= DISTANCES_TRANSACTIONS_MAX
         writers = writers_of(rows, keep) if is_few else b""
-        return ValidatedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
+        return ValidatedPiece(part, [pending], [], entered_locks(rows, keep), writers)
     if validation.pending.any():
-        return ValidatedPiece(None, [ticket], [])
-    return ValidatedPiece(None, [], [ticket])
+        return ValidatedPiece(None, [pending], [])
+    return ValidatedPiece(None, [], [pending])
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
@@ -160,29 +160,29 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
 
 
 def validate_singles(
-    group: list[SingleTicket], table: LockTable, place: InFlightRange
+    group: list[PendingSingle], table: LockTable, place: InFlightRange
 ) -> ValidatedPiece:
     """Validate single transactions, in order."""
     validate = _validate_one_by_one if len(group) <= ONE_BY_ONE_MAX else _validate_together
-    kept: list[SingleTicket] = []
-    doubtful: list[Ticket] = []
-    rejected: list[Ticket] = []
-    for ticket, (transaction_id, conflict) in zip(
+    kept: list[PendingSingle] = []
+    doubtful: list[PendingAppend] = []
+    rejected: list[PendingAppend] = []
+    for pending, (transaction_id, conflict) in zip(
         group, validate(group, table, place), strict=True
     ):
         if transaction_id >= 0:
-            ticket.transaction_id = transaction_id
-            kept.append(ticket)
-            doubtful.append(ticket)
+            pending.transaction_id = transaction_id
+            kept.append(pending)
+            doubtful.append(pending)
         elif conflict == AHEAD:
-            ticket.reject(Reason.AHEAD)
-            rejected.append(ticket)
+            pending.reject(Reason.AHEAD)
+            rejected.append(pending)
         else:
-            ticket.reason, ticket.conflict = Reason.LOCK, conflict
-            (doubtful if conflict > place.high_water_mark else rejected).append(ticket)
+            pending.reason, pending.conflict = Reason.LOCK, conflict
+            (doubtful if conflict > place.high_water_mark else rejected).append(pending)
     if not kept:
         return ValidatedPiece(None, doubtful, rejected)
-    messages = [ticket.message for ticket in kept]
+    messages = [pending.message for pending in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
     writers = b""
     if locks and len(kept) <= DISTANCES_TRANSACTIONS_MAX:
@@ -197,12 +197,12 @@ _Verdict: TypeAlias = tuple[int, int]
 
 
 def _validate_one_by_one(
-    group: list[SingleTicket], table: LockTable, place: InFlightRange
+    group: list[PendingSingle], table: LockTable, place: InFlightRange
 ) -> list[_Verdict]:
     verdicts: list[_Verdict] = []
     next_id = place.next_id
-    for ticket in group:
-        message = ticket.message
+    for pending in group:
+        message = pending.message
         estimate = table.validate_one(
             (message.write_locks, message.read_locks, message.append_locks),
             max(message.client_high_water_mark, BEFORE_FIRST),
@@ -218,9 +218,9 @@ def _validate_one_by_one(
 
 
 def _validate_together(
-    group: list[SingleTicket], table: LockTable, place: InFlightRange
+    group: list[PendingSingle], table: LockTable, place: InFlightRange
 ) -> list[_Verdict]:
-    messages = [ticket.message for ticket in group]
+    messages = [pending.message for pending in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
     validation = table.validate(
         LockRequests(

@@ -16,7 +16,7 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
        the server releases the partition.
     6. ClientAheadOfLog is reported only if the session is proven after the request arrived; if the
-       proof fails, the error is retriable (`proofs.py`, rule 3).
+       proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from waltz_core.server.append import answers, outcomes
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts, PartitionPosition, mark_of
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.tickets import Ticket
-from waltz_core.server.partition.proofs import Proofs, claim_of
+from waltz_core.server.locking.pending_appends import PendingAppend
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
     Closed,
@@ -71,16 +71,18 @@ class Partition:
         limits: PartitionLimits,
         transactions: TransactionCache,
         feed_cache: FeedCache,
-        pace: LargeBatchThrottle,
+        throttle: LargeBatchThrottle,
     ) -> None:
         self._identity = identity
         self._store = store
         self._limits = limits
         self._mounts = Mounts(limits.fences_max)
-        self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
+        self.pipeline = AppendPipeline(limits, self._mounts, throttle, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._proofs: Proofs[Received | Ticket] = Proofs(limits.high_water_mark_staleness_ms_max)
+        self._linearizable: LinearizableRequests[Received | PendingAppend] = LinearizableRequests(
+            limits.high_water_mark_staleness_ms_max
+        )
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
@@ -211,10 +213,10 @@ class Partition:
 
     def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            self._out += self.pipeline.refill.failed(event.token, self._now_ms)
+            self._out += self.pipeline.lock_loader.failed(event.token, self._now_ms)
             self._route_reads(self.reads.failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
-            self.pipeline.refill.fetched(event.token, event.message)
+            self.pipeline.lock_loader.fetched(event.token, event.message)
         else:
             self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms))
 
@@ -287,7 +289,9 @@ class Partition:
         self.reads.close(connection, self.feed.fetching)
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
-        self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
+        self._linearizable.drop(
+            lambda each: isinstance(each, Received) and each.connection == connection
+        )
         self._route(self.pipeline.close(connection))
 
     # -----------------------------------------------------------------------------------------
@@ -369,16 +373,16 @@ class Partition:
 
     def _answer_mark(self, event: Received, *, always: bool = False) -> None:
         """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
-        if not always and self._proofs.is_fresh(self._now_ms):
+        if not always and self._linearizable.is_fresh(self._now_ms):
             self._out.append(self._with_mark(event))
         else:
             self._prove(event)
 
-    def _prove(self, request: Received | Ticket) -> None:
-        for effect in self._proofs.wait_for_proof(request, self._now_ms):
+    def _prove(self, request: Received | PendingAppend) -> None:
+        for effect in self._linearizable.wait_for_proof(request, self._now_ms):
             self._drive(effect)
 
-    def _proved(self, request: Received | Ticket) -> None:
+    def _proved(self, request: Received | PendingAppend) -> None:
         if not isinstance(request, Received):
             self._route(self.pipeline.answer_ahead(request, is_proved=self._is_open))
         elif not self._is_open:
@@ -486,15 +490,15 @@ class Partition:
         self._is_checkpoint_due = self._is_much_archived = False
         self.session_changes += 1
         # Not the present time: a paused process may see the result of the write much later.
-        self._proofs.confirm(self._written_ms)
+        self._linearizable.confirm(self._written_ms)
         if not unbroken:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
         settled = self.pipeline.settled(
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
-        replicas, refill = self.reads.replicas, self.pipeline.refill
-        self._out += refill.query_locks(
+        replicas, lock_loader = self.reads.replicas, self.pipeline.lock_loader
+        self._out += lock_loader.query_locks(
             opened.session_id, replicas, self._now_ms, holds=not unbroken
         )
         self.feed.advanced(opened.session_id, mark)
@@ -516,7 +520,7 @@ class Partition:
         self.feed.advanced(self._session_id, event.last)
         self._route(landed)
         if self.pipeline.proved_ms is not None:
-            self._proofs.confirm(self.pipeline.proved_ms)
+            self._linearizable.confirm(self.pipeline.proved_ms)
         self._feed_turn()
         self._consider_checkpoint()
 
@@ -548,7 +552,7 @@ class Partition:
         self._route(self.pipeline.closed(loss))
         self.reads.closed()
         # The requests arrived in the session that ended; the next one may answer them as well.
-        for request in self._unproved(self._proofs.reset()):
+        for request in self._unproved(self._linearizable.reset()):
             self._wait_for_session(request)
         self._out.append(
             Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
@@ -556,12 +560,12 @@ class Partition:
 
     def _proof_ended(self, event: replication.MarkProved | replication.MarkProofFailed) -> None:
         if isinstance(event, replication.MarkProved):
-            requests, proofs = self._proofs.proved(event.token, self._now_ms)
+            requests, proofs = self._linearizable.proved(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
             for each in requests:
                 self._proved(each)
         else:
-            requests, proofs = self._proofs.failed(event.token, self._now_ms)
+            requests, proofs = self._linearizable.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._place}: no quorum of storages has confirmed the store session"
             )
@@ -569,7 +573,7 @@ class Partition:
         for proof in proofs:
             self._drive(proof)
 
-    def _unproved(self, requests: Sequence[Received | Ticket]) -> list[Received]:
+    def _unproved(self, requests: Sequence[Received | PendingAppend]) -> list[Received]:
         """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
         rest: list[Received] = []
         for each in requests:
@@ -601,10 +605,10 @@ class Partition:
         where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
-        self._out.extend(answers.reject_ticket(ticket, gone) for ticket in queued)
-        self._out.extend(answers.reject_ticket(ticket, unknown) for ticket in in_flight)
+        self._out.extend(answers.reject_pending(pending, gone) for pending in queued)
+        self._out.extend(answers.reject_pending(pending, unknown) for pending in in_flight)
         waiting = self._waiting.abandon()
-        waiting += self._unproved(self._proofs.reset())
+        waiting += self._unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.end()
@@ -626,7 +630,7 @@ class Partition:
                 case outcomes.BarrierReached():
                     self._reached(outcome.token)
                 case outcomes.AheadOfLog():
-                    self._prove(outcome.ticket)
+                    self._prove(outcome.pending)
                 case _:
                     assert_never(outcome)
 

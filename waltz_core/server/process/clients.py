@@ -49,9 +49,9 @@ from waltz_core.server.partition_events import (
     error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
-from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
+from waltz_core.server.process.flow_control import AdmittedRequest, FlowControl, FlowLimits
 from waltz_core.server.process.registry_requests import RegistryRequests
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
@@ -171,7 +171,7 @@ class Backend(Protocol):
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientConnection:
     link: Link
     legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # that have its requests
@@ -184,17 +184,17 @@ class _Client:
     audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
-class Clients:
+class ClientConnections:
     """See the module's rules."""
 
     def __init__(
-        self, backend: Backend, limits: FlowLimits, tasks: Tasks, metrics: Metrics
+        self, backend: Backend, limits: FlowLimits, tasks: TaskStarter, metrics: Metrics
     ) -> None:
         self._backend = backend
         self._tasks = tasks
         self._metrics = metrics
-        self._flow = Flow(limits)
-        self._clients: dict[ConnectionId, _Client] = {}
+        self._flow = FlowControl(limits)
+        self._clients: dict[ConnectionId, _ClientConnection] = {}
         self._ids = count(1)
         self._answered: dict[ConnectionId, None] = {}
         # They get the outcome of the running check: each one connects to every storage.
@@ -227,7 +227,7 @@ class Clients:
         legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
         if legacy_client is not None:
             _log.info("client.legacy_connected address=%s version=%d", link.address, version)
-        self._clients[connection] = _Client(link, legacy_client)
+        self._clients[connection] = _ClientConnection(link, legacy_client)
         self._flow.open(connection)
         link.start(
             lambda messages: self._received(connection, messages),
@@ -306,7 +306,9 @@ class Clients:
             self._loop.call_soon(self._after_answers)
         self._answered[connection] = None
 
-    def _send(self, connection: ConnectionId, client: _Client, message: ClientMessage) -> None:
+    def _send(
+        self, connection: ConnectionId, client: _ClientConnection, message: ClientMessage
+    ) -> None:
         if isinstance(message, AppendResult):
             client.outbox.append(message)
             return
@@ -315,7 +317,7 @@ class Clients:
         self._note_sent(connection, client)
 
     def _send_to_legacy_client(
-        self, connection: ConnectionId, client: _Client, answer: LegacyResponse
+        self, connection: ConnectionId, client: _ClientConnection, answer: LegacyResponse
     ) -> None:
         match answer:
             case Frames():
@@ -345,7 +347,7 @@ class Clients:
             self._empty_outbox(client)
             client.link.close(reason)
 
-    def _empty_outbox(self, client: _Client) -> None:
+    def _empty_outbox(self, client: _ClientConnection) -> None:
         if client.outbox:
             outbox, client.outbox = client.outbox, []
             client.link.send_all(outbox)
@@ -362,7 +364,7 @@ class Clients:
             self._admit(connection)
         self._balance()
 
-    def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
+    def _note_sent(self, connection: ConnectionId, client: _ClientConnection) -> None:
         if client.link.pauses_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
             # Now: a partition may take a turn of its feeds before the loop's next turn.
@@ -370,7 +372,7 @@ class Clients:
                 host.post(Congested(connection))
         self._note_backlog(connection, client)  # last: flow must know about the congestion, too
 
-    def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
+    def _note_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
         self._flow.backlog(
             connection, client.link.write_backlog_bytes, is_congested=client.link.is_congested
         )
@@ -457,7 +459,7 @@ class Clients:
     def _route(
         self,
         connection: ConnectionId,
-        client: _Client,
+        client: _ClientConnection,
         request: AdmittedRequest,
         over_limit: errors.Overloaded | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ Rules:
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
        less than `RETRY_PAUSE_S`, and after an attempt that fails in another way, the server
        connects again soon, and then with growing pauses, up to `RETRY_PAUSE_S`.
-    6. The results are published for the lead, which assigns no partitions to a server to which no
+    6. The results are published for the leader, which assigns no partitions to a server to which no
        other server can connect (`cluster/membership/reachability.py`). An accepted connection
        counts even if the peer closes it at once: it may be a server of another version, or at its
        connection limit.
@@ -35,7 +35,7 @@ from waltz_core.cluster.znodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import AuthenticationFailed, BadConfig, TlsFailed, WaltzError
 from waltz_core.records.record import ServerId
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport import net
 from waltz_core.wire.messages import WireProtocol
 
@@ -61,7 +61,7 @@ class FailureDetector:
     def __init__(
         self,
         server_id: ServerId,
-        tasks: Tasks,
+        tasks: TaskStarter,
         remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         *,
         ssl: SSLContext | None = None,
@@ -102,7 +102,7 @@ class FailureDetector:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("neighbors.report_failed error=%s", error)
+                _log.info("server.reachability_publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._results.is_changed.wait()
@@ -200,11 +200,11 @@ class _Watch:
             await self._remove_dead(dead)
         except WaltzError as error:
             _log.warning(
-                "neighbors.server_removal_failed server=%s error=%s", dead.server_id, error
+                "server.dead_peer_removal_failed server=%s error=%s", dead.server_id, error
             )
             return False
         _log.warning(
-            "neighbors.server_removed server=%s address=%s "
+            "server.dead_peer_removed server=%s address=%s "
             "reason='nothing listens at this address'",
             dead.server_id,
             dead.address,

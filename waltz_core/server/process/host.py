@@ -55,7 +55,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.append_times import AppendTimes
 from waltz_core.server.process.partition_cost import cost_of
 from waltz_core.server.process.session_open_limit import OpenPermit, SessionOpenLimit
-from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, Tasks
+from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, TaskStarter
 from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ServerServices:
     """The services that all partitions of a process share. `failed` ends the process."""
 
     coordinator: Coordinator
-    tasks: Tasks
+    tasks: TaskStarter
     read_links: ReadLinks
     open_limit: SessionOpenLimit
     append_times: AppendTimes
@@ -431,7 +431,7 @@ class _PublishedCounters:
         first = partition.first_available
         gauges = (partition.engaged_count, mark, lag, session_id, first)
         # If these are unchanged so is the lock table, except for entries in flight.
-        known = (*gauges, partition.pipeline.refill.floor)
+        known = (*gauges, partition.pipeline.lock_loader.floor)
         if known == self._gauges:
             return
         self._gauges = known

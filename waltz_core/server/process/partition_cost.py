@@ -9,7 +9,7 @@ Rules:
 
 from typing import Final
 
-from waltz_core.server.locking.tickets import AppendCounters
+from waltz_core.server.locking.pending_appends import AppendCounters
 
 # In addition to bytes: a row is validated, numbered and hashed; an answer takes a turn of the loop
 # and a frame on both sides (docs/performance.md: a row of a single append costs about a hundred

@@ -1,10 +1,10 @@
-"""Balance by load: a server measures and publishes its loads; the lead also moves partitions.
+"""Balance by load: a server measures and publishes its loads; the leader also moves partitions.
 
 Periodically this code runs the planner with the loads from ZooKeeper;
 `cluster/membership/balance.py` decides which moves are useful.
 
 Rules:
-    1. Only the lead moves partitions, and only with a compare-and-set on the version of the
+    1. Only the leader moves partitions, and only with a compare-and-set on the version of the
        assignment that it has read. After a concurrent change it tries again in the next interval.
     2. No other code depends on this one. Failures are retried in the next interval.
     3. After the set of servers has changed, nothing moves until the loads of a window are known.
@@ -44,7 +44,7 @@ class Rebalancer:
         server_id: this server.
         coordinator: publishes loads and writes moves.
         costs: returns the total cost of each partition that is served here.
-        pace: the interval, the window and the cooldown.
+        times: the interval, the window and the cooldown.
         is_fit: whether this server can serve the partitions assigned to it (rule 4).
     """
 
@@ -53,19 +53,19 @@ class Rebalancer:
         server_id: ServerId,
         coordinator: Coordinator,
         costs: Callable[[], Mapping[PartitionId, float]],
-        pace: BalanceTimes,
+        times: BalanceTimes,
         is_fit: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server_id = server_id
         self._coordinator = coordinator
         self._costs = costs
-        self._pace = pace
+        self._pace = times
         self._is_fit = is_fit
-        self._meter = LoadMeter(pace.window_ms)
-        self._book = LoadAverages(pace.window_ms)
-        window_ms = pace.window_ms
+        self._meter = LoadMeter(times.window_ms)
+        self._averages = LoadAverages(times.window_ms)
+        window_ms = times.window_ms
         limits = BalanceLimits(
-            pace.cooldown_ms, sustained_ms=window_ms // 2, settling_ms=2 * window_ms
+            times.cooldown_ms, sustained_ms=window_ms // 2, settling_ms=2 * window_ms
         )
         self._balancer = Balancer(limits)
         self._servers: frozenset[ServerId] = frozenset()
@@ -94,7 +94,7 @@ class Rebalancer:
         await self._balance(view)
 
     async def _balance(self, view: ServersView) -> None:
-        """Plan and write moves, as the lead."""
+        """Plan and write moves, as the leader."""
         now_ms = loop_clock_ms()
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
@@ -104,7 +104,7 @@ class Rebalancer:
             lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
-        loads = self._book.take(published, owners)
+        loads = self._averages.take(published, owners)
         if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3

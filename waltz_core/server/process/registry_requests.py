@@ -1,6 +1,7 @@
 """Changes the registry of exactly-once writes for clients, with the server's own session.
 
-So a client needs no write access to ZooKeeper. `cluster/writes.py` has the rules of the registry.
+So a client needs no write access to ZooKeeper. `cluster/write_registry.py` has the rules of the
+registry.
 
 Rules (decision 048, AC 14):
     1. A write belongs to a principal, and no other principal learns its name. Without access
@@ -32,7 +33,7 @@ from typing import Any, Final
 
 from waltz_core import errors
 from waltz_core.access.client_ids import NO_PROOF
-from waltz_core.cluster.writes import (
+from waltz_core.cluster.write_registry import (
     NAME_CHARACTERS_MAX,
     NODE_BYTES_MAX,
     TaskState,
@@ -41,7 +42,7 @@ from waltz_core.cluster.writes import (
 )
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, ClientId
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.connection_access import ConnectionAccess
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
 
@@ -65,7 +66,7 @@ class RegistryRequests:
         writes: WriteRegistry,
         next_client_id: Callable[[], Awaitable[ClientId]],
         partition_count: int,
-        tasks: Tasks,
+        tasks: TaskStarter,
     ) -> None:
         self._writes = writes
         self._next_client_id = next_client_id

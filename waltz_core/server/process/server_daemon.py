@@ -51,11 +51,11 @@ from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
 from waltz_core.server.process.append_times import AppendTime, AppendTimes
-from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.client_id_queue import ClientIdQueue
+from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.failure_detector import FailureDetector
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
-from waltz_core.server.process.id_queue import IdQueue
 from waltz_core.server.process.preferences import Preferences, within_reach
 from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
 from waltz_core.server.process.registry_requests import RegistryRequests
@@ -127,7 +127,7 @@ async def serve(
             raise errors.first_in(known) from group
 
 
-class _Stopped(Exception):
+class _ServerStopped(Exception):
     """The server was stopped."""
 
 
@@ -150,7 +150,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._pace = LargeBatchThrottle(is_on=config.small_requests_first)
+        self._throttle = LargeBatchThrottle(is_on=config.small_requests_first)
         # The budget is for all partitions of the cluster, since one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -170,15 +170,15 @@ class Server:
         self.registry = RegistryRequests(
             coordinator.writes, self.next_client_id, self.partition_count, self._tasks
         )
-        self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
-        self._neighbors = FailureDetector(
+        self._clients = ClientConnections(self, _flow_limits(config), self._tasks, self.metrics)
+        self._failure_detector = FailureDetector(
             server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
-        self._client_ids = IdQueue(coordinator.issued_ids.allocate)
+        self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
@@ -243,13 +243,15 @@ class Server:
                 tasks.create_task(self._publish())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
-                tasks.create_task(self._neighbors.report(coordinator.reach, self._is_open))
+                tasks.create_task(
+                    self._failure_detector.report(coordinator.reachability, self._is_open)
+                )
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
                 await self._until(stop)
                 await self._end()
-        except* _Stopped:
+        except* _ServerStopped:
             _log.info("server.stopped server=%s", self._server_id)
 
     def _is_open(self) -> bool:
@@ -259,15 +261,15 @@ class Server:
     def _balancing(self) -> Rebalancer:
         config = self._config
         self._coordinator.keep_assignment()
-        pace = BalanceTimes(
+        times = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_cooldown_ms
         )
         return Rebalancer(
             self._server_id,
             self._coordinator,
             lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
-            pace,
-            lambda: time.monotonic() >= self._without_quorum_s + pace.cooldown_ms / 1000,
+            times,
+            lambda: time.monotonic() >= self._without_quorum_s + times.cooldown_ms / 1000,
         )
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -279,8 +281,8 @@ class Server:
             self._failure.result()
 
     async def _end(self) -> None:
-        """Shut down (rule 3); raises `_Stopped`, which ends all tasks."""
-        self._neighbors.stop()
+        """Shut down (rule 3); raises `_ServerStopped`, which ends all tasks."""
+        self._failure_detector.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_POLLS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
@@ -294,7 +296,7 @@ class Server:
             _log.warning("server.unregister_failed error=%r", error)
         for partition_id in list(self.hosts):
             self._drop(partition_id)
-        raise _Stopped
+        raise _ServerStopped
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -322,7 +324,7 @@ class Server:
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
-        self._neighbors.follow(view)
+        self._failure_detector.follow(view)
         self._own_assigned()
 
     def _own_assigned(self) -> None:
@@ -360,7 +362,7 @@ class Server:
             self._limits,
             TransactionCache(self._budget),
             FeedCache(self._feed_cache_bytes),
-            self._pace,
+            self._throttle,
         )
         partition.reads.nearby = self._nearby
         services = ServerServices(
@@ -558,7 +560,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
         feed_frame_count_max=config.feed_frame_count_max,
         feed_request_count_min=config.feed_request_count_min,
         range_bytes_max=config.range_bytes_max,
-        fetches_max=config.partition_fetches_max,
+        fetches_max=config.partition_storage_reads_max,
         fences_max=config.remembered_clients_max,
         high_water_mark_staleness_ms_max=config.high_water_mark_staleness_ms_max,
         session_wait_ms_max=config.session_wait_ms_max,

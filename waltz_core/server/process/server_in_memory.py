@@ -39,10 +39,10 @@ from waltz_core.server.partition_events import (
     error_answer,
 )
 from waltz_core.server.process.append_times import AppendTime
-from waltz_core.server.process.clients import Clients
-from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.clients import ClientConnections
+from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport.listening import Listener, listen
 from waltz_core.wire.messages import (
@@ -132,7 +132,9 @@ class Faults:
 class MemoryServer:
     """All partitions on one port."""
 
-    def __init__(self, key: bytes, partition_count: int, faults: Faults, tasks: Tasks) -> None:
+    def __init__(
+        self, key: bytes, partition_count: int, faults: Faults, tasks: TaskStarter
+    ) -> None:
         self.key = key
         self.partition_count = partition_count
         self.faults = faults
@@ -143,7 +145,7 @@ class MemoryServer:
         self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
-        self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
+        self.clients = ClientConnections(self, _FLOW, tasks, Metrics("server"))
         self.hosts: dict[PartitionId, MemoryHost] = {
             PartitionId(number): MemoryHost(PartitionId(number), self)
             for number in range(self.partition_count)

@@ -43,7 +43,7 @@ _NONE: Final = -1
 _Answer: TypeAlias = RangeBytes | LockBlocks
 
 
-class Tasks(Protocol):
+class TaskStarter(Protocol):
     """Starts tasks; an `asyncio.TaskGroup` is one."""
 
     def create_task(self, work: Coroutine[Any, Any, None], /) -> object:
@@ -61,7 +61,7 @@ class SessionLinks:
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: TaskStarter,
         post: Callable[[replication.ReplicaOpened | replication.ReplicaLost], None],
         post_answer: Callable[[replication.ReplicaResponded], None],
         *,

@@ -76,7 +76,7 @@ FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 
 @dataclass(slots=True)
-class _Context:
+class _ClientFeed:
     request: Received  # the mount, until it is answered; then the feed request granted last
     mount_id: ReqId
     next: TransactionId
@@ -99,7 +99,7 @@ class Feed:
         self._limits = limits
         self._memory = memory
         # In order of turns.
-        self._contexts: OrderedDict[FeedKey, _Context] = OrderedDict()
+        self._contexts: OrderedDict[FeedKey, _ClientFeed] = OrderedDict()
         self._congested: set[ConnectionId] = set()
         self._high_water_mark = BEFORE_FIRST
         self._session_id = NO_SESSION
@@ -140,7 +140,7 @@ class Feed:
         first = TransactionId(mark + 1)
         message = request.message
         values = message.header_values if isinstance(message, MountWriter) else ()
-        self._contexts[key] = _Context(
+        self._contexts[key] = _ClientFeed(
             request, mount_id, first, until, is_mounting=True, header_values=values
         )
         self._has_more = True
@@ -263,7 +263,7 @@ class Feed:
         ]
         return [self._contexts.pop(key).request for key in keys]
 
-    def _serve(self, context: _Context, out: list[FeedOutcome]) -> bool:
+    def _serve(self, context: _ClientFeed, out: list[FeedOutcome]) -> bool:
         """Send one frame, or end the grant, or fetch headers; True when a frame was sent."""
         last = min(context.until, self._high_water_mark)
         if context.next > last:
@@ -284,7 +284,7 @@ class Feed:
         self._end_grant(context, out)
         return True
 
-    def _send(self, context: _Context, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
+    def _send(self, context: _ClientFeed, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
         # Headers fetched for another context may exceed the grant of this one.
         count = min(stretch.size, context.until - context.next + 1)
         assert stretch.first == context.next
@@ -312,7 +312,7 @@ class Feed:
         if context.next <= min(context.until, self._high_water_mark):
             self._has_more = True
 
-    def _end_grant(self, context: _Context, out: list[FeedOutcome]) -> None:
+    def _end_grant(self, context: _ClientFeed, out: list[FeedOutcome]) -> None:
         if context.next <= context.until:
             return
         context.is_granted = False

@@ -106,7 +106,7 @@ _WHOLE_BYTES_MAX: Final = 1 << 62
 ROWS_MAX: Final = 65_536
 
 
-class _Run(NamedTuple):
+class _RangeRecords(NamedTuple):
     """Records first..last as a range answer carries them; `lengths` is empty for headers."""
 
     first: TransactionId
@@ -128,7 +128,7 @@ class _Key(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job:
+class _RangeFetch:
     """A range that must be fetched from a storage, and the requests that wait for it."""
 
     key: _Key
@@ -166,10 +166,10 @@ class Reads:
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
         self._is_open = False
-        self._jobs: dict[_Key, _Job] = {}
-        self._ready: deque[_Job] = deque()
-        self._running: dict[int, _Job | None] = {}  # None: no request waits for it any more
-        self._delayed: list[tuple[int, _Job]] = []
+        self._jobs: dict[_Key, _RangeFetch] = {}
+        self._ready: deque[_RangeFetch] = deque()
+        self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits for it any more
+        self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
         self._turn = 0
         self._avoided: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
@@ -252,7 +252,7 @@ class Reads:
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
-            run = _Run(first, TransactionId(first - 1), form, _EMPTY, b"", ())
+            run = _RangeRecords(first, TransactionId(first - 1), form, _EMPTY, b"", ())
             return [self._range_answer(request, message, run)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
         run_or_none = self._read_cached_run(first, last, bytes_max, form)
@@ -346,7 +346,7 @@ class Reads:
 
     def _read_cached_run(
         self, first: TransactionId, last: TransactionId, bytes_max: int, form: int
-    ) -> _Run | None:
+    ) -> _RangeRecords | None:
         if form == RangeForm.HEADERS:
             last = min(last, TransactionId(first + max(1, bytes_max // RECORD_HEADER.size) - 1))
             bytes_max = _WHOLE_BYTES_MAX
@@ -357,11 +357,13 @@ class Reads:
         reach = parts[-1].last
         if form == RangeForm.HEADERS:
             heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
-            return _Run(first, reach, form, _EMPTY, b"".join(heads), lineage)
+            return _RangeRecords(first, reach, form, _EMPTY, b"".join(heads), lineage)
         if len(parts) == 1:
-            return _Run(first, reach, form, parts[0].lengths, parts[0].records, lineage)
+            return _RangeRecords(first, reach, form, parts[0].lengths, parts[0].records, lineage)
         lengths = np.concatenate([part.lengths for part in parts])
-        return _Run(first, reach, form, lengths, b"".join(part.records for part in parts), lineage)
+        return _RangeRecords(
+            first, reach, form, lengths, b"".join(part.records for part in parts), lineage
+        )
 
     # -----------------------------------------------------------------------------------------
     # storages
@@ -431,7 +433,7 @@ class Reads:
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
 
-    def _round_ended(self, job: _Job, reason: str) -> list[ReadOutcome]:
+    def _round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
         """All replicas have failed: reject what has waited long enough (rule 11)."""
         job.tried.clear()
         job.rounds += 1
@@ -452,7 +454,7 @@ class Reads:
         job.is_damaged_everywhere = True
         return out
 
-    def _expired(self, job: _Job, first_available: TransactionId) -> list[ReadOutcome]:
+    def _expired(self, job: _RangeFetch, first_available: TransactionId) -> list[ReadOutcome]:
         """Reject what waits for records below the start of the log (rule 10)."""
         if job.key.is_ahead:
             return self._fetch_separately(job)
@@ -467,7 +469,7 @@ class Reads:
             out.append(FeedFailed(job.key.first, error))
         return out + self._start()
 
-    def _fetch_separately(self, job: _Job) -> list[ReadOutcome]:
+    def _fetch_separately(self, job: _RangeFetch) -> list[ReadOutcome]:
         """Fetch each requested transaction separately: later ones may be damaged (rule 8)."""
         del self._jobs[job.key]
         self._reading_ahead.pop(job.key, None)
@@ -486,7 +488,7 @@ class Reads:
     def _fetch(self, key: _Key, request: Received | None) -> list[ReadOutcome]:
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = _Job(key)
+            job = self._jobs[key] = _RangeFetch(key)
             self._ready.append(job)
         if request is None:
             job.for_feed = True
@@ -506,7 +508,7 @@ class Reads:
             out.append(self._fetch_from(job))
         return out
 
-    def _fetch_from(self, job: _Job) -> Fetch:
+    def _fetch_from(self, job: _RangeFetch) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried]
         untried = untried or list(self.replicas)
         trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
@@ -536,7 +538,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _answers(self, request: Received, run: _Run) -> list[ReadOutcome]:
+    def _answers(self, request: Received, run: _RangeRecords) -> list[ReadOutcome]:
         message = request.message
         if isinstance(message, RangeRequest):
             return [self._range_answer(request, message, run)]
@@ -547,7 +549,9 @@ class Reads:
         record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(request, message, record)]
 
-    def _range_answer(self, request: Received, message: RangeRequest, run: _Run) -> SendToClient:
+    def _range_answer(
+        self, request: Received, message: RangeRequest, run: _RangeRecords
+    ) -> SendToClient:
         lengths, records = run.lengths, run.records
         count = run.last - run.first + 1
         lineage = run.lineage
@@ -601,7 +605,7 @@ def _data_answer(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def _feed_stretch(run: _Run) -> FeedHeaders:
+def _feed_stretch(run: _RangeRecords) -> FeedHeaders:
     heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
@@ -613,14 +617,14 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
     return FeedHeaders(run.first, headers, chain_at, chain)
 
 
-def _own_headers(run: _Run, client_id: ClientId) -> tuple[Buffer, int]:
+def _own_headers(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     """Return the headers of one client's transactions, and their number."""
     heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
     kept = heads[heads["req_id"]["client_id"] == client_id]
     return kept.tobytes(), int(kept.size)
 
 
-def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
+def _filtered(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
     """Return lengths, records and count of the records with one of the header values."""
     if run.form == RangeForm.HEADERS:
         heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
@@ -631,7 +635,7 @@ def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int
     return lengths, records, int(lengths.size)
 
 
-def _checked(message: RangeBytes, key: _Key) -> _Run:
+def _checked(message: RangeBytes, key: _Key) -> _RangeRecords:
     """Rule 3; raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
     reach = TransactionId(message.first + message.count - 1)
@@ -642,7 +646,7 @@ def _checked(message: RangeBytes, key: _Key) -> _Run:
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)
-        return _Run(first, reach, form, _EMPTY, message.records, message.lineage)
+        return _RangeRecords(first, reach, form, _EMPTY, message.records, message.lineage)
     lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
     if lengths.size != message.count:
         raise BadFormat(
@@ -655,7 +659,7 @@ def _checked(message: RangeBytes, key: _Key) -> _Run:
         raise ChecksumMismatch(
             f"range from a storage: transaction {first + bad} is damaged or has another ID"
         )
-    return _Run(first, reach, form, lengths, message.records, message.lineage)
+    return _RangeRecords(first, reach, form, lengths, message.records, message.lineage)
 
 
 def _check_headers(message: RangeBytes) -> None:

@@ -66,9 +66,12 @@ def check_batches(
         ChecksumMismatch: a record's CRC does not match.
     """
     where = f"append from transaction {first} on"
-    if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
+    expected_bytes = raw_records.sum_of(lengths)
+    if not entries or not lengths.size or expected_bytes != len(records):
         raise BadRequest(
-            f"{where}: the lengths of batches and records do not match the stated ones"
+            f"{where}: expected one or more batches and records, and {expected_bytes} bytes of "
+            f"records, found {len(entries)} batches, {lengths.size} records and {len(records)} "
+            "bytes. Hint: the sender has a defect; report it as a bug."
         )
     crcs = raw_records.verified_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
@@ -81,9 +84,19 @@ def check_batches(
         assert gap is not None
         found = raw_records.ids_of(records, lengths)[gap]
         raise BadRequest(f"{where}: expected transaction ID {first + gap}, found {found}")
+    last = first + lengths.size - 1
+    if entries[-1].last != last:
+        raise BadRequest(
+            f"{where}: expected batches up to transaction {last}, found them up to "
+            f"{entries[-1].last}"
+        )
     wrong = check_chain(entries, first, chain_before, crcs)
-    if wrong is not None or entries[-1].last != first + lengths.size - 1:
-        raise BadRequest(f"{where}: the batches do not match the records or the chain hash")
+    if wrong is not None:
+        entry = entries[wrong]
+        raise BadRequest(
+            f"{where}: batch {entry.first}..{entry.last} does not continue the previous batch, or "
+            "its chain hash does not match the records"
+        )
 
 
 def check_repaired(

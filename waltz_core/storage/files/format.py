@@ -491,14 +491,14 @@ class ProvisionalMark(NamedTuple):
     low_water_mark: TransactionId
 
 
-class Marker(NamedTuple):
+class AckedMarker(NamedTuple):
     """An ID up to which the log is known to be durable, at a batch's end, and the chain there."""
 
     transaction_id: TransactionId
     chain: Chain
 
 
-GENESIS: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+GENESIS: Final = AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)
 # In place of the acked marker's chain: some records up to the marker have no batches. The next
 # opening makes them (`log_recovery.py`, rule 4). No hash has this value.
 UNBATCHED: Final = Chain(b"\xff" * 16)
@@ -534,13 +534,13 @@ class Slot:
     last_session: SessionId = NO_SESSION
     low_water_mark: TransactionId = BEFORE_FIRST
     provisional: ProvisionalMark | None = None
-    acked: Marker = GENESIS
+    acked: AckedMarker = GENESIS
     truncate: TruncateIntent | None = None
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
     engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
-    start: Marker = GENESIS  # the end of the batch before the log's first record
+    start: AckedMarker = GENESIS  # the end of the batch before the log's first record
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, as its sequence or session shows."""
@@ -636,13 +636,13 @@ class Slot:
             last_session=SessionId(last_session),
             low_water_mark=TransactionId(low_water_mark),
             provisional=_provisional(flags, *fields[10:12]),
-            acked=Marker(TransactionId(fields[12]), Chain(fields[13])),
+            acked=AckedMarker(TransactionId(fields[12]), Chain(fields[13])),
             truncate=_truncate(flags, fields[14], fields[15:20]),
             damaged=_damaged(body[_SLOT.size : used]),
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
             engaged=SessionId(last_session + 1 - back) if back else NO_SESSION,
-            start=Marker(TransactionId(first - 1), Chain(chain_before)),
+            start=AckedMarker(TransactionId(first - 1), Chain(chain_before)),
         )
 
 

@@ -184,7 +184,10 @@ class HoleSearch:
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # Their block of the index was abandoned (file_system.py, rule 8).
-                raise ReadFailed(f"cannot read record {hole}, nor the index entries after it")
+                raise ReadFailed(
+                    f"cannot find the records after {hole}: expected readable records or index "
+                    f"entries up to {self._last}, found disk errors in both. Hint: check the disk."
+                )
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:

@@ -37,7 +37,13 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.disk.file_system import Disk
-from waltz_core.storage.files.format import GENESIS, IdRange, Marker, SegmentHeader, first_of_name
+from waltz_core.storage.files.format import (
+    GENESIS,
+    AckedMarker,
+    IdRange,
+    SegmentHeader,
+    first_of_name,
+)
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.wire.record_locations import FileLocation
@@ -67,7 +73,7 @@ class Segments:
         directory: Path,
         blank: SegmentHeader,
         segments: list[Segment],
-        start: Marker = GENESIS,
+        start: AckedMarker = GENESIS,
     ) -> None:
         assert segments
         assert segments[0].first <= start.transaction_id + 1
@@ -140,7 +146,7 @@ class Segments:
         self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
 
-    def begin_after(self, start: Marker, now_ms: int) -> None:
+    def begin_after(self, start: AckedMarker, now_ms: int) -> None:
         """Begin the log after a batch end, and remove what is older; durable, may be repeated.
 
         A log that ends before the new start is empty afterwards (rule 4). The slot has the start

@@ -1,7 +1,7 @@
 """The log of one partition on one replica: append, read, recover, truncate, repair, scrub.
 
-`partition_log.py` is the log, over the files in `log_files.py`. `covering.py` keeps records of
-Waltz 0.13 until an owner has compared them. `log_recovery.py` opens a log after a crash,
+`partition_log.py` is the log, over the files in `log_files.py`. `covered_records.py` keeps records
+of Waltz 0.13 until an owner has compared them. `log_recovery.py` opens a log after a crash,
 `reading.py` reads it and skips damage, `truncation.py` truncates its end, `damage.py` and
 `rebatching.py` repair it, `removal.py` deletes it, and `scrub.py` reads it again to find damage.
 `archive_pieces.py` reads ranges for the archive, and removes segments that the archive has.

@@ -10,7 +10,7 @@ Rules (docs/decisions/047):
 
 from typing import Final, NamedTuple
 
-from waltz_core.archive.upload_job import BatchRun
+from waltz_core.archive.manifest_jobs import BatchRun
 from waltz_core.errors import BadRequest
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -19,7 +19,7 @@ from waltz_core.records.record import (
     Chain,
     TransactionId,
 )
-from waltz_core.storage.files.format import Marker
+from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log.partition_log import PartitionLog
 
 # Half of what a reader may request at once. Finding the batches of a piece takes about 1 ms of CPU.
@@ -71,7 +71,7 @@ class ArchiveRead(NamedTuple):
 class RetentionPiece(NamedTuple):
     """Measure a log; with `removes`, remove its oldest segment first if `archived` allows it."""
 
-    archived: Marker | None
+    archived: AckedMarker | None
     removes: bool = False
 
 

@@ -1,7 +1,7 @@
 """The files of one partition's log: writes, syncs, and the state after a failure.
 
 `PartitionLog` decides what may be written; this class writes it. It also tracks the reported end
-of the log, which is before the end of the records while records are covered (`covering.py`).
+of the log, which is before the end of the records while records are covered (`covered_records.py`).
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from waltz_core.errors import DiskFailed, MissingSegment, NoSpace, WaltzError
 from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
-from waltz_core.storage.files.format import UNBATCHED, Marker, Slot
+from waltz_core.storage.files.format import UNBATCHED, AckedMarker, Slot
 from waltz_core.storage.files.id_ranges import damage_after
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import truncation
@@ -118,7 +118,7 @@ class LogFiles:
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
         """Write records and batches, and begin a segment wherever one has become too large."""
-        end = Marker(self.last_id, self.chain)
+        end = AckedMarker(self.last_id, self.chain)
         while lengths.size:
             current = self.segments.current
             space = self._settings.segment_bytes_max - current.size_bytes
@@ -136,8 +136,8 @@ class LogFiles:
         self.segments.current.append_entries(entries, self.synced_max)
 
     def _roll(
-        self, entries: Sequence[LineageEntry], end: Marker
-    ) -> tuple[Sequence[LineageEntry], Marker]:
+        self, entries: Sequence[LineageEntry], end: AckedMarker
+    ) -> tuple[Sequence[LineageEntry], AckedMarker]:
         """Begin a new segment; `end` is that of the last batch.
 
         Return the batches that do not end in the old one, and the end of the last one that does.
@@ -147,10 +147,10 @@ class LogFiles:
         here = [entry for entry in entries if entry.last <= last]
         self.segments.current.append_entries(here, self.synced_max)
         if here:
-            end = Marker(here[-1].last, here[-1].chain)
+            end = AckedMarker(here[-1].last, here[-1].chain)
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
-        marker = Marker(last, UNBATCHED) if self.slot.is_unbatched else end
+        marker = AckedMarker(last, UNBATCHED) if self.slot.is_unbatched else end
         if marker.transaction_id != self.segments.start.transaction_id:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
@@ -182,7 +182,7 @@ class LogFiles:
     def mark_acked(self) -> None:
         """Move the acked marker to the last synced ID, durably (rule 2).
 
-        Not after a failure, nor while records are covered: `covering.py` has set it then.
+        Not after a failure, nor while records are covered: `covered_records.py` has set it then.
         """
         if self.covered_end is not None:
             return
@@ -191,7 +191,7 @@ class LogFiles:
         # marker.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
-            marker = Marker(self.synced_max, self.synced_chain)
+            marker = AckedMarker(self.synced_max, self.synced_chain)
             self.write_slot(replace(self.slot, acked=marker))
 
     def sync_index(self) -> None:
@@ -244,7 +244,7 @@ class LogFiles:
         # From the slot: reading it again could fail, and leave the chain of the longer log.
         self.chain = self.synced_chain = self.slot.acked.chain
 
-    def begin_after(self, start: Marker, slot: Slot) -> None:
+    def begin_after(self, start: AckedMarker, slot: Slot) -> None:
         """Begin the log after a batch end, durably, and remove older segments (rule 6).
 
         `slot` is the present one with the changes that belong to the new start.
@@ -303,7 +303,7 @@ class LogFiles:
             if self.slot.acked.transaction_id > last:
                 # A roll has moved the marker beyond this truncation; nothing there was
                 # acknowledged.
-                self.write_slot(replace(self.slot, acked=Marker(last, chain)))
+                self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
         except (
             WaltzError
@@ -355,7 +355,7 @@ class LogFiles:
             if not self.has_failed:
                 self.sync()
                 self.segments.sync_index()
-                marker = Marker(self.synced_max, self.synced_chain)
+                marker = AckedMarker(self.synced_max, self.synced_chain)
                 self.write_slot(replace(self.slot, acked=marker, dirty=False))
         finally:
             self.abandon()

@@ -18,7 +18,7 @@ Rules:
        The same is done with records that an owner has left without batches (`UNBATCHED`), and with
        those that an earlier version of this storage took from 0.13 servers. There the slot is the
        newest state, and its marker is trusted. A provisional mark of such a server is kept without
-       its session (`covering.py`, rule 1).
+       its session (`covered_records.py`, rule 1).
        Bounds of adopted batches follow from IDs and lengths alone, however often the log was opened
        meanwhile. Batches of an earlier adoption with other bounds are created again.
        0.13 ignores batches and intents. So an intent that is older than its writes is dropped, and
@@ -75,9 +75,9 @@ from waltz_core.storage.files.batch_checks import check_chain, entry_before
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
+    AckedMarker,
     IdRange,
     LineageHeader,
-    Marker,
     PartitionInfo,
     Promise,
     SegmentHeader,
@@ -626,7 +626,7 @@ class _Opening:
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
-        marker = Marker(end.last, end.chain) if end is not None else segments.start
+        marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
         slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log: let it truncate the end and copy from

@@ -50,8 +50,8 @@ from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.batch_checks import check_batches
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
 from waltz_core.storage.files.format import (
+    AckedMarker,
     IdRange,
-    Marker,
     Promise,
     ProvisionalMark,
     SegmentHeader,
@@ -60,7 +60,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
-from waltz_core.storage.log.covering import Cover
+from waltz_core.storage.log.covered_records import CoveredRecords
 from waltz_core.storage.log.log_files import LogFiles, LogSettings
 from waltz_core.storage.log.reading import READ_BYTES, HeadersRead, LogReader
 
@@ -84,7 +84,7 @@ class ReplicaReport(NamedTuple):
 class PartitionLog:
     """One partition on disk; all calls block, one at a time."""
 
-    def __init__(self, files: LogFiles, cover: Cover, control: ControlFile) -> None:
+    def __init__(self, files: LogFiles, cover: CoveredRecords, control: ControlFile) -> None:
         self.partition_id: PartitionId = files.partition_id
         self.appended_bytes = 0
         self.read_count = 0
@@ -126,7 +126,7 @@ class PartitionLog:
                 disk, directory, blank, info, trust_fsync=True, is_name_durable=True
             )
 
-        return cls(files, Cover(files, reopen), control)
+        return cls(files, CoveredRecords(files, reopen), control)
 
     # ---- state
 
@@ -141,7 +141,7 @@ class PartitionLog:
         return self._files.last_id
 
     @property
-    def start(self) -> Marker:
+    def start(self) -> AckedMarker:
         """The batch end after which the log begins (rule 6)."""
         return self._files.segments.start
 
@@ -227,7 +227,7 @@ class PartitionLog:
         return session != NO_SESSION and self._engaged == session and is_working
 
     def state(self) -> ReplicaReport:
-        """Return what PREPARED reports, as of now (`covering.py`, rules 1 and 5)."""
+        """Return what PREPARED reports, as of now (`covered_records.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
         is_short = synced_max < self.low_water_mark
         return ReplicaReport(
@@ -246,7 +246,8 @@ class PartitionLog:
     def prepare(self, session: SessionId, nonce: bytes) -> ReplicaReport:
         """Promise a session durably, sync the log, and return its state (rule 2).
 
-        Records that an earlier session left without batches get them first (`covering.py`, rule 2).
+        Records that an earlier session left without batches get them first (`covered_records.py`,
+        rule 2).
 
         Raises:
             SessionFenced: a later session was promised, or this one to another owner.
@@ -303,11 +304,11 @@ class PartitionLog:
         if self.slot.suspect:
             self._verify_suspect()
         self._files.sync_index()
-        slot = replace(self.slot, acked=Marker(mark, chain), suspect=False)
+        slot = replace(self.slot, acked=AckedMarker(mark, chain), suspect=False)
         self._write_mark(slot, session, mark)
 
     def _truncate_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Truncate covered records if the log ends at the mark (`covering.py`, rule 3)."""
+        """Truncate covered records if the log ends at the mark (`covered_records.py`, rule 3)."""
         files = self._files
         intent = self.slot.truncate if files.is_half_truncated else None
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
@@ -477,7 +478,7 @@ class PartitionLog:
 
     # ---- the start (rule 6)
 
-    def remove_oldest(self, archived: Marker) -> bool:
+    def remove_oldest(self, archived: AckedMarker) -> bool:
         """Remove the oldest segment, durably, if the archive has its records; return whether.
 
         `archived` is a batch end up to which the archive has every record. The newest segment
@@ -503,7 +504,7 @@ class PartitionLog:
         files.begin_after(end, self.slot)
         return True
 
-    def removable_end(self, archived: Marker) -> Marker | None:
+    def removable_end(self, archived: AckedMarker) -> AckedMarker | None:
         """Return the start after the removal of the oldest segment; None if it must stay."""
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
@@ -513,7 +514,7 @@ class PartitionLog:
         end = next((each for each in entries if each.session_id != RECONSTRUCTED), None)
         if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
             return None
-        return Marker(end.last, end.chain)
+        return AckedMarker(end.last, end.chain)
 
     @property
     def size_bytes(self) -> int:
@@ -531,7 +532,7 @@ class PartitionLog:
         """Return the time of the clock that also dates the segments."""
         return self._files.now_ms()
 
-    def reset(self, session: SessionId, start: Marker) -> None:
+    def reset(self, session: SessionId, start: AckedMarker) -> None:
         """Drop all records and begin after a batch end that the archive has, durably (AR 12).
 
         The log is suspect until a session sets its mark. Its confirmed mark becomes that of the

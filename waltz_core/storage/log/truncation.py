@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
-from waltz_core.storage.files.format import UNBATCHED, Marker, Slot, TruncateIntent
+from waltz_core.storage.files.format import UNBATCHED, AckedMarker, Slot, TruncateIntent
 from waltz_core.storage.files.id_ranges import damage_until
 from waltz_core.storage.files.segments import Segments
 
@@ -42,12 +42,12 @@ def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> 
 
 def truncation_of(
     segments: Segments, last_to_keep: TransactionId
-) -> tuple[LineageEntry | None, Marker]:
+) -> tuple[LineageEntry | None, AckedMarker]:
     """Return the entry of the batch that is shortened, and the batch end before it."""
     is_whole = last_to_keep <= segments.start.transaction_id
     entry = None if is_whole else segments.entry_of(last_to_keep)
     if entry is None or entry.last == last_to_keep:
-        return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
+        return None, AckedMarker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
     chain, _ = segments.entries(entry.last, entry.last, 1)
     crcs = segments.record_crcs(entry.first, last_to_keep)
     if crcs is None:
@@ -59,7 +59,7 @@ def truncation_of(
         last=last_to_keep,
         chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
     )
-    return shortened, Marker(TransactionId(entry.first - 1), chain)
+    return shortened, AckedMarker(TransactionId(entry.first - 1), chain)
 
 
 def carry_out(segments: Segments, intent: TruncateIntent) -> None:
@@ -79,6 +79,6 @@ def finished(slot: Slot, segments: Segments) -> Slot:
     )
 
 
-def _marker(slot: Slot, last: TransactionId, chain: Chain) -> Marker:
+def _marker(slot: Slot, last: TransactionId, chain: Chain) -> AckedMarker:
     """Return the marker for an ID, with the chain there if the records have batches."""
-    return Marker(last, UNBATCHED if slot.is_unbatched else chain)
+    return AckedMarker(last, UNBATCHED if slot.is_unbatched else chain)

@@ -38,8 +38,8 @@ from waltz_core.storage.service.admin import (
     SendAdminResponse,
 )
 from waltz_core.storage.service.admin_tasks import AdminTask
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport.admission.audit_log import AuditedRequest
 from waltz_core.transport.admission.port_limits import LinkLimits
@@ -68,7 +68,7 @@ class AdminPort:
 
     def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
         self,
-        engine: Engine,
+        engine: StorageEngine,
         serving: ServedReplicas,
         identity: StorageIdentity,
         *,
@@ -192,12 +192,14 @@ class AdminPort:
             value = await self._carry_out(effect.task)
         except errors.WaltzError as error:
             value = error
-        self._driver.post(AdminTaskDone(effect.ticket, value))
+        self._driver.post(AdminTaskDone(effect.task_id, value))
 
     async def _carry_out(self, task: AdminTask) -> object:
         match task:
             case (
-                admin_tasks.FindHeld() | admin_tasks.FindDiskStatus() | admin_tasks.InspectReplica()
+                admin_tasks.FindHeldPartitions()
+                | admin_tasks.FindDiskStatus()
+                | admin_tasks.InspectReplica()
             ):
                 return await self._read_local(task)
             case admin_tasks.FindArchiveState():
@@ -206,16 +208,19 @@ class AdminPort:
                 return await self._serving.zookeeper_state(task.partition_id)
             case admin_tasks.ReadRange():
                 return await self._read(task)
-            case admin_tasks.ScrubStatus():
+            case admin_tasks.FindScrubState():
                 return self._scrub(task)
             case _:
                 call = partial(admin_execution.carry_out, self._engine, task)
                 return await self._serving.run_exclusively(admin_execution.partition_of(task), call)
 
     async def _read_local(
-        self, task: admin_tasks.FindHeld | admin_tasks.FindDiskStatus | admin_tasks.InspectReplica
+        self,
+        task: admin_tasks.FindHeldPartitions
+        | admin_tasks.FindDiskStatus
+        | admin_tasks.InspectReplica,
     ) -> object:
-        if isinstance(task, admin_tasks.FindHeld):
+        if isinstance(task, admin_tasks.FindHeldPartitions):
             return admin_execution.held_by(self._engine)
         if isinstance(task, admin_tasks.FindDiskStatus):
             clock_ms = time.time_ns() // 1_000_000
@@ -225,7 +230,7 @@ class AdminPort:
         is_served = task.partition_id in self._serving.logs
         return admin_execution.facts_of(self._engine, task.partition_id, is_served=is_served)
 
-    def _scrub(self, task: admin_tasks.ScrubStatus) -> ScrubState | None:
+    def _scrub(self, task: admin_tasks.FindScrubState) -> ScrubState | None:
         if task.begins:
             self._post(service.ScrubNow(task.partition_id))
         found = (state for state in self._scrub_states() if state.partition_id == task.partition_id)

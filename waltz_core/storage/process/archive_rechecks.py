@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Final
 
-from waltz_core.archive.access import ArchiveAccess
+from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.service.service import StorageService
@@ -20,7 +20,7 @@ RECHECK_S: Final = 30.0
 
 
 async def recheck_forever(
-    access: ArchiveAccess, machine: StorageService, threads: Executor
+    access: StorageArchive, machine: StorageService, threads: Executor
 ) -> None:
     """Repeat the reads now and then; a call that hangs delays the next ones only."""
     while True:
@@ -29,7 +29,7 @@ async def recheck_forever(
 
 
 async def recheck(
-    access: ArchiveAccess, marks: Mapping[PartitionId, SetArchived], threads: Executor
+    access: StorageArchive, marks: Mapping[PartitionId, SetArchived], threads: Executor
 ) -> None:
     """Repeat the reads of partitions with a session; an unavailable store changes nothing."""
     loop = asyncio.get_running_loop()

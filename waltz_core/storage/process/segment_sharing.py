@@ -20,7 +20,7 @@ from waltz_core.errors import PermissionDenied, UnknownPartition
 from waltz_core.records.record import NO_SESSION, PartitionId
 from waltz_core.storage.disk.file_system import descriptor_for_reader
 from waltz_core.storage.process.served_replicas import ServedReplicas
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.storage.service.writer_threads import CallThreads
 from waltz_core.transport import descriptor_passing
@@ -55,7 +55,7 @@ class SegmentSharing:
         return answer
 
     async def offer(
-        self, address: str, engine: Engine, serving: ServedReplicas, pool: CallThreads
+        self, address: str, engine: StorageEngine, serving: ServedReplicas, pool: CallThreads
     ) -> None:
         """Pass files until cancelled; returns if that is not possible on this system.
 

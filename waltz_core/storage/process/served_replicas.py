@@ -16,8 +16,8 @@ Rules:
     4. A partition is dropped when its running work is done. If this work hangs on a disk, only that
        partition is delayed.
     5. If the files of a partition were deleted or replaced, it is dropped, and not opened again
-       before an administrator has emptied it (`engine.py`, rule 8). If the control file was deleted
-       or replaced, too, the process ends (rule 9 there).
+       before an administrator has emptied it (`storage_engine.py`, rule 8). If the control file was
+       deleted or replaced, too, the process ends (rule 9 there).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.admin_tasks import ZooKeeperState
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.writer_threads import CallThreads
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ServedReplicas:
 
     def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
         self,
-        engine: Engine,
+        engine: StorageEngine,
         coordinator: Coordinator | None,
         *,
         partitions: tuple[PartitionId, ...],
@@ -258,7 +258,7 @@ class ServedReplicas:
                 continue
             self.logs[partition_id] = log
             self._on_opened(log)
-            self._post(service.Opened(log))
+            self._post(service.PartitionOpened(log))
             last = log.synced_max
             _log.debug("storage.partition_opened partition=%s last=%s", partition_id, last)
         if partition_ids:
@@ -267,7 +267,7 @@ class ServedReplicas:
     async def _drop(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until they are changed."""
         idle = self._dropping[partition_id] = asyncio.Event()
-        self._post(service.Dropped(partition_id))
+        self._post(service.PartitionDropped(partition_id))
         await idle.wait()
         del self._dropping[partition_id]
         del self.logs[partition_id]

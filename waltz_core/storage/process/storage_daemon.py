@@ -37,10 +37,10 @@ from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.archive.access import ArchiveAccess
 from waltz_core.archive.archive_cache import READ_AHEAD_THREADS
-from waltz_core.archive.collection import CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, GarbageCollectionOutcome
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied_revisions import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -53,7 +53,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.space import SAMPLE_MS, DiskSpace
+from waltz_core.storage.files.disk_space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
@@ -66,10 +66,10 @@ from waltz_core.storage.service import archive_jobs, service, service_effects
 from waltz_core.storage.service.admin_tasks import ArchiveState
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
 from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
-from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome
 from waltz_core.storage.service.writer_threads import CallThreads, WriteOutcome, WriterThreads
 from waltz_core.transport import net, quota_metrics, tls
@@ -189,7 +189,7 @@ class StorageDaemon:
         self._uploads = CallThreads(1, "storage-upload")
         self._archive_reads = CallThreads(ARCHIVE_READ_THREADS, "storage-archive-read")
         self._read_ahead = CallThreads(READ_AHEAD_THREADS, "storage-read-ahead")
-        self._archive = ArchiveAccess(
+        self._archive = StorageArchive(
             config.archive_url,
             cluster.cluster_key.bytes,
             self._read_ahead,
@@ -211,7 +211,7 @@ class StorageDaemon:
         self._is_idle.set()
         # Set with the error that ends the process (service.py, rule 6; or a bug).
         self._failure: asyncio.Future[None] = self._loop.create_future()
-        self._engine: Engine | None = None
+        self._engine: StorageEngine | None = None
         self._machine: StorageService | None = None
         self._serving: ServedReplicas | None = None
         self._health: StorageHealth | None = None
@@ -251,7 +251,7 @@ class StorageDaemon:
                 close = engine.close if is_clean else engine.abandon
                 await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
 
-    def _open_engine(self) -> Engine:
+    def _open_engine(self) -> StorageEngine:
         config = self._config
         settings = LogSettings(
             cluster_key=self._cluster.cluster_key.bytes,
@@ -259,7 +259,7 @@ class StorageDaemon:
             now_ms=_wall_clock_ms,
             trust_fsync=config.trust_fsync,
         )
-        return Engine.open(
+        return StorageEngine.open(
             RealDisk(config.open_files_max, page_cache_bytes_max=config.page_cache_bytes_max),
             Path(config.directory),
             settings,
@@ -270,13 +270,13 @@ class StorageDaemon:
         )
 
     async def _serve_open(
-        self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
+        self, engine: StorageEngine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
         identity = StorageIdentity(
             self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
         )
-        machine = await self._make_machine(engine, identity)
+        machine = await self._machine_of(engine, identity)
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
         self._health = StorageHealth(engine, serving, self._coordinator, self._pool, self._failure)
@@ -323,14 +323,14 @@ class StorageDaemon:
                     await self._until_one_of((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
                     await self._end(serving)
-            except* _Stopped:
+            except* _StorageStopped:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.stopped address=%s", self.address)
 
     async def _work_in_background(
-        self, engine: Engine, machine: StorageService, serving: ServedReplicas
+        self, engine: StorageEngine, machine: StorageService, serving: ServedReplicas
     ) -> None:
         async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
@@ -340,7 +340,7 @@ class StorageDaemon:
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
-    async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
+    async def _machine_of(self, engine: StorageEngine, identity: StorageIdentity) -> StorageService:
         config = self._config
         if config.archive_url:
             await self._in_thread(self._archive.open)
@@ -390,7 +390,7 @@ class StorageDaemon:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
             await asyncio.sleep(SAMPLE_MS / 1000)
 
-    def _make_serving(self, engine: Engine) -> ServedReplicas:
+    def _make_serving(self, engine: StorageEngine) -> ServedReplicas:
         return ServedReplicas(
             engine,
             self._coordinator,
@@ -403,7 +403,11 @@ class StorageDaemon:
         )
 
     def _make_admin(
-        self, engine: Engine, serving: ServedReplicas, identity: StorageIdentity, tasks: TaskGroup
+        self,
+        engine: StorageEngine,
+        serving: ServedReplicas,
+        identity: StorageIdentity,
+        tasks: TaskGroup,
     ) -> AdminPort:
         return AdminPort(
             engine,
@@ -418,7 +422,7 @@ class StorageDaemon:
             archive_state=self._archive_state,
         )
 
-    async def _register(self, engine: Engine) -> None:
+    async def _register(self, engine: StorageEngine) -> None:
         """Register for this address, or raise StorageIdMismatch if it is another storage's."""
         coordinator = self._coordinator
         if coordinator is None:
@@ -439,12 +443,13 @@ class StorageDaemon:
             )
 
     async def _follow_assignment(
-        self, coordinator: Coordinator, engine: Engine, serving: ServedReplicas, tasks: TaskGroup
+        self,
+        coordinator: Coordinator,
+        engine: StorageEngine,
+        serving: ServedReplicas,
+        tasks: TaskGroup,
     ) -> None:
-        """Follow permissions and assignment; register again when this storage is added again.
-
-        Removing a storage from the cluster also removes its registration.
-        """
+        """Follow permissions and assignment; register again when this storage is added again."""
         tasks.create_task(follow_permissions(coordinator, self._ssl, storage_name(serving.address)))
         is_known = True
 
@@ -452,7 +457,7 @@ class StorageDaemon:
             nonlocal is_known
             was_known, is_known = is_known, serving.address in assignments.partitions
             if is_known and not was_known:
-                tasks.create_task(self._register(engine))
+                tasks.create_task(self._register(engine))  # its removal removed the registration
             serving.assigned(assignments)
 
         await follow_readable(coordinator.follow_replica_assignment, take)
@@ -475,11 +480,11 @@ class StorageDaemon:
         await self._until_one_of((stop,), tasks)
 
     async def _end(self, serving: ServedReplicas) -> None:
-        """Shut down (rule 5); raise `_Stopped`, which ends all tasks."""
+        """Shut down (rule 5); raise `_StorageStopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         await self._drain(serving)
-        raise _Stopped
+        raise _StorageStopped
 
     async def _drain(self, serving: ServedReplicas | None = None) -> None:
         """Wait, with a limit, until no work and no change of served partitions is running."""
@@ -547,7 +552,7 @@ class StorageDaemon:
                 | service_effects.ResumeReading()
             ):
                 self._apply_flow_control(effect)
-            case service_effects.Idle():
+            case service_effects.PartitionIdle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
             case service_effects.DropPartition():
@@ -650,7 +655,7 @@ class StorageDaemon:
         self._storage_metrics.count_upload(job, outcome)
         self._post(archive_jobs.Uploaded(job, outcome))
 
-    def _collected(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
         self._storage_metrics.count_collection(job, outcome)
         self._post(archive_jobs.FilesCollected(job, outcome))
 
@@ -746,7 +751,7 @@ class StorageDaemon:
         return await self._loop.run_in_executor(self._pool, call)
 
 
-class _Stopped(Exception):
+class _StorageStopped(Exception):
     """The storage was stopped."""
 
 

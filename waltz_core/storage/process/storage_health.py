@@ -17,7 +17,7 @@ from waltz_core.daemon_pages import Health
 from waltz_core.storage.process.served_replicas import ServedReplicas
 from waltz_core.storage.service import admin_execution
 from waltz_core.storage.service.admin_tasks import DiskStatus
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.writer_threads import CallThreads
 
 DISK_STATUS_S_MAX: Final = 2.0
@@ -28,7 +28,7 @@ class StorageHealth:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StorageEngine,
         serving: ServedReplicas,
         coordinator: Coordinator | None,
         pool: CallThreads,

@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping
 from math import nan
 from typing import TYPE_CHECKING
 
-from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
-from waltz_core.archive.upload_job import UploadJob, UploadOutcome
+from waltz_core.archive.garbage_collection import (
+    CollectedGarbage,
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+)
+from waltz_core.archive.manifest_jobs import UploadJob, UploadOutcome
 from waltz_core.errors import DiskFailed, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.files.id_ranges import count_of
-from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.service import StorageService
 from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
@@ -96,12 +100,22 @@ class StorageMetrics:
             add("waltz_storage_archived_transactions_total", job.record_count, partition=partition)
             add("waltz_storage_archived_bytes_total", job.record_bytes, partition=partition)
 
-    def count_collection(self, job: CollectionJob, outcome: CollectionOutcome) -> None:
+    def count_collection(
+        self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome
+    ) -> None:
         """Count the files that a collection has deleted from the archive."""
-        if isinstance(outcome, Collected):
+        if isinstance(outcome, CollectedGarbage):
             add, partition = self._metrics.add, job.partition_id
-            add("waltz_storage_collected_files_total", outcome.file_count, partition=partition)
-            add("waltz_storage_collected_bytes_total", outcome.byte_count, partition=partition)
+            add(
+                "waltz_storage_garbage_collected_files_total",
+                outcome.file_count,
+                partition=partition,
+            )
+            add(
+                "waltz_storage_garbage_collected_bytes_total",
+                outcome.byte_count,
+                partition=partition,
+            )
 
     def count_archive_read(self, partition: int, outcome: WorkOutcome) -> None:
         """Count an answer from the archive."""

@@ -2,7 +2,7 @@
 
 `service.py` answers requests with the effects of `service_effects.py`. `lane.py` orders the work of
 one partition, `queue_limits.py` limits what waits, `work.py` is one piece of work, and
-`writer_threads.py` has the threads that do it. `engine.py` is the directory with all its
+`writer_threads.py` has the threads that do it. `storage_engine.py` is the directory with all its
 partitions. `admin.py` answers requests of administration; `admin_tasks.py` declares their longer
 tasks, and `admin_execution.py` carries them out. `archive_jobs.py` archives ranges for owners,
 `retention.py` removes old segments when local logs exceed their limits, and `archive_reads.py`

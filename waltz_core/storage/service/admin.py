@@ -2,7 +2,7 @@
 
 This code decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper,
 so that tests can cover every case. `admin_port.py` carries the decisions out on the disk, through
-`engine.py` and `removal.py`.
+`storage_engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
 generator that yields tasks and returns its answer.
@@ -45,6 +45,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.storage.log.scrub import ScrubState
+from waltz_core.storage.service import admin_tasks
 from waltz_core.storage.service.admin_tasks import (
     NO_LOG,
     AdminTask,
@@ -53,18 +54,15 @@ from waltz_core.storage.service.admin_tasks import (
     DiskStatus,
     FindArchiveState,
     FindDiskStatus,
-    FindHeld,
+    FindHeldPartitions,
+    FindScrubState,
     FindZooKeeperState,
     HeldPartition,
     InspectReplica,
     LogFacts,
-    MarkReplicaSuspect,
     PutCopy,
     ReadRange,
     ReplicaStatus,
-    Reseed,
-    ScrubStatus,
-    SetAvailability,
     Unassign,
     ZooKeeperState,
 )
@@ -106,7 +104,7 @@ class AdminRequest:
 class AdminTaskDone:
     """The result of a task, or its error."""
 
-    ticket: int
+    task_id: int
     value: object
 
 
@@ -133,7 +131,7 @@ class SendAdminResponse:
 class RunAdminTask:
     """Carry out a task and return its outcome as an event."""
 
-    ticket: int
+    task_id: int
     task: AdminTask
 
 
@@ -156,9 +154,9 @@ class AdminService:
     def __init__(self, identity: StorageIdentity, *, address: str) -> None:
         self._identity = identity
         self._address = address
-        self._tickets = 0
+        self._task_count = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
-        # The tickets after which a request ends (rule 6).
+        # The task_ids after which a request ends (rule 6).
         self._ending: set[int] = set()
         self._waiting: deque[AdminRequest] = deque()
         self._changing: AdminRequest | None = None
@@ -193,9 +191,9 @@ class AdminService:
             case AdminRequest():
                 self._receive(event)
             case AdminTaskDone():
-                request, script = self._scripts.pop(event.ticket)
-                ends = event.ticket in self._ending
-                self._ending.discard(event.ticket)
+                request, script = self._scripts.pop(event.task_id)
+                ends = event.task_id in self._ending
+                self._ending.discard(event.task_id)
                 self._continue(request, script, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
@@ -231,8 +229,8 @@ class AdminService:
             else:
                 self._waiting.append(request)
         self._ending |= {
-            ticket
-            for ticket, (request, _) in self._scripts.items()
+            task_id
+            for task_id, (request, _) in self._scripts.items()
             if request.connection == connection
         }
 
@@ -254,9 +252,9 @@ class AdminService:
         except WaltzError as error:
             self._reject(request, error)
         else:
-            self._tickets += 1
-            self._scripts[self._tickets] = (request, script)
-            self._effects.append(RunAdminTask(self._tickets, task))
+            self._task_count += 1
+            self._scripts[self._task_count] = (request, script)
+            self._effects.append(RunAdminTask(self._task_count, task))
             return
         if request is self._changing:
             self._changing = self._waiting.popleft() if self._waiting else None
@@ -303,7 +301,7 @@ class AdminService:
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
         def change(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
-            yield SetAvailability(partition_id, message.is_available)
+            yield admin_tasks.SetAvailableTask(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, change)
         return wire.Done(message.sequence)
@@ -337,7 +335,7 @@ class AdminService:
                     f"{state.session_id}. If it becomes suspect, no replica proves which appends "
                     "were acknowledged. Hint: use --force to accept that."
                 )
-        yield MarkReplicaSuspect(partition_id)
+        yield admin_tasks.MarkSuspectTask(partition_id)
         return wire.Done(message.sequence)
 
     def _re_seed(self, message: wire.ReSeed) -> Script:
@@ -351,7 +349,7 @@ class AdminService:
                     "(`storage availability`), so that the session continues without it, or "
                     "use --force."
                 )
-        yield Reseed(partition_id)
+        yield admin_tasks.ReSeedTask(partition_id)
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
@@ -405,7 +403,7 @@ class AdminService:
     def _scrub(self, message: wire.ScrubRequest) -> Script:
         partition_id = PartitionId(message.partition_id)
         yield from _inspect(partition_id)
-        state = yield ScrubStatus(partition_id, message.begins)
+        state = yield FindScrubState(partition_id, message.begins)
         if state is None:
             raise BadRequest(
                 f"partition {partition_id} cannot be scrubbed, because it is offline or not "
@@ -556,7 +554,7 @@ def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, 
 
 
 def _held() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
-    held = yield FindHeld()
+    held = yield FindHeldPartitions()
     assert isinstance(held, tuple)
     return held
 

@@ -19,7 +19,7 @@ from waltz_core.storage.service.admin_tasks import (
     ReplicaChange,
     ReplicaStatus,
 )
-from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 
 def partition_of(change: ReplicaChange) -> PartitionId:
@@ -29,7 +29,7 @@ def partition_of(change: ReplicaChange) -> PartitionId:
     return change.partition_id
 
 
-def carry_out(engine: Engine, change: ReplicaChange) -> object:
+def carry_out(engine: StorageEngine, change: ReplicaChange) -> object:
     """Change a partition that is not in use, durably; blocks. Its log is open again afterwards.
 
     On a full disk the reserve has room for this, except for a copy. Raises the engine's errors;
@@ -46,29 +46,29 @@ def carry_out(engine: Engine, change: ReplicaChange) -> object:
 
 
 def _carry_out(
-    engine: Engine,
+    engine: StorageEngine,
     change: admin_tasks.Assign
     | admin_tasks.Unassign
-    | admin_tasks.SetAvailability
-    | admin_tasks.MarkReplicaSuspect
-    | admin_tasks.Reseed,
+    | admin_tasks.SetAvailableTask
+    | admin_tasks.MarkSuspectTask
+    | admin_tasks.ReSeedTask,
 ) -> None:
     match change:
         case admin_tasks.Assign():
             engine.assign(change.partition_id)
         case admin_tasks.Unassign():
             engine.unassign(change.partition_id, deletes_files=change.deletes_files)
-        case admin_tasks.SetAvailability():
+        case admin_tasks.SetAvailableTask():
             engine.set_available(change.partition_id, is_available=change.is_available)
-        case admin_tasks.MarkReplicaSuspect():
+        case admin_tasks.MarkSuspectTask():
             engine.mark_suspect(change.partition_id)
-        case admin_tasks.Reseed():
+        case admin_tasks.ReSeedTask():
             engine.re_seed(change.partition_id)
         case _:
             assert_never(change)
 
 
-def held_by(engine: Engine) -> tuple[HeldPartition, ...]:
+def held_by(engine: StorageEngine) -> tuple[HeldPartition, ...]:
     """Return all partitions that are held."""
     found = []
     for partition_id in engine.assigned():
@@ -81,7 +81,7 @@ def held_by(engine: Engine) -> tuple[HeldPartition, ...]:
     return tuple(found)
 
 
-def disk_status_of(engine: Engine, clock_ms: int) -> DiskStatus:
+def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
     """Return the room on the disk, with the given time."""
     space = engine.space
     facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
@@ -96,7 +96,7 @@ def disk_status_of(engine: Engine, clock_ms: int) -> DiskStatus:
         return facts._replace(disk_error=str(error))
 
 
-def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
+def facts_of(engine: StorageEngine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
     """Return the state of a replica; raises UnknownPartition if the cluster has none such."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)

@@ -24,7 +24,7 @@ from waltz_core.wire.admin_messages import Copy
 
 
 @value(frozen=True, slots=True)
-class FindHeld:
+class FindHeldPartitions:
     """List the partitions that are held: a tuple of `HeldPartition`."""
 
 
@@ -64,7 +64,7 @@ class ReadRange:
 
 
 @value(frozen=True, slots=True)
-class ScrubStatus:
+class FindScrubState:
     """Read the scrub's progress in a served partition; `begins` restarts it first: `ScrubState`.
 
     None for one that is not served.
@@ -90,7 +90,7 @@ class Unassign:
 
 
 @value(frozen=True, slots=True)
-class SetAvailability:
+class SetAvailableTask:
     """Take a partition offline, or online again."""
 
     partition_id: PartitionId
@@ -98,14 +98,14 @@ class SetAvailability:
 
 
 @value(frozen=True, slots=True)
-class MarkReplicaSuspect:
+class MarkSuspectTask:
     """Mark a replica as suspect."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
-class Reseed:
+class ReSeedTask:
     """Delete a replica's log; it starts again, empty and suspect."""
 
     partition_id: PartitionId
@@ -119,16 +119,16 @@ class PutCopy:
 
 
 AdminQuery: TypeAlias = (
-    FindHeld
+    FindHeldPartitions
     | FindDiskStatus
     | FindArchiveState
     | InspectReplica
     | FindZooKeeperState
     | ReadRange
-    | ScrubStatus
+    | FindScrubState
 )
 ReplicaChange: TypeAlias = (
-    Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed | PutCopy
+    Assign | Unassign | SetAvailableTask | MarkSuspectTask | ReSeedTask | PutCopy
 )
 AdminTask: TypeAlias = AdminQuery | ReplicaChange
 

@@ -21,9 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, assert_never
 
-from waltz_core.archive.collection import Collected, CollectionJob, CollectionOutcome
+from waltz_core.archive.garbage_collection import (
+    CollectedGarbage,
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+)
 from waltz_core.archive.manifest import RecordedManifest
-from waltz_core.archive.upload_job import (
+from waltz_core.archive.manifest_jobs import (
     BatchRun,
     ExpiryJob,
     ExpiryOutcome,
@@ -68,7 +72,7 @@ STALLED_MS: Final = 60_000
 REPLACED_BYTES_MAX: Final = (1 << 30) + (1 << 26)
 RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
 ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
-_Run: TypeAlias = UploadJob | CollectionJob | ExpiryJob
+_ArchiveTask: TypeAlias = UploadJob | GarbageCollectionJob | ExpiryJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class ArchiveLimits:
 
 
 @dataclass(slots=True)
-class _Job:
+class _ArchiveJob:
     """A request, and the batches that were read so far."""
 
     connection: ConnectionId
@@ -116,8 +120,8 @@ class Uploaded:
 class FilesCollected:
     """`CollectFiles` is done."""
 
-    job: CollectionJob
-    outcome: CollectionOutcome
+    job: GarbageCollectionJob
+    outcome: GarbageCollectionOutcome
 
 
 @value(frozen=True, slots=True)
@@ -141,10 +145,10 @@ class ArchiveJobs:
 
     def __init__(self, limits: ArchiveLimits | None) -> None:
         self._limits = limits
-        self._waiting: dict[PartitionId, _Job] = {}
-        self._reading: _Job | None = None
-        self._running: _Run | None = None
-        self._running_for: _Job | None = None  # None if it was forgotten
+        self._waiting: dict[PartitionId, _ArchiveJob] = {}
+        self._reading: _ArchiveJob | None = None
+        self._running: _ArchiveTask | None = None
+        self._running_for: _ArchiveJob | None = None  # None if it was forgotten
         self._read_at_ms = 0  # when the next piece may be read (rule 5)
         self._progress_ms = 0  # of what is running or being read
         self._notified_ms: int | None = None  # None before the first progress of these jobs
@@ -177,11 +181,11 @@ class ArchiveJobs:
                 f"partition {message.partition_id}: expected a range of transactions to "
                 f"archive, found {message.first}..{message.last}"
             )
-        job = _Job(connection, nonce, message)
+        job = _ArchiveJob(connection, nonce, message)
         self.forget(job.partition_id)
         self._waiting[job.partition_id] = job
 
-    def _jobs(self) -> Iterator[_Job]:
+    def _jobs(self) -> Iterator[_ArchiveJob]:
         yield from self._waiting.values()
         yield from filter(None, (self._reading, self._running_for))
 
@@ -208,7 +212,7 @@ class ArchiveJobs:
         job.piece = self._next_piece(job, self._limits)
         return job.partition_id, job.piece
 
-    def _next_piece(self, job: _Job, limits: ArchiveLimits) -> ArchivePiece:
+    def _next_piece(self, job: _ArchiveJob, limits: ArchiveLimits) -> ArchivePiece:
         message = job.message
         if job.runs:
             end = job.runs[-1].batches[-1]
@@ -226,7 +230,7 @@ class ArchiveJobs:
             limits.age_ms,
         )
 
-    def _run(self, run: _Run, job: _Job, now_ms: int) -> None:
+    def _run(self, run: _ArchiveTask, job: _ArchiveJob, now_ms: int) -> None:
         self._running, self._running_for = run, job
         self._progress_ms = self.running_since_ms = now_ms
         self._is_stalled = False
@@ -288,13 +292,13 @@ class ArchiveJobs:
         return effects + _range_ended(job, job.message, outcome)
 
     def _collected(
-        self, collection: CollectionJob, outcome: CollectionOutcome, now_ms: int
+        self, collection: GarbageCollectionJob, outcome: GarbageCollectionOutcome, now_ms: int
     ) -> list[Effect]:
         """Take the result of a collection (rule 2)."""
         job = self._ended(collection)
         effects = self.progressed(now_ms)
         partition = ("partition", collection.partition_id)
-        if isinstance(outcome, Collected) and (outcome.file_count or outcome.unknown_count):
+        if isinstance(outcome, CollectedGarbage) and (outcome.file_count or outcome.unknown_count):
             fields = (
                 partition,
                 ("files", outcome.file_count),
@@ -310,7 +314,7 @@ class ArchiveJobs:
             effects.append(
                 Report("storage.garbage_collection_failed", (partition, ("error", error)))
             )
-        has_more = isinstance(outcome, Collected) and outcome.has_more
+        has_more = isinstance(outcome, CollectedGarbage) and outcome.has_more
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
 
@@ -330,7 +334,7 @@ class ArchiveJobs:
             notice = ObjectsExpired(*prefix, outcome.first, outcome.name, outcome.file_crc, "")
         return [*effects, SendStorageMessage(job.connection, notice)]
 
-    def _ended(self, run: _Run) -> _Job | None:
+    def _ended(self, run: _ArchiveTask) -> _ArchiveJob | None:
         assert run is self._running, "rule 1"
         job, self._running, self._running_for = self._running_for, None, None
         self.running_since_ms = None
@@ -376,7 +380,7 @@ class ArchiveJobs:
             self._running_for = None
 
 
-def _incomplete(job: _Job, message: ReplaceObject) -> str:
+def _incomplete(job: _ArchiveJob, message: ReplaceObject) -> str:
     """Return why the batches that were read are not all of an object; empty if they are."""
     last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
     if last == message.last:
@@ -387,7 +391,7 @@ def _incomplete(job: _Job, message: ReplaceObject) -> str:
     )
 
 
-def _upload_job(job: _Job, message: RangeToWrite) -> UploadJob:
+def _upload_job(job: _ArchiveJob, message: RangeToWrite) -> UploadJob:
     replaces = None
     if isinstance(message, ReplaceObject):
         archived = TransactionId(message.archived)
@@ -406,12 +410,12 @@ def _upload_job(job: _Job, message: RangeToWrite) -> UploadJob:
     )
 
 
-def _collection_job(job: _Job, message: CollectGarbage) -> CollectionJob:
+def _collection_job(job: _ArchiveJob, message: CollectGarbage) -> GarbageCollectionJob:
     recorded = _recorded(job, message)
-    return CollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
+    return GarbageCollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
 
 
-def _expiry_job(job: _Job, message: ExpireObjects) -> ExpiryJob:
+def _expiry_job(job: _ArchiveJob, message: ExpireObjects) -> ExpiryJob:
     return ExpiryJob(
         SessionId(message.session_id),
         job.nonce,
@@ -423,7 +427,7 @@ def _expiry_job(job: _Job, message: ExpireObjects) -> ExpiryJob:
     )
 
 
-def _recorded(job: _Job, message: CollectGarbage | ExpireObjects) -> RecordedManifest:
+def _recorded(job: _ArchiveJob, message: CollectGarbage | ExpireObjects) -> RecordedManifest:
     return RecordedManifest(
         job.partition_id,
         TransactionId(message.last),
@@ -434,7 +438,7 @@ def _recorded(job: _Job, message: CollectGarbage | ExpireObjects) -> RecordedMan
 
 
 def _range_ended(
-    job: _Job, message: RangeToWrite, made: NewManifest | None, error: str = ""
+    job: _ArchiveJob, message: RangeToWrite, made: NewManifest | None, error: str = ""
 ) -> list[Effect]:
     """Return the report and the notification of a result; without a manifest, of none."""
     effects: list[Effect] = []
@@ -474,6 +478,6 @@ def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
     return TransactionId(message.first - 1), Chain(message.chain_before)
 
 
-def _prefix(job: _Job) -> tuple[int, int, int]:
+def _prefix(job: _ArchiveJob) -> tuple[int, int, int]:
     """Return the first fields of a notification about a job."""
     return job.message.session_id, 0, job.message.partition_id

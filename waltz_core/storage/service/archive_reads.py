@@ -92,7 +92,7 @@ class ArchiveReads:
         self._count = 0
         self._reported_ms: dict[tuple[int, str], int] = {}  # rule 7; the newest is the last
 
-    def learned(self, mark: SetArchived) -> None:
+    def set_mark(self, mark: SetArchived) -> None:
         """The owner has sent its session's mark, and the log has its chain (rule 2)."""
         self.marks[PartitionId(mark.partition_id)] = mark
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.records.record import PartitionId
-from waltz_core.storage.files.format import Marker
+from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log.archive_pieces import LogSize, RetentionPiece
 
 INTERVAL_MS: Final = 60_000
@@ -38,7 +38,7 @@ class Retention:
 
     def __init__(self, limits: RetentionLimits) -> None:
         self._limits = limits
-        self._marks: dict[PartitionId, Marker] = {}
+        self._marks: dict[PartitionId, AckedMarker] = {}
         self._sizes: dict[PartitionId, LogSize | None] = {}  # None: to be measured in this round
         self._running: PartitionId | None = None
         self._due_ms: int | None = None
@@ -57,7 +57,7 @@ class Retention:
         self.forget(partition_id)
         del self._sizes[partition_id]
 
-    def archived(self, partition_id: PartitionId, mark: Marker, now_ms: int) -> None:
+    def archived(self, partition_id: PartitionId, mark: AckedMarker, now_ms: int) -> None:
         """The owner has sent the archived mark, and the log has its chain there (rule 3)."""
         self._marks[partition_id] = mark
         if self._limits.bytes_max or self._limits.age_ms_max:

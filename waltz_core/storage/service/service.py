@@ -64,9 +64,9 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import Marker, Promise
+from waltz_core.storage.files.disk_space import DiskSpace
+from waltz_core.storage.files.format import AckedMarker, Promise
 from waltz_core.storage.files.id_ranges import ranges_text
-from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -90,7 +90,7 @@ from waltz_core.storage.service.service_effects import (
     DropPartition,
     Effect,
     EndProcess,
-    Idle,
+    PartitionIdle,
     PauseReading,
     ReadArchive,
     ResumeReading,
@@ -151,15 +151,15 @@ class Disconnected:
 
 
 @value(frozen=True, slots=True)
-class Opened:
+class PartitionOpened:
     """A partition is assigned to this storage and its log is open."""
 
     log: PartitionLog
 
 
 @value(frozen=True, slots=True)
-class Dropped:
-    """A partition is no longer assigned; `Idle` follows when its log may be closed."""
+class PartitionDropped:
+    """A partition is no longer assigned; `PartitionIdle` follows when its log may be closed."""
 
     partition_id: PartitionId
 
@@ -195,8 +195,8 @@ class ArchiveAnswered:
 Event: TypeAlias = (
     LaneRequest
     | Disconnected
-    | Opened
-    | Dropped
+    | PartitionOpened
+    | PartitionDropped
     | WorkDone
     | ScrubNow
     | SpaceChecked
@@ -294,9 +294,9 @@ class StorageService:
                 self._work_done(event.work, event.result, now_ms)
             case Disconnected():
                 self._disconnected(event.connection)
-            case Opened():
+            case PartitionOpened():
                 self._opened(event.log, now_ms)
-            case Dropped():
+            case PartitionDropped():
                 self._dropped(event.partition_id)
             case ScrubNow(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
@@ -481,7 +481,7 @@ class StorageService:
         self._fence(lane, gone)
         self._retention.dropped(partition_id)
         if lane.work is None:
-            self._effects.append(Idle(lane.log))
+            self._effects.append(PartitionIdle(lane.log))
 
     # ------------------------------------------------------------------ checks
 
@@ -563,7 +563,7 @@ class StorageService:
                 self._respond(request, found)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
-            self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
+            self._effects.append(PartitionIdle(work.log))  # the partition was dropped meanwhile
             return
         lane.work = None
         self._learn(lane, work, result, now_ms)
@@ -681,8 +681,8 @@ class StorageService:
         if isinstance(message, Engage):
             lane.engaged_session = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
-            self._archive_reads.learned(message)
-            mark = Marker(TransactionId(message.last), Chain(message.chain))
+            self._archive_reads.set_mark(message)
+            mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
             self._retention.archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
             lane.prepared_max = TransactionId(answer.synced_max)

@@ -6,11 +6,11 @@ means.
 
 from typing import TypeAlias
 
-from waltz_core.archive.collection import CollectionJob
-from waltz_core.archive.upload_job import ExpiryJob, UploadJob
+from waltz_core.archive.garbage_collection import GarbageCollectionJob
+from waltz_core.archive.manifest_jobs import ExpiryJob, UploadJob
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
-from waltz_core.storage.files.space import DiskSpace
+from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.archive_reads import ArchiveQuery
 from waltz_core.storage.service.work import ConnectionId, Work
@@ -56,7 +56,7 @@ class RunWork:
 
 
 @value(frozen=True, slots=True)
-class Idle:
+class PartitionIdle:
     """A dropped partition has no running work: its log may be closed."""
 
     log: PartitionLog
@@ -91,7 +91,7 @@ class CollectFiles:
     It has the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
     """
 
-    job: CollectionJob
+    job: GarbageCollectionJob
 
 
 @value(frozen=True, slots=True)
@@ -125,7 +125,7 @@ Effect: TypeAlias = (
     | PauseReading
     | ResumeReading
     | RunWork
-    | Idle
+    | PartitionIdle
     | DropPartition
     | CheckSpace
     | UploadRange

@@ -12,9 +12,9 @@ Rules:
     4. If an append of a group fails, the later ones are rejected with it, because they follow it in
        the log.
     5. Appends for which there is no space are rejected before the first byte is written. Other work
-       that finds no space is repeated with the reserve (`space.py`). If a log could not write the
-       files of a new start, it would fail until it is opened again; so the space is checked before
-       it begins.
+       that finds no space is repeated with the reserve (`disk_space.py`). If a log could not write
+       the files of a new start, it would fail until it is opened again; so the space is checked
+       before it begins.
     6. If any work finds damage, its result contains it.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
@@ -45,9 +45,9 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import IdRange, Marker
+from waltz_core.storage.files.disk_space import DiskSpace, append_bytes
+from waltz_core.storage.files.format import AckedMarker, IdRange
 from waltz_core.storage.files.id_ranges import remove_damage
-from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.archive_pieces import (
     ArchivePiece,
     ArchiveRead,
@@ -372,7 +372,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
                 Chain(message.base_chain),
             )
         case ResetLog():
-            log.reset(session, Marker(TransactionId(message.last), Chain(message.chain)))
+            log.reset(session, AckedMarker(TransactionId(message.last), Chain(message.chain)))
         case Engage():
             log.engage(session, TransactionId(message.mark))
         case Repair():
@@ -401,7 +401,7 @@ def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared
     )
 
 
-def _with_start(prepared: Prepared, start: Marker) -> Prepared:
+def _with_start(prepared: Prepared, start: AckedMarker) -> Prepared:
     return replace(prepared, start=start.transaction_id, start_chain=start.chain)
 
 

@@ -94,7 +94,7 @@ class AuditFile:
     def __init__(self, path: str, clock_ms: Callable[[], int] = _wall_clock_ms) -> None:
         """Open the file; raises BadConfig."""
         try:
-            self._file = _File(path)
+            self._file = _OpenAuditFile(path)
         except OSError as error:
             raise BadConfig(
                 f"setting audit_log: {path!r} cannot be opened: {error.strerror}"
@@ -268,7 +268,7 @@ class AuditFile:
 
     def _open_again(self) -> None:
         try:
-            opened = _File(self._file.path)
+            opened = _OpenAuditFile(self._file.path)
         except OSError as error:  # the lines go to the file that is open
             _log.error("audit.open_failed path=%s error=%s", self._file.path, error.strerror)
             return
@@ -305,8 +305,8 @@ class _DenialKind(NamedTuple):
     @staticmethod
     def of(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
         partitions: tuple[int, ...] = ()
-        if isinstance(requirement, Requirement) and requirement.scope is Scope.OWN:
-            named = message.own_partitions()  # a peer can name thousands
+        if isinstance(requirement, Requirement) and requirement.scope is Scope.NAMED:
+            named = message.named_partitions()  # a peer can name thousands
             partitions = (len(named), *named[:_COMPARED_MAX])
         host = network_of(peer.address.rpartition(":")[0])
         return _DenialKind(peer.principal, host, type(message), requirement, partitions)
@@ -353,7 +353,7 @@ class _Denials:
         return omitted
 
 
-class _File:
+class _OpenAuditFile:
     """The open file. Its constructor raises OSError."""
 
     def __init__(self, path: str) -> None:
@@ -411,7 +411,7 @@ def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> 
 def _object_of(requirement: Requirement, message: Message) -> str:
     if requirement.scope is Scope.ALL:
         return "all partitions"
-    named = message.own_partitions() if requirement.scope is Scope.OWN else ()
+    named = message.named_partitions() if requirement.scope is Scope.NAMED else ()
     if len(named) > _PARTITIONS_MAX:  # a peer can name millions, which would take seconds
         return f"{len(named)} partitions"
     return _cut(f"partitions {ranges_text(ranges_of(named))}") if named else "any partition"

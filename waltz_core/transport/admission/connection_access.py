@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
-from waltz_core.access.grants import NO_GRANT, Granted
+from waltz_core.access.grants import NO_GRANT, PrincipalGrants
 from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
 from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
@@ -80,7 +80,7 @@ class ConnectionAccess:
         self._token_hash: str | None = None
         self._granted = self._grants()
 
-    def _grants(self) -> Granted:
+    def _grants(self) -> PrincipalGrants:
         grants = self._port.grants
         return NO_GRANT if grants is None else grants.of(self.principal)
 
@@ -207,8 +207,8 @@ class ConnectionAccess:
         if isinstance(declared, Exempt):
             return self._not_a_request(message)
         named: Collection[int] = ()
-        if declared.scope is Scope.OWN:
-            named = own = message.own_partitions()
+        if declared.scope is Scope.NAMED:
+            named = own = message.named_partitions()
             if len(own) > 1:
                 named = self._granted.to_check(declared, own)
         for partition in named or _NO_PARTITION:
@@ -368,7 +368,7 @@ class ConnectionAccess:
         if must_log and is_enforced:
             _log.warning("access.denied peer=%s error=%s", self.peer, error)
         elif must_log:
-            _log.warning("access.would_deny peer=%s error=%s", self.peer, error)
+            _log.warning("access.violation_reported peer=%s error=%s", self.peer, error)
         return error if is_enforced else None
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:

@@ -88,7 +88,7 @@ class PortAccess:
         # Tokens of earlier revisions, by hash; the oldest first.
         self._revoked: dict[str, KnownToken] = {}
 
-    def learn(self, permissions: Permissions | None) -> None:
+    def apply(self, permissions: Permissions | None) -> None:
         """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
         known = self.permissions
         if permissions is None:
@@ -104,7 +104,7 @@ class PortAccess:
         self._note_revoked(permissions)
         self.permissions, self.grants = permissions, Grants(permissions)
         if self.is_enforced:  # rule 6
-            self.quotas.learn(permissions, self.grants)
+            self.quotas.apply(permissions, self.grants)
         for connection in list(self._connections):
             connection.check_again(is_first=known is None)
         for excess in self.quotas.excess():

@@ -3,10 +3,10 @@
 Rules:
     1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
        is limited. The 2^64 addresses of an IPv6 network count as one host.
-    2. A stranger is a link whose principal has no permission. Strangers have at most a quarter of
-       all links, and those of one host at most half of that. Otherwise clients with tokens could
-       not connect, which are strangers, too, until the port has accepted their token. A port
-       without access control, or with "report", has no strangers.
+    2. A link is unauthorized if its principal has no permission. Such links have at most a quarter
+       of all links, and those of one host at most half of that. Otherwise clients with tokens could
+       not connect, which are unauthorized, too, until the port has accepted their token. A port
+       without access control, or with "report", has no unauthorized links.
     3. A principal without `replicate` and without a limit of connections (a tenant) has at most a
        quarter of all links. Otherwise it could keep servers from connecting.
     4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
-STRANGERS_SHARE: Final = 4
+UNAUTHORIZED_SHARE: Final = 4
 TENANT_SHARE: Final = 4
 # About 330 per second: a thousand clients are connected again within the 5 s of a dial.
 HANDSHAKE_PAUSE_S: Final = 0.003
@@ -50,7 +50,7 @@ class LimitedLink(Protocol):
         """The principal of the peer."""
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthorized(self) -> bool:
         """Rule 2."""
 
     @property
@@ -176,8 +176,8 @@ class LinkLimits:
         self._incomplete_bytes_max = incomplete_bytes_max
         self._incomplete_bytes = 0
         self._links: dict[LimitedLink, int] = {}  # with its incomplete bytes
-        # Those that were strangers when they were made, by host.
-        self._strangers: dict[str, dict[LimitedLink, None]] = {}
+        # Those that were unauthorized when they were made, by host.
+        self._unauthorized: dict[str, dict[LimitedLink, None]] = {}
         self._tenants: dict[LimitedLink, str] = {}
         self._of_tenants: Counter[str] = Counter()
 
@@ -185,13 +185,13 @@ class LinkLimits:
         """Take a new link, and return ""; or return why it must be rejected."""
         if len(self._links) >= self._links_max:
             return "the limit of connections is reached"
-        if link.is_stranger:
+        if link.is_unauthorized:
             host = network_of(link.host)
             if self._is_full(host):
                 self._recount()
                 if self._is_full(host):
                     return "the limit of connections of principals without permissions is reached"
-            self._strangers.setdefault(host, {})[link] = None
+            self._unauthorized.setdefault(host, {})[link] = None
         self._links[link] = 0
         return ""
 
@@ -223,22 +223,22 @@ class LinkLimits:
         self._leave(link)
         self._incomplete_bytes -= self._links.pop(link, 0)
         host = network_of(link.host)
-        of_host = self._strangers.get(host, {})
+        of_host = self._unauthorized.get(host, {})
         of_host.pop(link, None)
         if not of_host:
-            self._strangers.pop(host, None)
+            self._unauthorized.pop(host, None)
 
     def _is_full(self, host: str) -> bool:
-        count_max = self._links_max // STRANGERS_SHARE
-        of_host = len(self._strangers.get(host, ()))
-        return of_host >= count_max // 2 or sum(map(len, self._strangers.values())) >= count_max
+        count_max = self._links_max // UNAUTHORIZED_SHARE
+        of_host = len(self._unauthorized.get(host, ()))
+        return of_host >= count_max // 2 or sum(map(len, self._unauthorized.values())) >= count_max
 
     def _recount(self) -> None:
         """Forget those that have got a permission."""
-        for host, links in list(self._strangers.items()):
-            self._strangers[host] = {each: None for each in links if each.is_stranger}
-            if not self._strangers[host]:
-                del self._strangers[host]
+        for host, links in list(self._unauthorized.items()):
+            self._unauthorized[host] = {each: None for each in links if each.is_unauthorized}
+            if not self._unauthorized[host]:
+                del self._unauthorized[host]
 
     def note_incomplete(self, link: LimitedLink) -> None:
         """Note how many bytes of an incomplete frame a link has (rule 4)."""

@@ -74,7 +74,7 @@ RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
 
 
-class _Mount(Enum):
+class _MountKind(Enum):
     NEW = 1
     AGAIN = 2  # of a feed that counts already, maybe for another connection
     WITHOUT_FEED = 3
@@ -101,7 +101,7 @@ class Throttle:
         self._since_ns = 0  # when it arrived
         self._has_rejected = False
         self._overrun: dict[CountedFeed, None] = {}  # rule 4
-        self._mounts: dict[ReqId, _Mount] = {}  # without an answer (rule 6)
+        self._mounts: dict[ReqId, _MountKind] = {}  # without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
         self._unpaid_bytes = 0  # of feeds (rule 7)
         self._feed_timer: asyncio.TimerHandle | None = None
@@ -206,11 +206,11 @@ class Throttle:
         if isinstance(message, MountWriter | MountRequest):
             self._overrun.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
-            self._mounts.setdefault(message.req_id, _Mount.WITHOUT_FEED)
+            self._mounts.setdefault(message.req_id, _MountKind.WITHOUT_FEED)
         elif isinstance(message, MountWriter | MountRequest):
-            key, mount = _feed_key(message), _Mount.AGAIN
+            key, mount = _feed_key(message), _MountKind.AGAIN
             if key not in quota.feeds:
-                excess, mount = quota.begin_feed(key, self._access), _Mount.NEW
+                excess, mount = quota.begin_feed(key, self._access), _MountKind.NEW
                 if excess is not None:
                     return excess
             self._mounts.setdefault(message.req_id, mount)
@@ -218,8 +218,8 @@ class Throttle:
             self._access.end_excess()
         return None
 
-    def _mounted(self, key: CountedFeed, mount: "_Mount | None", quota: Quota) -> None:
-        if mount is _Mount.WITHOUT_FEED:
+    def _mounted(self, key: CountedFeed, mount: "_MountKind | None", quota: Quota) -> None:
+        if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
             self._access.end_excess()  # a peer that counts on errors of other requests
@@ -254,7 +254,7 @@ class Throttle:
                 mount = self._mounts.pop(answer.req_id, None)
                 self._mounted(_feed_key(answer), mount, quota)
             case ErrorResponse() | MountResponse() | MountOutcome():
-                if self._mounts.pop(answer.req_id, None) is _Mount.NEW:
+                if self._mounts.pop(answer.req_id, None) is _MountKind.NEW:
                     quota.end_feed(_feed_key(answer), self._access)
             case _:
                 pass

@@ -1,0 +1,438 @@
+"""A garbage collection deletes only files that no manifest will list."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from tests.unit.archive.test_upload import CLUSTER, KEY, NONCE, job_after, read_manifest
+from tests.unit.archive.test_upload_faults import Crash, FailingStore
+from waltz_core.archive import garbage_collection, manifest
+from waltz_core.archive.archive_cache import ArchiveCache
+from waltz_core.archive.file_names import FileOrigin, origin_of
+from waltz_core.archive.garbage_collection import (
+    GRACE_MS,
+    CollectedGarbage,
+    GarbageCollectionJob,
+    collect,
+)
+from waltz_core.archive.manifest import RecordedManifest, decode_page
+from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
+from waltz_core.archive.reader import ArchiveReader
+from waltz_core.archive.store import ArchiveStore
+from waltz_core.archive.upload import upload
+from waltz_core.errors import (
+    ArchiveUnavailable,
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    ObjectMissing,
+)
+from waltz_core.records.checksum import crc32
+
+LATER_MS = 1 << 50
+OTHER = bytes([1] * 16)
+
+
+class CollectedStore(FailingStore):
+    """A failing store whose lists and deletes fail, too; `on_delete` runs before each delete."""
+
+    on_delete = staticmethod(lambda: None)
+
+    def files(self, folder):
+        self._meet("list", folder, is_after=False)
+        found = super().files(folder)
+        self._meet("list", folder, is_after=True)
+        return found
+
+    def delete(self, name):
+        self.on_delete()
+        self._meet("delete", name, is_after=False)
+        super().delete(name)
+        self._meet("delete", name, is_after=True)
+
+
+def all_files(store):
+    return {
+        each.name: ArchiveStore.read(store, each.name) for each in ArchiveStore.files(store, "")
+    }
+
+
+def listed_files(store, made):
+    """Return the names of a manifest, its pages and its objects."""
+    head = read_manifest(ArchiveStore(store.url), made)
+    names = {made.name, *(each.name for each in head.newest)}
+    for page in head.pages:
+        entries = decode_page(page, ArchiveStore.read(store, page.name)).entries
+        names |= {page.name, *(each.name for each in entries)}
+    return names
+
+
+def request(made, *, session=10, nonce=OTHER, attempt=1, **changes):
+    recorded = RecordedManifest(3, made.last, made.chain, made.name, made.file_crc)
+    return GarbageCollectionJob(session, nonce, attempt, recorded._replace(**changes))
+
+
+def run(store, job, *, now_ms=LATER_MS):
+    return collect(store, KEY, job, now_ms=now_ms)
+
+
+def fail_upload(store, made, *, attempt, writes=1, kind=Crash, **changes):
+    """Let an upload end after it has written this many files."""
+    store.fail_next(2 * writes, is_after=False, kind=kind)
+    with pytest.raises(kind):
+        upload(store, KEY, job_after(made, attempt=attempt, **changes))
+    store.fail_next(-1, is_after=False)
+
+
+@pytest.fixture
+def archived(tmp_path, monkeypatch):
+    """Return a store and its manifest of session 9, with a page and files of failed attempts."""
+    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    store = CollectedStore(f"file://{tmp_path}")
+    made = None
+    for attempt in range(0, 12, 2):
+        made = upload(store, KEY, job_after(made, attempt=attempt))
+        fail_upload(store, made, attempt=attempt + 1, writes=1 + attempt // 2 % 2)
+    assert read_manifest(ArchiveStore(store.url), made).pages
+    (tmp_path / f"{CLUSTER}/3/objects/0-9-9-{NONCE.hex()}-99.parquet.tmp").write_bytes(b"half")
+    return store, made
+
+
+def test_a_name_shows_the_attempt_that_has_written_it(archived):
+    store, _ = archived
+    origins = [origin_of(name) for name in all_files(store)]
+    assert {each.attempt for each in origins} == {*range(12), 99}
+    assert {(each.session_id, each.nonce) for each in origins} == {(9, NONCE)}
+    folder, tail = f"{CLUSTER}/3/objects", f"9-{NONCE.hex()}-2"
+    assert origin_of(f"{folder}/0-1-{tail}.parquet") == FileOrigin(9, NONCE, 2)
+    for name in (
+        f"{folder}/0-1-{tail}.json",
+        f"{folder}/0-1-{tail}.parquet.tmp.tmp",
+        f"{folder}/0-01-{tail}.parquet",
+        f"{folder}/0-1-9-{'AB' * 16}-2.parquet",
+        f"{folder}/deep/0-1-{tail}.parquet",
+        f"{folder}/-1-1-{tail}.parquet",
+        f"{folder}/0-1-{tail}.parquet\n",
+        f"{folder}/1-{tail}.json",
+        f"{CLUSTER}/3/other/0-1-{tail}.parquet",
+        "README",
+    ):
+        assert origin_of(name) is None, name
+
+
+def test_files_of_the_recorded_manifest_remain_readable(archived):
+    store, made = archived
+    before = all_files(store)
+    kept = listed_files(store, made)
+    found = run(store, request(made))
+    after = all_files(store)
+    assert set(after) == kept
+    assert after.items() <= before.items()
+    garbage = [len(data) for name, data in before.items() if name not in kept]
+    assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
+    reader = ArchiveReader(ArchiveStore(store.url), made.name, made.file_crc, ArchiveCache(1 << 20))
+    assert reader.read_range(0, made.last, 1 << 20).lengths.size == made.last + 1
+    assert run(store, request(made)) == CollectedGarbage(0, 0, 0, has_more=False)
+
+
+def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
+    store, made = archived
+    kept = listed_files(store, made)
+    before = set(all_files(store))
+    objects = {each for each in before if "/objects/" in each}
+    name = pin(store, KEY, b"k" * 16)
+    run(store, request(made))
+    assert set(all_files(store)) == kept | objects | {name}
+    assert before > kept | objects
+    store.delete(name)
+    run(store, request(made))
+    assert set(all_files(store)) == kept
+
+
+def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
+    """A restore checks after the pin that the objects exist, and would not see a later delete."""
+    store, made = archived
+    deleted = []
+
+    def pin_after_one():
+        if not deleted:
+            pin(ArchiveStore(store.url), KEY, b"k" * 16)
+        deleted.append(None)
+
+    before = {each for each in all_files(store) if "/objects/" in each}
+    store.on_delete = pin_after_one
+    found = run(store, request(made))
+    after = {each for each in all_files(store) if "/objects/" in each}
+    assert len(before - after) == 1
+    assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
+    assert not found.has_more
+
+
+def test_pins_are_listed_and_removed(archived):
+    store, _ = archived
+    restored = UUID(int=7)
+    assert pins_of(store, KEY) == []
+    with pytest.raises(
+        BadRequest, match=f"expected a pin of the cluster with key {restored}, found none"
+    ):
+        unpin(store, KEY, restored.bytes)
+    pin(store, KEY, restored.bytes)
+    assert pins_of(store, KEY) == [str(restored)]
+    with pytest.raises(BadRequest, match=f"found {restored}"):
+        unpin(store, KEY, OTHER)
+    unpin(store, KEY, restored.bytes)
+    assert not is_pinned(store, KEY)
+
+
+def test_the_temporary_file_of_a_pin_is_listed_and_removed_like_the_pin(archived):
+    """A restore into a directory was killed while it wrote the pin."""
+    store, _ = archived
+    restored = UUID(int=7)
+    store.write(f"{CLUSTER}/pins/{restored}.tmp", b"")
+    assert is_pinned(store, KEY)
+    assert pins_of(store, KEY) == [str(restored)]
+    unpin(store, KEY, restored.bytes)
+    assert not is_pinned(store, KEY)
+
+
+def age(store, name, modified_ms):
+    os.utime(Path(store.url.removeprefix("file://")) / name, (0, modified_ms / 1_000))
+
+
+def heads_of(store):
+    """Return the names of all heads, complete or not, by their version."""
+    heads = {}
+    for name in sorted(all_files(store)):
+        if "/manifests/" in name and "-page" not in name:
+            heads.setdefault(int(name.rpartition("/")[2].partition("-")[0]), []).append(name)
+    return heads
+
+
+def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
+    """Even if it is old: lagging replicas have only its name."""
+    store, made = archived
+    now_ms = 10 * GRACE_MS
+    heads, listed = heads_of(store), listed_files(store, made)
+    for version, names in heads.items():
+        for name in names:
+            age(store, name, now_ms if version >= 5 else now_ms - 2 * GRACE_MS)
+    run(store, request(made), now_ms=now_ms)
+    assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
+    run(store, request(made), now_ms=now_ms + GRACE_MS - 1)
+    assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
+    run(store, request(made), now_ms=now_ms + GRACE_MS)
+    assert set(all_files(store)) == listed
+
+
+def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
+    store, made = archived
+    fail_upload(store, made, attempt=20, session_id=10, nonce=OTHER)
+    fail_upload(store, made, attempt=21, session_id=10, nonce=OTHER)
+    run(store, request(made, attempt=21))
+    (kept,) = set(all_files(store)) - listed_files(store, made)
+    assert origin_of(kept) == FileOrigin(10, OTHER, 21)
+    run(store, request(made, attempt=22))
+    assert set(all_files(store)) == listed_files(store, made)
+
+
+@pytest.mark.parametrize("suffix", ["", ".tmp"])
+@pytest.mark.parametrize(
+    "origin", [FileOrigin(11, OTHER, 0), FileOrigin(10, NONCE, 0), FileOrigin(11, NONCE, 5)]
+)
+def test_a_file_of_a_later_or_another_owner_stops_the_collection(
+    archived, tmp_path, origin, suffix
+):
+    store, made = archived
+    (tmp_path / f"{CLUSTER}/3/manifests/9-{origin}.json{suffix}").write_bytes(b"x")
+    before = all_files(store)
+    with pytest.raises(
+        BadRequest, match=f"owner has written files since session 10, found .*9-{origin}."
+    ):
+        run(store, request(made))
+    assert all_files(store) == before
+
+
+def roll_back(store, made, *, to):
+    """Archive in session 10 after the manifest of session 9 with this version."""
+    head = next(name for name in heads_of(store)[to] if f"/{to}-9-" in name)
+    data = ArchiveStore.read(store, head)
+    found = manifest.Manifest.from_bytes(data, head)
+    old = made._replace(last=found.last, chain=found.chain, name=head, file_crc=crc32(data))
+    return archive_in_10(store, old, attempt=0)
+
+
+def archive_in_10(store, made, *, attempt):
+    return upload(store, KEY, job_after(made, attempt=attempt, session_id=10, nonce=OTHER))
+
+
+def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
+    """Backups may list what was recorded before, also when the new versions have passed it."""
+    store, made = archived
+    own = roll_back(store, made, to=4)
+    assert {6, 5} <= set(heads_of(store))
+    for attempt in range(1, 6):
+        before = all_files(store)
+        with pytest.raises(
+            BadRequest, match=r"versions above 6 .* session 9.* found .*/5-10-.*back"
+        ):
+            run(store, request(own, attempt=attempt))
+        with pytest.raises(BadRequest, match=r"above 6 \(manifest"):
+            run(store, request(own, session=11, nonce=NONCE, attempt=0))
+        assert all_files(store) == before
+        own = archive_in_10(store, own, attempt=attempt)
+    # The operator abandons the backups that need them.
+    for name in heads_of(store)[6]:
+        if "/6-9-" in name:
+            store.delete(name)
+    run(store, request(own, attempt=9))
+    assert set(all_files(store)) == listed_files(store, own)
+
+
+def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
+    """Each owner may have written the version after the recorded one, and nothing above it."""
+    store, made = archived
+    for session in (10, 11, 12):
+        upload(store, KEY, job_after(made, attempt=50, session_id=session, nonce=OTHER))
+    own = {"session_id": 13, "nonce": OTHER}
+    last = upload(store, KEY, job_after(made, attempt=0, **own))
+    run(store, request(last, session=13))
+    assert set(all_files(store)) == listed_files(store, last)
+
+
+FAULTS = {
+    "manifest missing": ({"name": "x.json"}, ObjectMissing, "x.json: it does not exist"),
+    "other CRC": ({"file_crc": 1}, ChecksumMismatch, "expected CRC 00000001"),
+    "other end": ({"last": 8}, BadFormat, "up to transaction 8 with chain hash"),
+    "other chain": ({"chain": OTHER}, BadFormat, f"with chain hash {OTHER.hex()}"),
+    "other partition": (
+        {"partition_id": 4},
+        BadFormat,
+        "expected partition 4 .* found partition 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_deleted_if_the_recorded_manifest_differs(archived, fault):
+    changes, error, reason = FAULTS[fault]
+    store, made = archived
+    before = all_files(store)
+    with pytest.raises(error, match=reason):
+        run(store, request(made, **changes))
+    assert all_files(store) == before
+
+
+@pytest.mark.parametrize("kind", ["parquet", "-page.json"])
+def test_nothing_is_deleted_if_a_listed_file_is_missing(archived, kind):
+    store, made = archived
+    lost = min(name for name in listed_files(store, made) if name.endswith(kind))
+    store.delete(lost)
+    before = all_files(store)
+    with pytest.raises(ObjectMissing, match=lost):
+        run(store, request(made))
+    assert all_files(store) == before
+
+
+def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived, tmp_path):
+    store, made = archived
+    others = [
+        f"{CLUSTER}/3/objects/notes.txt",
+        f"{CLUSTER}/3/manifests/backup/1-9-{NONCE.hex()}-1.json",
+        f"{CLUSTER}/3/other",
+        f"{CLUSTER}/4/objects/0-9-99-{NONCE.hex()}-1.parquet",
+        f"{CLUSTER}/33/objects/0-9-1-{NONCE.hex()}-1.parquet",
+    ]
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert run(store, request(made)).unknown_count == 2
+    assert set(all_files(store)) == {*others, *listed_files(store, made)}
+
+
+def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
+    monkeypatch.setattr(garbage_collection, "DELETES_MAX", 5)
+    store, made = archived
+    garbage = len(all_files(store)) - len(listed_files(store, made))
+    assert garbage > 10
+    found = run(store, request(made))
+    assert (found.file_count, found.has_more) == (5, True)
+    garbage -= 5
+    while (found := run(store, request(made))).has_more:
+        assert found.file_count == 5
+        garbage -= 5
+    assert found.file_count == garbage
+
+
+@pytest.mark.parametrize("kind", [ArchiveUnavailable, Crash])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_rest(
+    archived, is_after, kind
+):
+    store, made = archived
+    kept = listed_files(store, made)
+    store.fail_next(-1, is_after=False)
+    number, is_failing = 0, True
+    while is_failing:
+        fail_upload(store, made, attempt=100 + number)
+        store.fail_next(number, is_after=is_after, kind=kind)
+        try:
+            run(store, request(made))
+            is_failing = False
+        except kind:
+            number += 1
+        assert kept <= set(all_files(store))
+    assert number >= 5, "the manifest, a page, two lists and a delete"
+    assert set(all_files(store)) == kept
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_fenced_owner_deletes_nothing_that_the_later_one_needs(archived, is_seen):
+    """The later owner archives before the fenced owner's list, or between its deletes."""
+    store, made = archived
+    later = []
+
+    def archive():
+        if not later:
+            later.append(None)
+            own = {"session_id": 10, "nonce": OTHER}
+            second = upload(ArchiveStore(store.url), KEY, job_after(made, attempt=1, **own))
+            later[0] = upload(ArchiveStore(store.url), KEY, job_after(second, attempt=2, **own))
+
+    if is_seen:
+        archive()
+    store.on_delete = archive
+    with suppress(BadRequest):
+        run(store, request(made, session=9, nonce=NONCE, attempt=12))
+        assert not is_seen
+    assert listed_files(store, later[0]) <= set(all_files(store))
+
+
+def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
+    """The owner has abandoned it, and has archived since."""
+    store, made = archived
+    own = {"session_id": 10, "nonce": OTHER}
+    second = upload(store, KEY, job_after(made, attempt=8, **own))
+    run(store, request(made, attempt=7))
+    assert set(all_files(store)) == listed_files(store, made) | listed_files(store, second)
+
+
+def test_progress_is_reported_with_each_call_of_the_store(archived):
+    store, made = archived
+    store.fail_next(-1, is_after=False)
+    calls = []
+    collect(store, KEY, request(made), now_ms=LATER_MS, on_progress=lambda: calls.append(1))
+    assert len(calls) == len(store.done) - 1, "all but the read of the head"
+    calls.clear()
+    upload(store, KEY, job_after(made, attempt=50), lambda: calls.append(1))
+    assert len(calls) >= 4
+
+
+def test_listed_files_have_sizes_and_times(tmp_path):
+    store = ArchiveStore(f"file://{tmp_path}")
+    store.write("1/a", b"abc")
+    (found,) = store.files("1")
+    modified_ms = Path(tmp_path / "1/a").stat().st_mtime_ns // 1_000_000
+    assert found == ("1/a", 3, modified_ms)

@@ -1,0 +1,76 @@
+"""A storage reports failed uploads until one succeeds again."""
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.patience import HANG_S
+from tests.unit.archive.test_upload import KEY, job_after
+from waltz_core.archive.manifest_jobs import NewManifest
+from waltz_core.archive.storage_archive import DAMAGE_MAX, StorageArchive
+from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
+
+
+def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
+    root = tmp_path / "archive"
+    calls = []
+    access = StorageArchive(
+        f"file://{root}", KEY, ThreadPoolExecutor(1), on_progress=lambda: calls.append(1)
+    )
+    access.open()
+    first = access.upload(job_after())
+    assert isinstance(first, NewManifest)
+    assert len(calls) >= 1, "at most one call a second"
+    assert (access.failure, access.failure_count) == (None, 0)
+    manifest = root / first.name
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1] + b" ")
+    for attempt in (2, 3):
+        assert access.upload(job_after(first, attempt=attempt)) is access.failure
+        assert isinstance(access.failure, ChecksumMismatch)
+    assert access.failure_count == 2
+    shutil.rmtree(root)
+    root.touch()  # It is no folder any more.
+    access.upload(job_after(attempt=4))
+    assert isinstance(access.failure, ArchiveUnavailable)
+    assert access.failure_count == 3
+    root.unlink()
+    access.upload(job_after(attempt=5))
+    assert (access.failure, access.failure_count) == (None, 0)
+
+
+def test_damage_is_known_until_the_same_place_was_read():
+    access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
+    access.was_read((0, 7), "object 7")
+    access.was_read((1, 7), "object 8")
+    access.was_read((0, 8), "")
+    assert access.read_damage == "object 8"
+    access.was_read((1, 7), "")
+    assert access.read_damage == "object 7"
+    access.was_read((0, 7), "")
+    assert access.read_damage == ""
+    for number in range(DAMAGE_MAX + 1):
+        access.was_read((2, number), f"object {number}")
+    for number in range(1, DAMAGE_MAX + 1):
+        access.was_read((2, number), "")
+    assert access.read_damage == "", "the first one was dropped"
+
+
+def test_an_open_archive_needs_no_more_modules(tmp_path):
+    """An upgrade may replace them under a running storage."""
+    code = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from waltz_core.archive.storage_archive import StorageArchive\n"
+        f"access = StorageArchive('file://{tmp_path}', bytes(16), ThreadPoolExecutor(1))\n"
+        "assert 'pyarrow.parquet' not in sys.modules\n"
+        "access.open()\n"
+        "known = {each for each in sys.modules if each.startswith('waltz_core.')}\n"
+        "import waltz_core.archive.upload, waltz_core.archive.reader\n"
+        "assert {each for each in sys.modules if each.startswith('waltz_core.')} == known\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,263 @@
+"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, IDs."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from uuid import UUID
+
+import pytest
+
+from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.permissions import Permissions
+from waltz_core.cli.cluster import cluster_disaster_recovery
+from waltz_core.cli.cluster.cluster_disaster_recovery import _chosen
+from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
+from waltz_core.cluster.membership.assignment import assign_partitions
+from waltz_core.cluster.znodes import access_node
+from waltz_core.cluster.znodes.interface import SetNode
+from waltz_core.cluster.znodes.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionAssignment,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+    ServerDescriptor,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.errors import BadConfig, BadFormat, BadRequest, ReadFailed, Unavailable
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.wire.messages import Prepared
+
+A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"
+
+
+def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
+    return ReportedLog(session, last, is_suspect, is_damaged)
+
+
+@pytest.mark.parametrize(
+    ("logs", "expected"),
+    [
+        ({A: log(is_suspect=True), B: log(), C: log(last=50)}, B),  # of equal ones the trusted one
+        ({B: log(), A: log(is_suspect=True), C: log(last=50)}, B),
+        ({A: log(8, 10, is_suspect=True), B: log(7, 90)}, A),  # the one that has most
+        ({A: log(7, 91, is_suspect=True), B: log(7, 90)}, A),
+        ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged one last
+    ],
+)
+def test_the_best_log_is_chosen(logs, expected):
+    assert _chosen(None, 0, logs) == expected
+
+
+def test_a_named_replica_is_chosen_if_it_answered():
+    assert _chosen(B, 0, {A: log(), B: log(last=1)}) == B
+    with pytest.raises(BadConfig, match="did not answer as a replica"):
+        _chosen(C, 0, {A: log()})
+    with pytest.raises(Unavailable, match="no replica answers"):
+        _chosen(None, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("logs", "is_rolled_back", "is_waiting", "is_refused"),
+    [
+        ({A: log(), B: log(), C: log()}, False, False, True),
+        ({A: log(), B: log(last=50)}, False, False, True),
+        ({A: log(), B: log(last=50)}, False, True, False),  # a rebuilding waits for a decision
+        ({A: log(), B: log(), C: log()}, True, False, False),
+        ({A: log(), B: log(is_suspect=True), C: log(is_suspect=True)}, False, False, False),
+        ({A: log(), B: log(is_damaged=True)}, False, False, False),
+        ({A: log()}, False, False, False),
+    ],
+)
+def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_waiting, is_refused):
+    state = ReplicaState(NO_SESSION, BEFORE_FIRST) if is_waiting else ReplicaState(7, UNRESOLVED)
+    metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
+    view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
+    answered = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
+    refusal = pytest.raises(
+        BadRequest, match=r"nothing was changed: .* of 3 replicas have a trusted"
+    )
+    with refusal if is_refused else contextlib.nullcontext():
+        cluster_disaster_recovery._check_needed(0, answered)
+
+
+class Died(Exception):
+    """The command ends here."""
+
+
+def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
+    """A marked replica is trusted: under the old metadata it would count with what it has lost."""
+    marked = []
+
+    class Link:
+        async def set_mark(self, *_):
+            marked.append(A)
+
+    class Coordinator:
+        async def write_partition(self, *_):
+            assert not marked
+            raise Died
+
+    metadata = SimpleNamespace(generation=1)
+    answered = SimpleNamespace(
+        session=cluster_disaster_recovery.ClaimedSession(8, bytes(16)),
+        view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
+        prepared={A: None},
+        links={A: Link()},
+        logs={A: log()},
+    )
+    command = SimpleNamespace(coordinator=Coordinator())
+    with pytest.raises(Died):
+        asyncio.run(cluster_disaster_recovery._declare(command, 0, answered, A, None))
+    assert not marked
+
+
+class Storage:
+    """A link to a storage with a log; its records have these client IDs and generations."""
+
+    address = A
+
+    def __init__(self, *ids, is_readable=True):
+        self.ids, self.is_readable = ids, is_readable
+
+    async def prepare(self, sessions):
+        last = len(self.ids) - 1
+        fields = (bytes(16), 3, last, True, last, bytes(16), False, b"")
+        return {each: Prepared(its.session_id, 1, each, *fields) for each, its in sessions.items()}
+
+    async def newest_ids(self, partition_id, session, prepared):
+        if not self.is_readable:
+            raise ReadFailed("record 1 cannot be read:")
+        assert prepared.synced_max == len(self.ids) - 1
+        return max(self.ids, default=NO_IDS)
+
+    def close(self):
+        pass
+
+
+async def die(*_):
+    raise Died
+
+
+async def no_archive(*_):
+    return ""
+
+
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
+    """Rebuild a cluster of one partition on one storage, and return what it gives out then.
+
+    The command dies once at each of these calls, and is run again.
+    """
+    address, notes = A, []
+
+    async def open_links(*_):
+        return {address: storage}, {}
+
+    async def scenario():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        command = SimpleNamespace(
+            coordinator=zookeeper.coordinator("/a/w"),
+            note=notes.append,
+            wait_for=lambda *_: None,
+            carry_out=lambda _: asyncio.sleep(0),
+        )
+        chosen = cluster_disaster_recovery.FormerCluster(
+            name="w",
+            storage=(f"{address}:5281",),
+            missing=(),
+            cluster_key=UUID(int=5),
+            partitions=1,
+            from_directory=None,
+            replicas=1,
+            only_znodes=False,
+            archive=None,
+            access_file=access_file,
+        )
+        # A server has registered as soon as there were nodes, and owns the partition.
+        make_nodes = cluster_disaster_recovery._make_nodes
+
+        async def make_nodes_and_register(*its):
+            await make_nodes(*its)
+            if (await its[0].coordinator.read_servers()).servers:
+                return
+            await zookeeper.coordinator("/a/w").register_server(ServerDescriptor(1, "h", 1))
+            node = "/a/w/serverDescriptors"
+            before = PartitionAssignment.from_bytes(zookeeper.dump()[node])
+            after = assign_partitions(
+                before, {1: ServerDescriptor(1, "h", 1)}, cversion=1, partition_count=1
+            )
+            zookeeper.apply([SetNode(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
+
+        monkeypatch.setattr(cluster_disaster_recovery, "_make_nodes", make_nodes_and_register)
+        for name in dies_at:
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster_disaster_recovery, name, die)
+                with pytest.raises(Died):
+                    await cluster_disaster_recovery._rebuild(command, chosen)
+        await cluster_disaster_recovery._rebuild(command, chosen)
+        replicas = await command.coordinator.read_replica_assignment()
+        assert replicas.replicas_of(0) == (address,)
+        assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
+        metadata = (await command.coordinator.read_partition(0)).metadata
+        coordinator = command.coordinator
+        ids = await coordinator.next_client_id(), await coordinator.issued_ids.next()
+        return ids, assignment.servers[1][0], metadata.generation, notes
+
+    monkeypatch.setattr(cluster_disaster_recovery, "open_links", open_links)
+    monkeypatch.setattr(cluster_disaster_recovery, "url_of_archive", no_archive)
+    monkeypatch.setattr(cluster_disaster_recovery.time, "time", lambda: now_s)
+    return asyncio.run(scenario())
+
+
+def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
+    last_issued = FIRST_ISSUED + 80_000
+    storage = Storage(MaximumIds(70_000, 400), MaximumIds(90_000, 500, last_issued))
+    ids, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    client_id, issued = ids
+    assert client_id > 90_000
+    assert issued == last_issued + 1
+    assert owned > 500
+    # A server that has not read the raised generation yet can claim nothing.
+    assert 61 < written <= owned
+
+
+def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
+    file = tmp_path / "access"
+    file.write_bytes(access_node.encode(Permissions(17, "ann", 5, bytes(32))))
+    storage = Storage(MaximumIds(70, 5))
+    *_, notes = rebuilt(
+        monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign",), access_file=file
+    )
+    restored = [each for each in notes if "permissions" in each]
+    expected = (
+        "restored the permissions of revision 17, written at 1970-01-01T00:00:00Z by ann, with"
+    )
+    assert restored == [f"{expected} 0 grants, 0 groups and 0 tokens, as revision 18"]
+    file.write_bytes(b"")
+    with pytest.raises(
+        BadFormat, match=f"{file} is not a file of exported permissions: permissions: "
+    ):
+        rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
+
+
+DIED = ("_newest_ids", "_write_verdict", "_assign", "_assign")
+
+
+@pytest.mark.parametrize(
+    ("storage", "dies_at"),
+    [
+        pytest.param(Storage(MaximumIds(70, 5)), (), id="older ids"),
+        pytest.param(Storage(), (), id="no log"),
+        pytest.param(
+            Storage(MaximumIds(70, 5), is_readable=False), (), id="the end cannot be read:"
+        ),
+        pytest.param(Storage(MaximumIds(70, 5)), DIED, id="died before it assigned replicas"),
+    ],
+)
+def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):
+    found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
+    ids, owned, written, notes = found
+    assert (*ids, owned, written) == (1_001, FIRST_ISSUED + 1_000, 1_001, 1_000)
+    is_noted = any("IDs from the clock of this machine:" in each for each in notes)
+    assert is_noted != storage.is_readable

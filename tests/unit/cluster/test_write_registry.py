@@ -1,0 +1,292 @@
+"""Unit tests of the registry of writes: the scenarios over memory, lost answers, the bytes."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.loops import on_virtual_loop
+from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_cluster
+from tests.writes_contract import MARKS, SCENARIOS
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.write_registry import TaskState, WriteRegistry, WriteState, check_name
+from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode
+from waltz_core.cluster.znodes.node_access import ClusterNodes
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
+
+
+@pytest.mark.parametrize("check_scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(check_scenario):
+    asyncio.run(check_scenario(MemoryWorld(), ROOT))
+
+
+@on_virtual_loop
+async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
+    """The ZooKeeper server of the session may lag: its state is current only after a sync."""
+    _, session, coordinator = await with_cluster()
+    writes, calls = coordinator.writes, []
+    await writes.begin("w", MARKS, 5)
+    await writes.enter("w", 0, "r", coordinator.next_client_id)
+    for name in ("sync", "get"):
+        monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
+    await writes.check("w", 0, 1)
+    assert calls == ["sync", "get", "get"]
+    await writes.finish("w", {}, 9)
+    assert calls[3:] == ["sync", "get", "get"]
+
+
+@on_virtual_loop
+async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
+    """It had found no later writes before the pause. Its rows would enter the log again."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT).writes
+    await other.begin("s-5", MARKS, 5, in_series=True)
+    real = paused.write
+
+    async def write(operations):
+        monkeypatch.undo()
+        await other.begin("s-6", MARKS, 5, in_series=True)
+        await other.finish("s-6", {}, 5)
+        await other.begin("s-7", MARKS, 5, in_series=True)
+        await other.forget("s-6")
+        return await real(operations)
+
+    monkeypatch.setattr(paused, "write", write)
+    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
+        await its.writes.begin("s-6", MARKS, 5, in_series=True)
+    assert await other.read("s-6") is None
+
+
+def begun_again_before_the_change(session, monkeypatch, other, principal=None):
+    """Let another process remove the write "w" and begin it again, before the session's next write.
+
+    Its nodes then have the versions of the earlier ones.
+    """
+    real, coordinator = session.write, other
+    registry = other.writes.of(principal) if principal else other.writes
+
+    async def write(operations):
+        monkeypatch.undo()
+        await other.writes.forget("w")
+        await registry.begin("w", {0: 99}, 5)
+        await registry.enter("w", 0, "r", coordinator.next_client_id)
+        return await real(operations)
+
+    monkeypatch.setattr(session, "write", write)
+
+
+@on_virtual_loop
+async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
+    """The rows of the new one would count as committed."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    await other.writes.begin("w", MARKS, 5)
+    begun_again_before_the_change(paused, monkeypatch, other)
+    with pytest.raises(
+        errors.ConnectionSuperseded, match="removed, and another run has begun it again"
+    ):
+        await its.writes.finish("w", {"rows": 1}, 9)
+    assert await other.writes.read("w") == WriteState({0: 99}, 5)
+
+
+@on_virtual_loop
+async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    await other.writes.begin("w", MARKS, 5)
+    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
+        await its.writes.of("mine").enter("w", 0, "r", its.next_client_id)
+    assert (await other.writes.read("w")) == WriteState({0: 99}, 5, principal="other")
+
+
+@on_virtual_loop
+async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
+    """Both would have a proof of it, and the other's next attempt would not find its rows."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    mine = its.writes.of("mine")
+    await mine.begin("w", MARKS, 5)
+    first = await mine.enter("w", 0, "r", its.next_client_id)
+    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
+        await mine.enter("w", 0, "r", its.next_client_id)
+    assert (await other.writes.tasks("w"))[0].client_id == first.client_id + 1
+
+
+@pytest.mark.parametrize("writes_before", [0, 1, 2])
+@on_virtual_loop
+async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
+    """Its tasks would get other client IDs, and append their rows once more."""
+    world, paused, its = await with_cluster()
+    coordinator = Coordinator(await world.znodes(), ROOT)
+    other, left = coordinator.writes, [writes_before]
+    await other.begin("w", MARKS, 5)
+    await other.enter("w", 0, "r", coordinator.next_client_id)
+    world.zookeeper.advance(10)
+    real = paused.write
+
+    async def write(operations):
+        if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
+            left[0] -= 1
+        if left[0] < 0:
+            monkeypatch.undo()
+            assert await other.forget("w")
+            await other.begin("w", MARKS, 5)
+            await other.enter("w", 0, "r", coordinator.next_client_id)
+        return await real(operations)
+
+    monkeypatch.setattr(paused, "write", write)
+    assert await its.writes.forget_expired() == []
+    assert not (await other.read("w")).is_done
+    assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
+
+
+@on_virtual_loop
+async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
+    """Else a task that enters meanwhile would have another client ID than it had before."""
+    _, session, coordinator = await with_cluster()
+    writes, removals = coordinator.writes, []
+    await writes.begin("w", MARKS, 5)
+    await writes.enter("w", 0, "r", coordinator.next_client_id)
+    real = session.write
+
+    async def write(operations):
+        if isinstance(operations[0], DeleteNode):
+            with pytest.raises(errors.ConnectionSuperseded, match="already finished"):
+                await writes.enter("w", 1, "r", coordinator.next_client_id)
+            removals.append(operations)
+        return await real(operations)
+
+    monkeypatch.setattr(session, "write", write)
+    await writes.forget("w")
+    assert len(removals) == 2, "its task, and itself"
+    assert await writes.read("w") is None
+
+
+def noted(call, name, calls):
+    async def noting(*args):
+        calls.append(name)
+        return await call(*args)
+
+    return noting
+
+
+@FAULTS
+@on_virtual_loop
+async def test_a_lost_answer_costs_one_attempt_only(fault):
+    _, session, coordinator = await with_cluster()
+    writes = coordinator.writes
+    session.faults += [fault] * 2
+    assert (await writes.begin("w", MARKS, 5)).marks == MARKS
+    client_id = await coordinator.next_client_id()
+
+    async def the_one():
+        return client_id
+
+    was_done = fault is WriteFault.REPLY_LOST
+    session.faults.append(fault)
+    assert (await writes.enter("w", 0, "r", the_one)).attempt == 1 + was_done
+    session.faults.append(fault)
+    assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
+    session.faults.append(fault)
+    assert (await writes.finish("w", {"rows": 1}, 9)).summary == {"rows": 1}
+    session.faults.append(fault)
+    await writes.forget("w")
+    assert await writes.read("w") is None
+
+
+NUMBERS = st.dictionaries(st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8)
+SUMMARIES = st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8))
+RUNS = st.lists(st.text(max_size=20), max_size=5).map(tuple)
+
+
+@given(
+    st.builds(WriteState, NUMBERS, st.integers(0, 1 << 50), st.none() | SUMMARIES)
+    | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUNS)
+)
+def test_a_write_and_a_task_round_trip(state):
+    assert type(state).from_bytes(state.to_bytes()) == state
+
+
+def test_a_write_of_format_1_is_read_and_kept_for_a_year():
+    """It states the time of its removal, by the clock of the driver that wrote it."""
+    old = (
+        b'{"format":1,"marks":{"0":41},"keep_until_ms":1795472000000,'
+        b'"summary":{"committed":7,"rejected":0,"retry":0}}'
+    )
+    found = WriteState.from_bytes(old)
+    assert (found.marks, found.summary["committed"], found.is_done) == ({0: 41}, 7, True)
+    assert found.keep_ms == 365 * 24 * 3_600 * 1_000
+    assert b'"format":2' in found.to_bytes()
+
+
+@on_virtual_loop
+async def test_the_retention_of_a_write_uses_the_clock_of_zookeeper():
+    world, _, coordinator = await with_cluster()
+    writes = coordinator.writes
+    world.zookeeper.advance(5_000)
+    await writes.begin("w", MARKS, 1_000)
+    world.zookeeper.advance(999)
+    assert await writes.forget_expired() == []
+    await writes.finish("w", {"rows": 1}, 1_000)
+    world.zookeeper.advance(999)
+    assert await writes.forget_expired() == []
+    world.zookeeper.advance(1)
+    assert await writes.forget_expired() == ["w"]
+    assert await writes.read("w") is None
+
+
+@given(
+    st.binary(max_size=60)
+    | st.sampled_from([WriteState({0: 1}, 5), TaskState(1, 2)]).flatmap(
+        lambda state: st.tuples(st.integers(0, 60), st.binary(min_size=1, max_size=4)).map(
+            lambda change: (
+                state.to_bytes()[: change[0]] + change[1] + state.to_bytes()[change[0] + 1 :]
+            )
+        )
+    )
+)
+def test_any_bytes_are_a_value_or_a_bad_format(data):
+    for kind in (WriteState, TaskState):
+        message = None
+        try:
+            value = kind.from_bytes(data)
+        except errors.BadFormat as error:
+            message = str(error)
+        assert isinstance(value, kind) if message is None else kind.__name__ in message
+
+
+@on_virtual_loop
+async def test_impossible_numbers_are_rejected():
+    for data in (
+        b'{"format":2,"keep_ms":1,"marks":{"%s":1}}' % (5_000 * b"9"),
+        b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
+        b'{"format":2,"keep_ms":1,"marks":%s' % (100_000 * b"["),
+    ):
+        with pytest.raises(
+            errors.BadFormat, match=r"(WriteState|exactly-once write): (expected|not valid JSON)"
+        ):
+            WriteState.from_bytes(data)
+
+    session = MemoryZooKeeper(asyncio.Event).session()
+    for path in ("/w", "/w/x", "/w/x/writes", "/w/x/writes/n-1"):
+        await session.write([CreateNode(path)])
+    await session.write([CreateNode(f"/w/x/writes/n-{5_000 * '9'}")])
+    await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
+    registry = WriteRegistry(ClusterNodes(session, "/w"))
+    assert await registry.task_numbers("n-1") == []
+    await registry._check_is_last("n-1")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])
+def test_invalid_write_names_are_rejected(name):
+    with pytest.raises(errors.BadRequest, match="name of an exactly-once write: expected"):
+        check_name(name)
+
+
+def test_valid_write_names_are_accepted():
+    for name in ("a", "stream-1f-7", "Nightly_2026.11", "x" * 200):
+        check_name(name)

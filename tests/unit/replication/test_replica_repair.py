@@ -1,0 +1,575 @@
+"""Unit tests of `waltz_core.replication.replica_repair`: the repair of a replica, step by step."""
+
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
+from waltz_core.cluster.znodes.model import ArchivedMark
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
+from waltz_core.replication.replica_repair import (
+    AppendCopy,
+    FetchCopy,
+    FetchOwnLineage,
+    FetchSourceLineage,
+    FillDamage,
+    RepairGoal,
+    ReplicaRepair,
+    Reset,
+    SetMark,
+    Truncation,
+    verify_batches,
+    verify_records,
+)
+from waltz_core.wire import messages as wire
+
+
+def storage(*batches, mark=-1, window=2):
+    """Return a storage in session 9 whose log has these batches: (session, payloads)."""
+    made = ModelStorage("s", lineage_max=window, range_batches_max=window)
+    made.disk.promised = 9
+    for session, payloads in batches:
+        batch = make_batch(made.last + 1, payloads, 0)
+        chain = next_chain(made.chain, batch.first, batch.last, session, batch.record_crcs)
+        line = LineageEntry(batch.first, batch.last, session, 0, chain)
+        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, made.chain)
+        made.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
+    made.disk.confirmed = mark
+    return made
+
+
+def prepared(one):
+    return one.handle(wire.Prepare(9, 1, 0, bytes(16), bytes(16), bytes(16), 1))
+
+
+def repair_of(one):
+    return ReplicaRepair(prepared(one))
+
+
+def available(_first, _last):
+    return True
+
+
+def unavailable(_first, _last):
+    return False
+
+
+def walk(repair, one, source, goal, *, can_fill=available):
+    """Carry the steps out until nothing is left to do; return them."""
+    steps = []
+    while (step := repair.next_step(goal, can_fill=can_fill)) is not None:
+        steps.append(step)
+        assert len(steps) < 100
+        take(repair, one, source, step)
+    return steps
+
+
+def take(repair, one, source, step):
+    prefix = (9, 1, 0)
+    match step:
+        case FetchOwnLineage(first, last):
+            repair.own_answered(
+                ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
+            )
+        case FetchSourceLineage(first, last):
+            answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
+            repair.source_answered(answer, first=first, last=last)
+        case Truncation():
+            answer = ok(one.handle(wire.Truncate(*prefix, *step)))
+            repair.truncate(answer.synced_max, answer.chain, step)
+        case Reset():
+            ok(one.handle(wire.ResetLog(*prefix, *step)))
+            repair.reset(step)
+        case FetchCopy(first, last, whole):
+            request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
+            repair.fetched(ok(source.handle(request)), step)
+        case AppendCopy(answer, _):
+            fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
+            ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
+            repair.appended(step)
+        case FillDamage(answer):
+            fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
+            ok(one.handle(wire.Repair(*prefix, *fields)))
+            repair.filled(step)
+        case SetMark():
+            ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
+            repair.marked()
+
+
+def ok(answer):
+    assert not isinstance(answer, wire.Nack), answer
+    return answer
+
+
+def kinds(steps):
+    return [type(step).__name__ for step in steps]
+
+
+OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # IDs 0..5
+
+
+@pytest.mark.parametrize(
+    ("own", "decided", "expected"),
+    [
+        (OLD, OLD, ["SetMark"]),
+        ([], [], ["SetMark"]),
+        ([], OLD, ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]),
+        (OLD[:2], OLD, ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]),
+    ],
+    ids=["equal", "empty", "stretches of whole batches", "a prefix is not cut"],
+)
+def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
+    one, source = storage(*own), storage(*decided)
+    steps = walk(
+        repair_of(one), one, source if decided else None, RepairGoal(source.last, source.chain)
+    )
+    assert kinds(steps) == expected
+    assert one.payloads() == source.payloads()
+    assert one.disk.provisional == (9, source.last)
+
+
+def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert steps[:3] == [
+        FetchOwnLineage(5, 5),
+        FetchOwnLineage(6, 6),
+        Truncation(5, 5, source.chain),
+    ]
+    assert kinds(steps[3:]) == ["SetMark"]
+
+
+def test_the_newest_batch_is_known_before_anything_is_truncated():
+    one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
+    repair = repair_of(one)
+    goal = RepairGoal(5, source.chain)
+    while not isinstance(step := repair.next_step(goal, can_fill=available), Truncation):
+        assert step.last in (5, 7)
+        take(repair, one, source, step)
+    assert repair.newest == 8
+
+
+def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
+    target = storage(*OLD)
+    repair = repair_of(target)
+    steps = walk(repair, target, None, RepairGoal(4, None))
+    assert kinds(steps) == ["FetchOwnLineage", "FetchOwnLineage", "Truncation"]
+    assert steps[2].base == 2
+    assert (repair.last, repair.chain) == (4, target.chain)
+    goal = RepairGoal(4, target.chain)
+    follower = storage(*OLD)
+    assert kinds(walk(repair_of(follower), follower, target, goal)) == [
+        "FetchOwnLineage",
+        "FetchOwnLineage",
+        "Truncation",
+        "SetMark",
+    ]
+    assert follower.chain == target.chain
+
+
+def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
+    tail = [(2, [10 + n]) for n in range(9)]
+    other = [(3, [30 + n]) for n in range(7)]
+    one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
+    steps = walk(repair_of(one), one, source, RepairGoal(11, source.chain))
+    cuts = [step for step in steps if isinstance(step, Truncation)]
+    assert cuts == [Truncation(2, 2, storage(*OLD[:2]).chain)]
+    assert one.payloads() == source.payloads()
+    assert one.chain == source.chain
+
+
+def test_reconstructed_batches_of_a_source_truncate_no_replica():
+    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
+    with pytest.raises(ChecksumMismatch, match="the source replica has lost the batches of"):
+        walk(repair_of(one), one, source, RepairGoal(4, source.chain))
+    assert one.payloads() == [0, 1, 2, 3]
+    # In the other direction, the reconstructed batches are truncated.
+    steps = walk(repair_of(source), source, one, RepairGoal(3, one.chain))
+    assert "Truncation" in kinds(steps)
+    assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
+
+
+def test_reconstructed_batches_of_a_source_are_not_copied():
+    one, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
+    with pytest.raises(
+        ChecksumMismatch,
+        match=r"the source replica has lost the batches of "
+        r"transactions 1\.\.2",
+    ):
+        walk(repair_of(one), one, source, RepairGoal(2, source.chain))
+    assert one.payloads() == [0]
+
+
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
+    one = storage((1, [0]), window=1)
+    source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
+    target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
+    repair, goal = repair_of(one), RepairGoal(2, target.chain)
+    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
+        walk(repair, one, source, goal)
+    assert one.payloads() == [0, 1]
+    repair.restart()
+    walk(repair, one, target, goal)
+    assert (one.payloads(), one.chain) == ([0, 1, 2], target.chain)
+
+
+def test_a_log_that_a_later_source_has_is_not_truncated():
+    """The first source had another end, or had lost its batches."""
+    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    first, target = (
+        storage((1, [0]), (2, [7, 8, 9])),
+        storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
+    )
+    repair, goal = repair_of(one), RepairGoal(4, target.chain)
+    steps = []
+    for source in (first, one, target, target, target, target):
+        steps.append(repair.next_step(goal, can_fill=available))
+        take(repair, one, source, steps[-1])
+    assert kinds(steps) == [
+        "FetchSourceLineage",
+        "FetchOwnLineage",
+        "FetchSourceLineage",
+        *kinds(steps)[3:],
+    ]
+    assert "Truncation" not in kinds(steps)
+    assert one.payloads() == [0, 1, 2, 3, 4]
+
+
+def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
+    one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
+    with pytest.raises(DataLoss, match="low-water mark 0"):
+        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert one.last == 1
+
+
+def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
+    one, source = storage((7, [50]), (7, [51])), storage(*OLD)
+    one.disk.provisional = (7, 1)
+    walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert one.payloads() == source.payloads()
+
+
+def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
+    one, source = storage(*OLD[:1]), storage(*OLD)
+    repair = repair_of(one)
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
+    take(repair, one, source, step)
+    assert isinstance(repair.next_step(RepairGoal(5, source.chain), can_fill=available), FetchCopy)
+    other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
+    walk(repair, one, other, RepairGoal(5, other.chain))
+    assert one.payloads() == other.payloads()
+
+
+# ---------------------------------------------------------------------------------------------
+# damage
+
+
+def test_damage_is_repaired_before_the_mark():
+    one, source = storage(*OLD), storage(*OLD)
+    one.disk.damaged = {1, 2, 4}
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert kinds(steps) == ["FetchCopy", "FillDamage"] * 3 + ["SetMark"]
+    assert not one.disk.damaged
+
+
+def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
+    one, source = storage(*OLD, mark=3), storage(*OLD)
+    one.disk.damaged = {4}
+    repair = repair_of(one)
+    assert repair.next_step(RepairGoal(5, source.chain), can_fill=unavailable) is None
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
+    assert step == FetchCopy(4, 4, whole_batches=False)
+
+
+def test_irreparable_damage_does_not_hold_up_other_repairs():
+    one, source = storage(*OLD, mark=3), storage(*OLD)
+    one.disk.damaged = {1, 4}
+    repair = repair_of(one)
+    steps = walk(
+        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda first, _: first == 4
+    )
+    assert kinds(steps) == ["FetchCopy", "FillDamage", "SetMark"]
+    assert one.disk.damaged == {1}
+
+
+def test_records_for_a_repair_that_has_become_needless_are_not_appended():
+    one, source = storage(*OLD[:2], mark=2), storage(*OLD)
+    one.disk.damaged = {1}
+    repair, goal = repair_of(one), RepairGoal(5, source.chain)
+    while not isinstance(step := repair.next_step(goal, can_fill=available), FetchCopy):
+        take(repair, one, source, step)
+    take(repair, one, source, step)
+    assert repair.next_step(goal, can_fill=unavailable) == FetchCopy(3, 5, whole_batches=True)
+
+
+def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
+    one, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(one)
+    repair.damage_found([(1, 4)])
+    fetch = repair.fill_step((1, 4))
+    take(repair, one, source, fetch)
+    fill = repair.fill_step((1, 4))
+    assert (fill.answer.first, fill.answer.count) == (1, 2)
+    repair.damage_found([(0, 0), (2, 7)])
+    # What was fetched does not begin where the damage begins now, so it is fetched again.
+    assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
+    repair.filled(fill)
+    assert repair.damaged == [(0, 0), (3, 7)]
+    repair.damage_found([(0, 5)])
+    repair.filled(fill)
+    assert repair.damaged == [(0, 0), (3, 5)]
+
+
+def test_rejected_records_leave_the_damage_that_was_reported_since():
+    one, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(one)
+    repair.damage_found([(1, 2), (4, 4)])
+    take(repair, one, source, repair.fill_step((1, 2)))
+    fill = repair.fill_step((1, 2))
+    repair.not_filled(fill)
+    assert repair.damaged == [(4, 4)]
+    repair.damage_found([(0, 2), (4, 4)])
+    repair.not_filled(fill)
+    assert repair.damaged == [(0, 2), (4, 4)]
+
+
+def test_truncated_damage_is_forgotten():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    one.disk.damaged = {6}
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert "FillDamage" not in kinds(steps)
+
+
+def test_only_the_rest_of_truncated_damage_is_requested():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    one.disk.damaged = {5}
+    repair = repair_of(one)
+    repair.damage_found([(5, 6)])  # as a storage reports adjacent records
+    steps = walk(
+        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda _, last: last <= 5
+    )
+    assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
+    assert not one.disk.damaged
+
+
+# ---------------------------------------------------------------------------------------------
+# what is not trusted
+
+
+def range_of(source, first, last):
+    return source.handle(wire.RangeRaw(9, 1, 0, first, last, 99999, 0, True, False))
+
+
+def changed(answer, **fields):
+    return replace(answer, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"first": 1}, RemoteProtocolError),
+        ({"count": 9}, RemoteProtocolError),
+        ({"count": 0}, RemoteProtocolError),
+        ({"lengths": b"\0\0\0\1"}, BadFormat),
+        ({"lengths": b"\0\0\0"}, BadFormat),
+        ({"records_crc": 1}, ChecksumMismatch),
+    ],
+)
+def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
+    answer = range_of(storage(*OLD), 0, 2)
+    verify_records(answer, first=0, last=2)
+    with pytest.raises(error):
+        verify_records(changed(answer, **fields), first=0, last=2)
+
+
+def test_every_flipped_byte_is_detected():
+    answer = range_of(storage(*OLD), 0, 1)
+    records = bytes(answer.records)
+    for place in range(len(records)):
+        flipped = bytearray(records)
+        flipped[place] ^= 1
+        with pytest.raises((ChecksumMismatch, BadFormat)):
+            verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
+
+
+def test_corruption_that_the_source_has_not_noticed_is_detected():
+    """The source computes the checksum of the range when it reads; those of records are old."""
+    answer = range_of(storage(*OLD), 0, 1)
+    data = bytearray(answer.records)
+    data[-5] ^= 1  # the last byte before the record's CRC
+    rotten = changed(answer, records=bytes(data), records_crc=zlib.crc32(data))
+    with pytest.raises(ChecksumMismatch, match="record 1 does not match"):
+        verify_records(rotten, first=0, last=1)
+
+
+def test_batches_must_continue_the_chain():
+    source = storage(*OLD)
+    answer = range_of(source, 0, 2)
+    assert verify_batches(answer, GENESIS_CHAIN) == storage(*OLD[:2]).chain
+    with pytest.raises(ChecksumMismatch, match="expected chain hash"):
+        verify_batches(answer, b"x" * 16)
+
+
+def test_batches_must_cover_the_records():
+    answer = range_of(storage(*OLD), 0, 2)
+    for lineage in (answer.lineage[:1], answer.lineage[1:], (), answer.lineage * 2):
+        with pytest.raises(BadFormat):
+            verify_batches(changed(answer, lineage=lineage), GENESIS_CHAIN)
+
+
+def test_a_batch_of_another_session_has_another_chain():
+    answer = range_of(storage(*OLD), 0, 1)
+    forged = (answer.lineage[0]._replace(session_id=8),)
+    with pytest.raises(ChecksumMismatch, match="the chain hash does not match"):
+        verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
+
+
+def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
+    one, source = storage(*OLD[:2]), storage(*OLD)
+    repair = repair_of(one)
+    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
+    for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
+        answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
+        with pytest.raises(RemoteProtocolError):
+            repair.source_answered(answer, first=step.first, last=step.last)
+        with pytest.raises(RemoteProtocolError):
+            repair.own_answered(answer, first=step.first, last=step.last)
+
+
+def without_batches(one, first, last):
+    """Replace the batches of some IDs of a replica by one reconstructed batch."""
+    entries = one.disk.entries
+    lost = [each for each in entries if first <= each.lineage.first <= last]
+    place = entries.index(lost[0])
+    line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
+    entries[place : place + len(lost)] = [
+        Entry(line, tuple(record for each in lost for record in each.records))
+    ]
+
+
+@pytest.mark.parametrize("mark", [-1, 2])
+def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mark):
+    one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
+    without_batches(one, 3, 5)
+    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert [step.last_to_keep for step in steps if isinstance(step, Truncation)] == [5, 2]
+    assert one.payloads() == source.payloads()
+    assert one.chain == source.chain
+
+
+def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
+    one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
+    without_batches(one, 3, 5)
+    repair = repair_of(one)
+    with pytest.raises(
+        DataLoss, match=r"up to transaction 5, even those below .* 4\. Hint: restart"
+    ):
+        walk(repair, one, source, RepairGoal(5, source.chain))
+    assert one.last == 5
+
+
+def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
+    one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
+    with pytest.raises(DataLoss, match="no common end of a batch"):
+        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    assert one.last == 5
+
+
+def test_a_truncation_that_ends_elsewhere_is_rejected():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    repair = repair_of(one)
+    while not isinstance(
+        step := repair.next_step(RepairGoal(5, source.chain), can_fill=available), Truncation
+    ):
+        take(repair, one, source, step)
+    with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
+        repair.truncate(4, bytes(16), step)
+
+
+# ---- sources whose log begins above 0 (rule 7)
+
+LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
+
+
+def removed(last, *batches, archived=None):
+    """Return a source whose log begins after a batch end, and the goal with what is archived."""
+    source = storage(*batches)
+    ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
+    mark = last if archived is None else archived
+    goal = RepairGoal(source.last, source.chain, ArchivedMark(mark, ends[mark], 0, 0, 0, "m"), last)
+    source.remove_up_to(last)
+    return source, goal
+
+
+def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
+    source, goal = removed(2, *LONG, archived=5)
+    one = storage()
+    steps = walk(repair_of(one), one, source, goal)
+    assert steps[0] == Reset(5, goal.archived.chain)
+    assert kinds(steps[1:]) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [7, 8, 9]
+    assert not one.disk.suspect
+
+
+def test_an_empty_log_is_reset_also_where_a_source_has_everything():
+    source, goal = removed(2, *LONG, archived=5)
+    one = storage()
+    steps = walk(repair_of(one), one, source, goal._replace(lowest_start=-1))
+    assert steps[0] == Reset(5, goal.archived.chain)
+
+
+def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch_is_known():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], mark=2)
+    repair = repair_of(one)
+    steps = walk(repair, one, source, goal)
+    assert steps[:2] == [FetchOwnLineage(2, 2), Reset(5, goal.archived.chain)]
+    assert repair.newest == 1
+    assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
+
+
+def test_a_log_with_a_common_batch_end_above_the_start_is_completed():
+    source, goal = removed(2, *LONG, archived=8)
+    one = storage(*OLD)
+    steps = walk(repair_of(one), one, source, goal)
+    assert kinds(steps) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_the_start_of_a_source_is_a_common_batch_end():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD, (2, [70]))
+    steps = walk(repair_of(one), one, source, goal)
+    assert Truncation(5, 5, goal.archived.chain) in steps
+    assert kinds(steps)[-3:] == ["FetchCopy", "AppendCopy", "SetMark"]
+    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
+    steps = walk(repair_of(one), one, source, goal)
+    found = kinds(steps)
+    assert found.index("Truncation") < found.index("Reset")
+    assert one.payloads() == [7, 8, 9]
+
+
+def test_a_log_that_differs_below_its_own_mark_is_not_reset():
+    source, goal = removed(5, *LONG)
+    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
+    with pytest.raises(DataLoss, match="no common end of a batch"):
+        walk(repair_of(one), one, source, goal)
+    assert one.payloads() == [1, 2, 3, 40, 50, 60, 70]
+
+
+def test_a_log_is_truncated_to_its_start():
+    source, goal = removed(5, *LONG)
+    one, _ = removed(5, *OLD, (4, [70, 80]))
+    goal = RepairGoal(5, goal.archived.chain, goal.archived)
+    steps = walk(repair_of(one), one, source, goal)
+    assert Truncation(5, 5, goal.chain) in steps
+    assert kinds(steps)[-1] == "SetMark"
+    assert (one.payloads(), one.disk.start[0]) == ([], 5)

@@ -1,0 +1,53 @@
+"""Requests for client IDs that share a write."""
+
+import asyncio
+
+import pytest
+
+from tests.loops import on_virtual_loop, until
+from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.server.process.client_id_queue import ClientIdQueue
+
+
+class Counter:
+    """Allocates IDs from 0 on, when it may."""
+
+    def __init__(self):
+        self.writes, self.last, self.error = [], -1, None
+        self.may_write = asyncio.Event()
+
+    async def allocate(self, count):
+        self.writes.append(count)
+        await self.may_write.wait()
+        if self.error is not None:
+            raise self.error
+        first, self.last = self.last + 1, self.last + count
+        return range(first, self.last + 1)
+
+
+@on_virtual_loop
+async def test_requests_that_wait_at_the_same_time_share_a_write():
+    counter = Counter()
+    queue = ClientIdQueue(counter.allocate)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(queue.next()) for _ in range(100)]
+        cancelled = group.create_task(queue.next())
+        await until(lambda: counter.writes)
+        cancelled.cancel()
+        counter.may_write.set()
+    assert len({task.result() for task in tasks}) == 100
+    assert counter.writes == [1, 99]  # the second one for all that came during the first
+    assert await queue.next() == 100
+
+
+@on_virtual_loop
+async def test_an_error_is_that_of_each_request_that_has_met_it():
+    counter = Counter()
+    queue = ClientIdQueue(counter.allocate)
+    counter.may_write.set()
+    counter.error = CoordinatorUnavailable("no ZooKeeper")
+    for _ in range(2):
+        with pytest.raises(CoordinatorUnavailable):
+            await queue.next()
+    counter.error = None
+    assert await queue.next() == 0

@@ -1,0 +1,208 @@
+"""Flow control: which connections are read, by counts, bytes and the memory limit."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from tests.sample_messages import sample_of
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.partition_events import ConnectionId
+from waltz_core.server.process.flow_control import (
+    NUMBER_BYTES,
+    REQUEST_OVERHEAD_BYTES,
+    FlowControl,
+    FlowLimits,
+)
+from waltz_core.wire.codec import message_classes
+from waltz_core.wire.messages import (
+    ANSWER,
+    ENTRIES_MAX,
+    AddPreferredRequest,
+    AppendBatch,
+    AppendRequest,
+    FeedRequest,
+    FieldKind,
+    FlushRequest,
+    MountWriter,
+    RangeForm,
+    RangeRequest,
+    TransactionDataRequest,
+    WireProtocol,
+)
+
+A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)
+REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 0)
+OVERHEAD = REQUEST_OVERHEAD_BYTES
+
+
+def flow(
+    *, count: int = 100, in_flight_bytes: int = 100_000, memory_bytes: int = 1_000_000
+) -> FlowControl:
+    made = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
+    for connection in (A, B, C):
+        made.open(connection)
+    return made
+
+
+def batch(size: int) -> AppendBatch:
+    return AppendBatch(REQ, -1, bytes(size), 0)
+
+
+def test_requests_over_the_count_wait_and_pause_reading() -> None:
+    each = flow(count=2)
+    each.receive(A, [FlushRequest(REQ)] * 3)
+    assert len(each.admit(A)) == 2
+    assert not each.may_read(A)
+    assert each.may_read(B)
+    each.answered(A, OVERHEAD)
+    assert len(each.admit(A)) == 1
+    assert each.may_read(A)
+    assert each.in_flight_count(A) == 2
+
+
+def test_requests_over_the_bytes_wait() -> None:
+    each = flow(in_flight_bytes=1_000)
+    each.receive(A, [batch(800), batch(800), batch(800)])
+    (first,) = each.admit(A)
+    assert first.cost_bytes == 800 + OVERHEAD
+    assert each.admit(A) == []
+    each.answered(A, first.cost_bytes)
+    assert len(each.admit(A)) == 1
+
+
+def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> None:
+    each = flow(in_flight_bytes=40_000)
+    ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
+    each.receive(A, [ask] * 3)
+    first, second = each.admit(A)
+    assert first.cost_bytes == 10_000 + OVERHEAD
+    assert each.admit(A) == []
+    each.answered(A, second.cost_bytes)
+    assert len(each.admit(A)) == 1
+
+
+def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
+    each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
+    ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
+    each.receive(A, [ask] * 5)
+    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last of them is over the limit"
+    each.receive(B, [ask] * 5)
+    (first,) = each.admit(B)
+    assert each.admit(B) == []
+    each.answered(B, first.cost_bytes)
+    (second,) = each.admit(B)
+    each.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
+    assert len(each.admit(C)) == 2, "their partitions reject appends"
+    each.close(A)
+    assert len(each.admit(C)) == 1
+    each.answered(B, second.cost_bytes)
+    assert len(each.admit(B)) > 1
+
+
+def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> None:
+    each = flow(memory_bytes=2_000)
+    each.receive(A, [FeedRequest(REQ, -1)])
+    each.admit(A)
+    each.receive(B, [batch(4_000)])
+    each.admit(B)
+    each.receive(A, [TransactionDataRequest(REQ, 7), TransactionDataRequest(REQ, 8)])
+    (read,) = each.admit(A)
+    each.answered(A, read.cost_bytes)
+    assert len(each.admit(A)) == 1
+
+
+def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
+    each = flow()
+    each.backlog(A, 5_000, is_congested=True)
+    each.receive(A, [batch(10)])
+    assert each.admit(A) == []
+    each.backlog(A, 10, is_congested=False)
+    assert len(each.admit(A)) == 1
+
+
+def test_admitted_bytes_are_counted_and_released() -> None:
+    each = flow(count=1)
+    each.receive(A, [batch(100), batch(100)])
+    each.admit(A)
+    each.backlog(A, 77, is_congested=False)
+    assert each.bytes == 2 * (100 + OVERHEAD) + 77
+    each.answered(A, 100 + OVERHEAD)
+    assert each.bytes == 100 + OVERHEAD + 77
+    each.close(A)
+    assert each.bytes == 0
+    each.answered(A, 100 + OVERHEAD)
+    each.backlog(A, 1, is_congested=False)
+    assert each.admit(A) == []
+    assert each.bytes == 0
+
+
+def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:
+    each = flow(memory_bytes=10_000)
+    each.receive(A, [batch(6_000)])
+    each.receive(B, [batch(3_000)])
+    each.admit(A)
+    each.admit(B)
+    assert each.balance() == [A]
+    assert not each.may_read(A)
+    assert each.may_read(B)
+    assert each.balance() == []
+    each.answered(B, 3_000 + OVERHEAD)
+    assert each.balance() == [A]
+    assert each.may_read(A)
+
+
+def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
+    each = flow(memory_bytes=4_000)
+    each.receive(A, [batch(3_000)])
+    each.receive(B, [batch(4_000)])
+    each.receive(C, [batch(100)])
+    assert each.balance() == [B, A]
+    assert each.may_read(C) is False  # It has something waiting.
+    each.admit(C)
+    assert each.may_read(C)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda many: AppendRequest(REQ, -1, many, (), (), 0, b"", 0),
+        lambda many: AppendRequest(REQ, -1, (), many, (), 0, b"", 0),
+        lambda many: AppendRequest(REQ, -1, (), (), many, 0, b"", 0),
+        lambda many: MountWriter(REQ, 1, -1, wants_feed=True, header_values=many),
+        lambda many: RangeRequest(REQ, 0, 9, 0, RangeForm.WHOLE, many),
+        lambda many: AddPreferredRequest(REQ, many),
+    ],
+)
+def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
+    """A frame of 256 KiB takes ten times that as numbers of Python."""
+    each = flow(in_flight_bytes=1 << 20)
+    each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
+    (first,) = each.admit(A)
+    answer_bytes = first.cost_bytes - (OVERHEAD + ENTRIES_MAX * NUMBER_BYTES)
+    assert answer_bytes in (0, 1)
+    assert not each.may_read(A)
+
+
+SIZED = {
+    FieldKind.BLOB: bytes(5_000),
+    FieldKind.TEXT: "x" * 5_000,
+    FieldKind.INT32S: (7,) * 1_250,
+    FieldKind.PACKED_INT64S: bytes(5_000),
+}
+
+
+@pytest.mark.parametrize(
+    "request_class",
+    [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
+    ids=lambda each: each.__name__,
+)
+def test_every_request_counts_with_all_its_fields(request_class) -> None:
+    """A request may wait for long, and a peer chooses its size."""
+    hints = get_type_hints(request_class, include_extras=True)
+    kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
+    large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}
+    each = flow()
+    each.receive(A, [sample_of(request_class, 0, **large)])
+    (admitted,) = each.admit(A)
+    assert admitted.cost_bytes >= OVERHEAD + 5_000 * len(large)

@@ -1,0 +1,220 @@
+"""Space of a directory: the reserve, and when appends are rejected."""
+
+from pathlib import Path
+from threading import Thread
+from unittest.mock import Mock
+
+import pytest
+
+from waltz_core.errors import NoSpace
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files.disk_space import (
+    DAY_MS,
+    RESERVE_NAME,
+    SAMPLE_MS,
+    SPARE_BYTES_MAX,
+    DiskSpace,
+    append_bytes,
+)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
+
+ROOT = Path("/waltz")
+RESERVE = ROOT / RESERVE_NAME
+
+
+def made(*, capacity=10_000, reserve=4_000):
+    disk = SimDisk(capacity_bytes=capacity)
+    disk.make_directory(ROOT)
+    space = DiskSpace(disk, ROOT, reserve)
+    space.fill()
+    return disk, space
+
+
+def test_appends_are_rejected_before_they_touch_the_reserve():
+    disk, space = made()
+    steps = disk.step_count
+    space.check(6_000)
+    assert not space.is_short
+    with pytest.raises(NoSpace, match="full: an append and the reserve need 6001 bytes, and 6"):
+        space.check(6_001)
+    assert space.is_short
+    assert space.reserved_bytes == 4_000
+    assert disk.step_count == steps, "nothing was written"
+
+
+def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
+    disk, space = made(capacity=4_500)
+    space.check(500)
+    disk.put(ROOT / "other", bytes(400))
+    space.release()
+    assert not disk.exists(RESERVE)
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
+    disk.put(ROOT / "repair", bytes(300))
+    with pytest.raises(NoSpace):
+        space.check(1)
+    space.recheck()
+    assert (space.is_short, disk.exists(RESERVE)) == (True, False)
+    disk.remove(ROOT / "other")
+    space.recheck()
+    assert (space.is_short, space.reserved_bytes) == (False, 4_000)
+    space.check(1)
+
+
+@pytest.mark.parametrize("note_shortage", [False, True])
+def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
+    disk, space = made()
+    if note_shortage:
+        space.check(100)
+        space.note_shortage(2_000)
+    else:
+        disk.put(ROOT / "other", bytes(5_000))
+        with pytest.raises(NoSpace):
+            space.check(2_000)
+    disk.put(ROOT / "other", bytes(4_500))
+    space.recheck()
+    assert space.is_short
+    disk.put(ROOT / "other", bytes(4_000))
+    space.recheck()
+    assert not space.is_short
+
+
+def test_a_disk_that_is_full_at_the_start_is_reported():
+    disk, space = made(capacity=3_999)
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
+    assert disk.content(RESERVE) == b""
+
+
+def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
+    disk = SimDisk()
+    disk.make_directory(ROOT)
+    disk.open = Mock(side_effect=NoSpace("cannot open"))
+    space = DiskSpace(disk, ROOT, 4_000)
+    space.fill()
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
+
+
+def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
+    disk, space = made()
+    for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
+        disk.plan(disk.step_count + 1, fault)
+        space.release()
+    space.release()
+    disk.plan_call(("allocate",), DiskFault.FAILS)
+    space.recheck()
+    assert space.reserved_bytes == 0
+    space.recheck()
+    assert space.reserved_bytes == 4_000
+
+
+def test_without_a_reserve_only_what_is_free_counts():
+    _, space = made(reserve=0)
+    space.check(10_000)
+    with pytest.raises(NoSpace):
+        space.check(10_001)
+    space.release()
+    space.check(10_000)
+    assert space.reserved_bytes == 0
+
+
+def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
+    space = DiskSpace(RealDisk(), tmp_path, 8_192)
+    space.fill()
+    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+    space.check(1)
+    with pytest.raises(NoSpace, match=str(tmp_path)):
+        space.check(1 << 60)
+    space.release()
+    assert not (tmp_path / RESERVE_NAME).exists()
+    space.recheck()
+    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+
+
+class ReleasingThread(SimDisk):
+    """Has another thread give the reserve back while one fills it."""
+
+    space = None
+
+    def open(self, path, **how):
+        file = super().open(path, **how)
+        if self.space is not None and path == RESERVE:
+            space, self.space = self.space, None
+            self.rival = Thread(target=space.release)
+            self.rival.start()
+            self.rival.join(0.05)  # it may not get through before the reserve is filled
+        return file
+
+
+def test_the_reserve_is_not_released_while_another_thread_fills_it():
+    disk = ReleasingThread(capacity_bytes=10_000)
+    disk.make_directory(ROOT)
+    space = disk.space = DiskSpace(disk, ROOT, 4_000)
+    space.fill()
+    disk.rival.join()
+    assert (space.reserved_bytes, disk.exists(RESERVE), space.is_short) == (0, False, True)
+    space.recheck()
+    assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
+
+
+def test_a_call_without_room_is_repeated_with_the_reserve():
+    _, space = made()
+    calls = []
+
+    def wants_room():
+        calls.append(space.reserved_bytes)
+        if space.reserved_bytes:
+            raise NoSpace("no")
+        return "done"
+
+    assert space.with_reserve(wants_room) == "done"
+    assert calls == [4_000, 0]
+
+    def wants_more():
+        raise NoSpace("never enough")
+
+    with pytest.raises(NoSpace, match="never"):
+        space.with_reserve(wants_more)
+
+
+def test_the_space_of_an_append_includes_its_index_and_batches():
+    assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
+
+
+def test_a_disk_with_much_room_is_queried_now_and_then():
+    disk = SimDisk()
+    disk.make_directory(ROOT)
+    disk.free_bytes = asked = Mock(wraps=disk.free_bytes)
+    space = DiskSpace(disk, ROOT, 0)
+    for _ in range(3 * SPARE_BYTES_MAX // 1_024):
+        space.check(1_024)
+    assert asked.call_count == 3
+    disk.capacity_bytes = 10_000
+    space.check(2_000)
+    assert asked.call_count == 3
+    space.note_shortage(4_000)
+    assert space.is_short
+    space.check(4_000)
+    space.check(3_000)
+    with pytest.raises(NoSpace):
+        space.check(10_001)
+    assert asked.call_count == 5, "half of the 6,000 that were left may be written unasked"
+
+
+def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
+    disk, space = made(capacity=10_000, reserve=0)
+
+    def rate_at(hour, used):
+        disk.capacity_bytes = 10_000 - used
+        now_ms = hour * SAMPLE_MS
+        space.note_free_bytes(now_ms)
+        return space.filling_bytes_per_day(space.free_bytes(), now_ms)
+
+    assert space.filling_bytes_per_day(10_000, 0) is None
+    assert rate_at(0, 0) is None
+    assert rate_at(1, 10) == 240
+    assert rate_at(2, 10) == 120
+    assert rate_at(3, 0) == 0
+    # What the first hours have written is forgotten after a day, also that nothing was removed.
+    last = DAY_MS // SAMPLE_MS + 5
+    rates = [rate_at(hour, 5_000) for hour in range(4, last)]
+    assert rates[0] == 30_000
+    assert rates[-1] == 0

@@ -1,0 +1,270 @@
+"""The greedy tenants of the workload `flood`, and a cluster in which they have limits.
+
+Each is a process of its own, which never pauses unless it must:
+`python -m waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. It begins after a line on
+its standard input, ends its connections after the next one, and so on, and ends with the input. It
+prints every second how much it got.
+
+Rules:
+    1. `appender` keeps `IN_FLIGHT` batches in flight in each partition.
+    2. `reader` reads the log again and again: feeds from the start and pipelined ranges at servers,
+       ranges at storages. It does not wait after a range that a server has rejected.
+    3. `connections` opens connections in a loop, and keeps some of them.
+"""
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from ssl import SSLContext
+from typing import Final
+
+import uvloop
+
+from waltz_bench.compared import access_cost
+from waltz_bench.measuring import BATCH_ROWS
+from waltz_core.access.permissions import PrincipalLimits
+from waltz_core.client import AsyncWaltzClient, BatchOutcome
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Unavailable, WaltzError, from_code
+from waltz_core.local import LocalCluster
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.transport import net, tls
+from waltz_core.wire.messages import (
+    ClientIdRequest,
+    ClientIdResponse,
+    ErrorResponse,
+    FeedBatch,
+    Mounted,
+    MountWriter,
+    RangeData,
+    RangeForm,
+    RangeRequest,
+    WireProtocol,
+)
+
+CALM: Final = "calm"
+GREEDY: Final = "greedy"
+LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
+# A handshake costs CPU before the principal is known, so a host has a limit.
+HANDSHAKE_LIMITS: Final = {"handshake_burst_max": 100, "handshakes_per_s_max": 20}
+_CALM_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
+IN_FLIGHT: Final = 32
+# Of the reader for each partition, and of the tenant that connects in total.
+_READERS: Final = 2
+_PIPELINED: Final = 8
+_DIALERS: Final = 8
+_KEPT: Final = 3
+_RANGE_BYTES: Final = 4 << 20
+_RETRY_S: Final = 0.01
+
+
+@contextmanager
+def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
+    """Run a cluster with access control; yield it, and the connect strings of both tenants."""
+    limits = {CALM: _CALM_LIMITS, GREEDY: LIMITS}
+    with access_cost.permitted(tls_file, "on", limits, HANDSHAKE_LIMITS) as (cluster, connects):
+        yield cluster, connects[CALM], connects[GREEDY]
+
+
+@dataclass
+class _TenantClient:
+    client: AsyncWaltzClient
+    ssl: SSLContext | None
+    payload_bytes: int
+    tally: "_Tally"
+    addresses: dict[PartitionId, str] = field(default_factory=dict)
+
+    async def dial(self, partition: PartitionId) -> net.Link:
+        """Return a connection to the owner of a partition."""
+        return await net.dial(WireProtocol.CLIENT, self.addresses[partition], ssl=self.ssl)
+
+
+@dataclass
+class _Tally:
+    got: int = 0  # bytes, or connections
+
+    async def report(self) -> None:
+        """Print it every second."""
+        while True:
+            print(self.got, flush=True)  # noqa: T201 - the parent reads it
+            await asyncio.sleep(1)
+
+
+async def _forever(call: Callable[[], Awaitable[None]]) -> None:
+    """Repeat a call, also after the errors of a limit."""
+    while True:
+        try:
+            await call()
+        except WaltzError as error:
+            if not isinstance(error, Unavailable):
+                raise
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _append(tenant: _TenantClient, partition: PartitionId) -> None:
+    empty: list[tuple[int, ...]] = [()] * BATCH_ROWS
+    payload = encode_append(
+        [0] * BATCH_ROWS,
+        [bytes(tenant.payload_bytes)] * BATCH_ROWS,
+        write_locks=empty,
+        read_locks=empty,
+        append_locks=empty,
+    )
+    waiting: deque[asyncio.Future[BatchOutcome]] = deque()
+
+    def done(future: asyncio.Future[BatchOutcome]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            tenant.tally.got += future.result().committed_count * tenant.payload_bytes
+
+    while True:
+        waiting.append(
+            await tenant.client.append_batch(
+                partition, payload, BATCH_ROWS, client_high_water_mark=BEFORE_FIRST
+            )
+        )
+        waiting[-1].add_done_callback(done)
+        if len(waiting) == IN_FLIGHT:
+            await waiting.popleft()
+
+
+async def _follow(tenant: _TenantClient, partition: PartitionId) -> None:
+    """Read the feed of a partition from its start, again and again."""
+    owner = await tenant.client.directory.owner(partition, after_failure=False)
+    link = await tenant.dial(partition)
+    try:
+        link.send(ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1)))
+        (issued,) = await link.receive()
+        if isinstance(issued, ErrorResponse):
+            raise from_code(issued.error_code, issued.message)
+        assert isinstance(issued, ClientIdResponse)
+        for number in count(1):
+            mount_id = ReqId(ClientId(issued.client_id), owner.generation, partition, -number)
+            link.send(MountWriter(mount_id, number, BEFORE_FIRST, True, (), issued.proof))  # noqa: FBT003
+            await _mounted(tenant, link)
+    finally:
+        link.abort("done")
+
+
+async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
+    while True:
+        for message in await link.receive():
+            if isinstance(message, FeedBatch):
+                tenant.tally.got += len(message.headers)
+            elif isinstance(message, Mounted):
+                return
+            elif isinstance(message, ErrorResponse):
+                raise from_code(message.error_code, message.message)
+
+
+async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
+    """Keep `_PIPELINED` ranges requested, also after rejections."""
+    mark = await tenant.client.high_water_mark(partition)
+    link, random = await tenant.dial(partition), Random(partition)  # noqa: S311 - no secret
+    numbers = count(1)
+
+    def request() -> None:
+        req_id = ReqId(ClientId(-1), Generation(0), partition, -next(numbers))
+        first = TransactionId(random.randrange(max(mark, 1)))
+        link.send(RangeRequest(req_id, first, mark, _RANGE_BYTES, RangeForm.WHOLE, ()))
+
+    try:
+        for _ in range(_PIPELINED):
+            request()
+        while True:
+            for message in await link.receive():
+                if isinstance(message, RangeData):
+                    tenant.tally.got += len(message.records)
+                request()
+    finally:
+        link.abort("done")
+
+
+async def _read_storages(tenant: _TenantClient, partition: PartitionId) -> None:
+    replicas = await tenant.client.replicas(partition)
+    last = replicas.high_water_mark
+    async for chunk in tenant.client.read_range(partition, 0, last, replicas=replicas):
+        tenant.tally.got += len(chunk.records)
+
+
+async def _connect(tenant: _TenantClient) -> None:
+    """Open connections, and keep the latest ones."""
+    kept: deque[net.Link] = deque()
+    try:
+        while True:
+            partition = tenant.tally.got % len(tenant.addresses)
+            kept.append(await tenant.dial(PartitionId(partition)))
+            tenant.tally.got += 1
+            if len(kept) > _KEPT:
+                kept.popleft().abort("another connection is open")
+    finally:
+        for each in kept:
+            each.abort("done")
+
+
+async def _run(kind: str, connect: str, payload_bytes: int) -> None:
+    """Obey the standard input, until its end."""
+    lines, tally = asyncio.StreamReader(), _Tally()
+    loop = asyncio.get_running_loop()
+    # uvloop reports each handshake that a limit has ended.
+    loop.set_exception_handler(lambda *_: None)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async with asyncio.TaskGroup() as tasks:
+        reporting = tasks.create_task(tally.report())
+        while await lines.readline():
+            flooding = tasks.create_task(_flood(kind, connect, payload_bytes, tally))
+            await lines.readline()
+            flooding.cancel()
+        reporting.cancel()
+
+
+async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> None:
+    ssl = tls.dialing(ClientConfig(), connect)
+    async with AsyncWaltzClient.connect(connect) as client, asyncio.TaskGroup() as tasks:
+        tenant = _TenantClient(client, ssl, payload_bytes, tally)
+        for number in range(client.partition_count):
+            owner = await client.directory.owner(PartitionId(number), after_failure=False)
+            tenant.addresses[PartitionId(number)] = owner.address
+        for call in _calls(kind, tenant):
+            tasks.create_task(_forever(call))
+
+
+def _calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Return what a tenant repeats, each at the same time as all others."""
+    if kind == "connections":
+        for _ in range(_DIALERS):
+            yield partial(_connect, tenant)
+        return
+    reads = (_follow, _read_server, _read_storages) * _READERS
+    for each in tenant.addresses:
+        for call in (_append,) if kind == "appender" else reads:
+            yield partial(call, tenant, each)
+
+
+def main() -> None:
+    """Run a greedy tenant until it is killed; it leaves CPU time to the measured processes."""
+    os.nice(10)
+    if sys.platform == "linux" and (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
+        lowest = os.sched_get_priority_min(policy)
+        os.sched_setscheduler(0, policy, os.sched_param(lowest))
+    kind, connect, payload_bytes = sys.argv[1:]
+    uvloop.run(_run(kind, connect, int(payload_bytes)))
+
+
+if __name__ == "__main__":
+    main()

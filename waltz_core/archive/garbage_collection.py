@@ -1,0 +1,235 @@
+"""Deletes files of a partition's archive that no manifest will ever list: garbage.
+
+Each attempt to archive leaves the manifest that it replaces, or, if it fails, all its files. The
+owner of the partition requests a collection; a storage carries it out.
+
+Rules (docs/decisions/047, AR 16):
+    1. The request has the manifest that ZooKeeper records. It, its pages and its objects are not
+       deleted. If one of them is missing or wrong, nothing is deleted: the archive is another one,
+       or has lost files.
+    2. Files of an earlier session than the owner's are deleted if rule 1 permits it. The claim of
+       the owner's session fences the writes of earlier ones, so no manifest will list them.
+    3. Files of the owner's own session are deleted only if their attempt is below the one of the
+       request. The owner requests a collection when all of these have ended, and none has a write
+       to ZooKeeper whose outcome is unknown.
+    4. A file of a later session, or of another owner of the same session, means that ZooKeeper was
+       rolled back, that another cluster uses the archive, or that the owner is fenced. Then nothing
+       is deleted.
+    5. A name that no attempt has (`file_names.py`) is left alone and counted.
+    6. A replaced manifest is kept for `GRACE_MS` after the next version was written: clients and
+       lagging replicas may know its name only. Later they meet a missing file, and need the name of
+       the present one (`reader.py`, rule 3).
+    7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
+       may have removed from the manifest what the other cluster lists. The pins are read again
+       before each object is deleted, since a restore may begin meanwhile.
+    8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
+    9. The version of a manifest is one above the recorded one, and each owner continues with what
+       is recorded. So no owner writes a version below those of earlier sessions. If one has, then
+       ZooKeeper was rolled back: a manifest was recorded, and backups may list its objects. Then
+       nothing is deleted, so this can be seen until an operator deletes the manifest.
+
+A fenced owner's collection may still run while a later owner works. It deletes no file that the
+later owner needs: the later owner's files are of a later session; and of earlier files, its
+manifests list those that the recorded manifest listed when it claimed its session. Those are the
+files of the request's manifest, and of later attempts of the fenced owner (rule 3).
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from waltz_core.archive.file_names import (
+    FileOrigin,
+    manifests_folder,
+    objects_folder,
+    origin_of,
+    version_of,
+)
+from waltz_core.archive.manifest import Manifest, RecordedManifest, decode_page
+from waltz_core.archive.pins import is_pinned
+from waltz_core.errors import BadRequest, ObjectMissing, WaltzError
+from waltz_core.records.record import PartitionId, SessionId
+from waltz_core.values import value
+
+if TYPE_CHECKING:
+    from waltz_core.archive.store import ArchiveStore, ListedFile
+
+GRACE_MS: Final = 3_600_000
+# The store's other work waits for a collection, so one is short.
+DELETES_MAX: Final = 200
+
+
+@value(frozen=True, slots=True)
+class GarbageCollectionJob:
+    """A collection for the owner with this session and nonce, by the recorded manifest.
+
+    All attempts of the owner below `attempt` have ended (rule 3).
+    """
+
+    session_id: SessionId
+    nonce: bytes
+    attempt: int
+    recorded: RecordedManifest
+
+    @property
+    def partition_id(self) -> PartitionId:
+        """The partition whose files are collected."""
+        return self.recorded.partition_id
+
+
+class CollectedGarbage(NamedTuple):
+    """The files that were deleted, and their bytes.
+
+    `unknown_count` files have names of no attempt; `has_more`: there is more garbage.
+    """
+
+    file_count: int
+    byte_count: int
+    unknown_count: int
+    has_more: bool
+
+
+GarbageCollectionOutcome: TypeAlias = CollectedGarbage | WaltzError
+
+
+def collect(
+    store: "ArchiveStore",
+    cluster_key: bytes,
+    job: GarbageCollectionJob,
+    *,
+    now_ms: int,
+    on_progress: Callable[[], None] = lambda: None,
+) -> CollectedGarbage:
+    """Delete at most `DELETES_MAX` files; blocks. `on_progress` is called after each store call.
+
+    Raises:
+        ArchiveUnavailable: the store did not carry out a request; a part may be deleted.
+        ObjectMissing, BadFormat, ChecksumMismatch: the archive is not the recorded one (rule 1).
+        BadRequest: files of a later or another owner (rule 4), or of lost marks (rule 9).
+    """
+    manifest = job.recorded.read(store, cluster_key)
+    listed = _listed(store, job, manifest, now_ms, on_progress)
+    folders = (
+        objects_folder(cluster_key, job.partition_id),
+        manifests_folder(cluster_key, job.partition_id),
+    )
+    found: list[ListedFile] = []
+    for each in folders:
+        found += store.files(each)
+        on_progress()
+    _check_complete(listed, found, folders)
+    _check_versions(found)
+    deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
+    on_progress()
+    young = _recently_replaced(found, now_ms)
+    garbage: list[ListedFile] = []
+    unknown_count = 0
+    for file in found:
+        origin = origin_of(file.name)
+        if origin is None:
+            unknown_count += 1
+            continue
+        _check_origin(file.name, origin, job)
+        is_ended = origin.session_id < job.session_id or origin.attempt < job.attempt
+        is_garbage = is_ended and file.name not in listed and file.name not in young
+        if is_garbage and file.name.startswith(deletable):
+            garbage.append(file)
+    sizes: list[int] = []
+    for file in garbage[:DELETES_MAX]:
+        if file.name.startswith(folders[0]):
+            is_kept = is_pinned(store, cluster_key)  # rule 7
+            on_progress()
+            if is_kept:
+                continue
+        store.delete(file.name)
+        sizes.append(file.byte_count)
+        on_progress()
+    return CollectedGarbage(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
+
+
+def _listed(
+    store: "ArchiveStore",
+    job: GarbageCollectionJob,
+    manifest: Manifest,
+    now_ms: int,
+    on_progress: Callable[[], None],
+) -> set[str]:
+    """Return the names of the manifest, its pages and the objects to keep (rules 1 and 6)."""
+    entries = list(manifest.newest)
+    listed = {job.recorded.name}
+    for stated in manifest.pages:
+        page = decode_page(stated, store.read(stated.name))
+        listed.add(stated.name)
+        entries += page.entries
+        on_progress()
+    end = manifest.deletable(now_ms)
+    return listed | {each.name for each in entries if each.last >= end}
+
+
+def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]) -> None:
+    """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
+    own_files = {name for name in listed if name.rpartition("/")[0] in folders}
+    missing = sorted(own_files - {each.name for each in found})
+    if missing:
+        raise ObjectMissing(
+            f"garbage collection of the archive stopped: of the {len(own_files)} files that "
+            f"the manifest lists in {' and '.join(folders)}, {len(missing)} do not exist, "
+            f"such as {missing[0]}"
+        )
+
+
+class _ManifestVersion(NamedTuple):
+    """A manifest, complete or not: its session and version are in its name."""
+
+    session_id: SessionId
+    version: int
+    name: str
+
+
+def _check_versions(found: "list[ListedFile]") -> None:
+    """Raise BadRequest if the versions show that ZooKeeper was rolled back (rule 9)."""
+    heads = []
+    for file in found:
+        version, origin = version_of(file.name), origin_of(file.name)
+        if version is not None and origin is not None:
+            heads.append(_ManifestVersion(origin.session_id, version, file.name))
+    newest: _ManifestVersion | None = None  # of all earlier sessions
+    for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
+        of_session = list(group)
+        if newest is not None and of_session[0].version < newest.version:
+            raise BadRequest(
+                "garbage collection of the archive stopped, and nothing is deleted: expected "
+                f"each later session to write manifests with versions above {newest.version} "
+                f"(manifest {newest.name} of session {newest.session_id}), found "
+                f"{of_session[0].name}. ZooKeeper was rolled back, so backups may need files "
+                "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
+                "'Garbage, and stores that hang'."
+            )
+        newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)
+
+
+def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
+    """Return the names of the manifests whose next version was written lately (rule 6)."""
+    heads = {each: version_of(each.name) for each in found}
+    written_ms: dict[int, int] = {}
+    for each, version in heads.items():
+        if version is not None:
+            written_ms[version] = max(each.modified_ms, written_ms.get(version, 0))
+    return {
+        each.name
+        for each, version in heads.items()
+        if version is not None and now_ms - written_ms.get(version + 1, 0) < GRACE_MS
+    }
+
+
+def _check_origin(name: str, origin: FileOrigin, job: GarbageCollectionJob) -> None:
+    """Raise BadRequest if a file is of a later or another owner (rule 4)."""
+    is_own = (origin.session_id, origin.nonce) == (job.session_id, job.nonce)
+    if origin.session_id >= job.session_id and not is_own:
+        raise BadRequest(
+            "garbage collection of the archive stopped: expected that no other owner has "
+            f"written files since session {job.session_id}, found {name}. Hint: a later owner "
+            "may have written the file, if this server has lost the partition. Otherwise "
+            "ZooKeeper was rolled back, or another cluster with the same cluster key uses "
+            "this archive."
+        )

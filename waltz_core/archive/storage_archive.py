@@ -1,0 +1,189 @@
+"""The archive of a storage process: its store, changes and readers; all calls block.
+
+It alone imports the Parquet library into a storage, and only where an archive is configured.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.archive.garbage_collection import (
+    GarbageCollectionJob,
+    GarbageCollectionOutcome,
+    collect,
+)
+from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
+from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
+from waltz_core.records.record import PartitionId, TransactionId
+
+if TYPE_CHECKING:
+    from waltz_core.archive.archive_cache import ArchiveCache
+    from waltz_core.archive.reader import ArchiveReader
+    from waltz_core.archive.store import ArchiveStore
+
+# Parts of the archive that were read and may be read again soon: row groups, indexes, manifests.
+CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
+# An upload makes hundreds of calls of the store.
+_PROGRESS_S: Final = 1.0
+# Places of damage to remember.
+DAMAGE_MAX: Final = 100
+
+
+class StorageArchive:
+    """The archive at a URL; `open` comes first.
+
+    `read_ahead` has the threads for reads of what will probably be requested next. `on_progress` is
+    called on the thread of an upload or a collection while the store carries out its calls.
+    `bytes_per_s` limits the rate of this thread, 0 stands for no limit.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        cluster_key: bytes,
+        read_ahead: Executor,
+        *,
+        on_progress: Callable[[], None] = lambda: None,
+        bytes_per_s: int = 0,
+    ) -> None:
+        self._read_ahead = read_ahead
+        self._url = url
+        self._cluster_key = cluster_key
+        self._bytes_per_s = bytes_per_s
+        self._store: ArchiveStore | None = None
+        self._limited: ArchiveStore | None = None  # the same, for changes
+        # The last error, and how many attempts have failed since the last one that succeeded.
+        self.failure: WaltzError | None = None
+        self.failure_count = 0
+        self._cache: ArchiveCache | None = None
+        self._readers: dict[PartitionId, ArchiveReader] = {}
+        self._on_progress = on_progress
+        self._reported_s = 0.0
+        # Missing or corrupt files that reads have found, by the partition and ID of the read.
+        self._damage: dict[tuple[int, int], str] = {}
+
+    def open(self) -> None:
+        """Open the store; raises BadConfig if the URL names none."""
+        # Whatever is used later is imported now: new code may be installed while this process runs.
+        from waltz_core.archive import reader, upload  # noqa: F401, PLC0415 - see the module
+        from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
+        from waltz_core.archive.store import ArchiveStore, RateLimit  # noqa: PLC0415 - see the module
+
+        self._store = self._limited = ArchiveStore(self._url)
+        if self._bytes_per_s:
+            self._limited = ArchiveStore(self._url, RateLimit(self._bytes_per_s, self._progressed))
+        self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
+
+    def upload(self, job: UploadJob) -> UploadOutcome:
+        """Carry out a job; return its error rather than raise it."""
+        from waltz_core.archive.upload import upload  # noqa: PLC0415 - see the module
+
+        assert self._limited is not None
+        try:
+            made = upload(self._limited, self._cluster_key, job, self._progressed)
+        except WaltzError as error:
+            self.failure, self.failure_count = error, self.failure_count + 1
+            return error
+        self.failure, self.failure_count = None, 0
+        return made
+
+    def collect(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
+        """Carry out a collection; return its error rather than raise it."""
+        assert self._limited is not None
+        try:
+            return collect(
+                self._limited,
+                self._cluster_key,
+                job,
+                now_ms=time.time_ns() // 1_000_000,
+                on_progress=self._progressed,
+            )
+        except WaltzError as error:
+            return error
+
+    def expire(self, job: ExpiryJob) -> ExpiryOutcome:
+        """Carry out an expiry; return its error rather than raise it."""
+        from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
+
+        assert self._limited is not None
+        try:
+            return expire(
+                self._limited,
+                self._cluster_key,
+                job,
+                now_ms=time.time_ns() // 1_000_000,
+                on_progress=self._progressed,
+            )
+        except WaltzError as error:
+            return error
+
+    def _progressed(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= _PROGRESS_S:
+            self._reported_s = now_s
+            self._on_progress()
+
+    def reader(
+        self, partition_id: PartitionId, manifest: str, manifest_crc: int
+    ) -> "ArchiveReader":
+        """Return the reader of a partition's archive by a manifest; one at a time is kept.
+
+        Raises:
+            ArchiveUnavailable: no archive is configured.
+        """
+        from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - see the module
+
+        if self._store is None or self._cache is None:
+            raise ArchiveUnavailable(
+                f"partition {partition_id}: the requested transactions are only in the "
+                "archive, and this storage has no setting `archive_url`"
+            )
+        found = self._readers.get(partition_id)
+        if found is None or found.manifest_name != manifest:
+            found = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
+            self._readers[partition_id] = found
+        return found
+
+    @property
+    def read_damage(self) -> str:
+        """The damage that a read has found last; empty if there is none."""
+        return next(reversed(self._damage.values()), "")
+
+    @property
+    def damaged_places(self) -> list[tuple[int, int]]:
+        """A partition and an ID for each different damage."""
+        return list({damage: place for place, damage in self._damage.items()}.values())
+
+    def damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
+        """Read a record; return the damage that this finds, empty if there is none.
+
+        Raises:
+            ArchiveUnavailable: the store did not carry out a request.
+        """
+        first = TransactionId(place[1])
+        reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
+        try:
+            reader.read_range(first, first, 1)
+        except BeforeLogStart:  # It has expired.
+            return ""
+        except ARCHIVE_DAMAGE as error:
+            return str(error)
+        return ""
+
+    def was_read_again(self, place: tuple[int, int], damage: str) -> None:
+        """Note the outcome of `damage_at`; the damage of a file ends at all places."""
+        before = self._damage.get(place)
+        self.was_read(place, damage)
+        if not damage:
+            ended = [each for each, found in self._damage.items() if found == before]
+            for each in ended:
+                del self._damage[each]
+
+    def was_read(self, place: tuple[int, int], damage: str) -> None:
+        """Note the outcome of a read; one that succeeds ends the damage at its place."""
+        self._damage.pop(place, None)
+        if damage:
+            self._damage[place] = damage
+            if len(self._damage) > DAMAGE_MAX:
+                del self._damage[next(iter(self._damage))]

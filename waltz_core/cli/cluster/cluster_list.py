@@ -1,0 +1,153 @@
+"""`waltz-core cluster list | show-key | delete`: list, identify and delete clusters."""
+
+import asyncio
+
+import click
+
+from waltz_core.cli import shared_options as options
+from waltz_core.cli.change_commands import (
+    Command,
+    Result,
+    changes,
+    connected,
+    with_cluster_argument,
+)
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
+from waltz_core.cli.queries import answers
+from waltz_core.cli.subcommands import subcommand
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.wire.messages import WireProtocol
+
+# A session needs a root; if only hosts are given, this is one that no cluster has.
+ROOT_FOR_CONNECTING = "/zookeeper"
+DETAILS = ("servers", "storages", "key")
+
+
+# --- list, show-key
+
+
+@subcommand
+@with_cluster_argument
+@options.as_json
+async def list_command(*, connect: str, as_json: bool) -> int:
+    place, below = _place(connect)
+    rows: list[dict[str, object]] = []
+    async with connected(place) as session:
+        for root, params in await session.find_clusters(below):
+            row: dict[str, object] = {
+                "root": root,
+                "name": params.name,
+                "partitions": params.partition_count,
+            }
+            try:
+                rows.append({**row, **await _counts_of(session.at(root))})
+            except WaltzError as error:  # A partly deleted cluster must not hide the others.
+                rows.append({**row, **dict.fromkeys(DETAILS)})
+                print_error(f"{root}: {error}")
+    if as_json:
+        print_json(rows)
+    elif rows:
+        shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
+        print_table(tuple(rows[0]), shown)
+    else:
+        print_result(f"there is no cluster at {below} or below it")
+    return 0
+
+
+async def _counts_of(cluster: Coordinator) -> dict[str, object]:
+    view = await cluster.read_cluster()
+    servers = (await cluster.read_servers()).servers
+    storages = (await cluster.storages.read()).assignment.partitions
+    values = (len(servers), len(storages), str(view.store.cluster_key))
+    return dict(zip(DETAILS, values, strict=True))
+
+
+def _place(text: str) -> tuple[str, str]:
+    """Return a connect string, and the path of ZooKeeper to search."""
+    place, question, query = text.partition("?")
+    hosts, _, path = place.partition("/")
+    if path.strip("/"):
+        return text, "/" + path.strip("/")
+    return f"{hosts}{ROOT_FOR_CONNECTING}{question}{query}", "/"
+
+
+@subcommand
+@with_cluster_argument
+@options.as_json
+async def show_key(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
+        key = str((await coordinator.read_cluster()).store.cluster_key)
+    if as_json:
+        print_json({"cluster_key": key})
+    else:
+        print_result(key)
+    return 0
+
+
+# --- delete
+
+
+@subcommand
+@options.argument("name", "NAME", "the name of the cluster, as `cluster show` prints it")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="delete the znodes even while servers or storages run, or after an interrupted deletion",
+)
+@changes()
+async def delete(command: Command, *, name: str, force: bool) -> Result:
+    coordinator = command.coordinator
+    key = None
+    try:
+        view = await coordinator.read_cluster()
+    except BadConfig:
+        if not force:
+            raise
+        command.note(
+            f"there is no complete cluster at {coordinator.where}: only the remains of one are "
+            "deleted"
+        )
+    else:
+        key = str(view.store.cluster_key)
+        if view.params.name != name:
+            raise BadRequest(
+                f"the cluster at {coordinator.where} is named {view.params.name}, but the "
+                f"command was given {name}"
+            )
+        if not force:
+            await _expect_no_process(command)
+
+    def show_progress(done_count: int, count: int) -> None:
+        command.wait_for(f"the znodes of {coordinator.where} to be deleted", done_count, count)
+
+    count = await coordinator.delete_cluster(show_progress)
+    if not count:
+        raise BadRequest(f"there is no cluster at {coordinator.where} to delete")
+    what = f"{name}, cluster key {key}" if key else "remains of a cluster"
+    return {
+        "name": name,
+        "cluster_key": key,
+        "nodes": count,
+        "summary": f"deleted {count} znodes of {what}. The storages' directories are unchanged",
+    }
+
+
+async def _expect_no_process(command: Command) -> None:
+    """Raise BadRequest while a server is registered or a storage answers."""
+    coordinator = command.coordinator
+    servers = (await coordinator.read_servers()).servers
+    found = [f"server {each.address}" for each in servers.values()]
+    storages = list((await coordinator.storages.read()).assignment.partitions)
+    command.wait_for("the check that all storages are stopped")
+    async with asyncio.TaskGroup() as tasks:
+        queried = {
+            each: tasks.create_task(answers(WireProtocol.STORAGE, each), name=f"query {each}")
+            for each in storages
+        }
+    found += [f"storage {each}" for each, task in queried.items() if task.result()]
+    if found:
+        raise BadRequest(
+            f"servers or storages still run: {', '.join(found)}. Hint: stop them, or use "
+            "--force to delete the cluster nevertheless."
+        )

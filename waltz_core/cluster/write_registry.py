@@ -1,0 +1,577 @@
+"""The registry of exactly-once writes: each enters the log once, however often its tasks run.
+
+The processes of a write do not know each other, and several may run the same task. They agree here
+on the marks from which the write started, the client ID of each task, the latest attempt of a task,
+and whether the write is done.
+
+Rules (docs/spark.md, "Exactly once"):
+    1. The first process writes the starting marks; they never change.
+    2. A task keeps its client ID forever. Each attempt increments the task's attempt number by
+       compare-and-set; if the outcome of that is unknown, it is incremented once more.
+    3. An attempt continues while it is the latest one, and the write is neither done nor removed:
+       `check` decides from the state of ZooKeeper after the call.
+    4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
+       follows `X-6`) no write is begun if a later one exists.
+    5. A write expires a given time after its node was last written: when it was begun, or when it
+       was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
+       expired write is marked as done first, with an empty summary, so that no task enters while
+       its tasks are removed.
+    6. A run is one execution of the whole job. A task's runs are recorded, because another run may
+       have split the rows into other tasks.
+    7. Beginning and removing a write also writes the parent of all writes, at the version that was
+       read before anything else: a process that was paused cannot begin a write that was removed
+       meanwhile, nor remove one that was begun again. Other changes of nodes that exist check this
+       version only: a node that was created again has the versions of the earlier one.
+    8. A registry of a principal (`WriteRegistry.of`) rejects the writes of other principals. A
+       write belongs to the principal that began it; if there is none, or it is `anonymous`, to the
+       first principal that enters it. Its owner never changes again (decision 048, AC 14). `enter`
+       checks the owner also after it has written the task: meanwhile the write may have been
+       removed, and begun by another principal, whose client ID must not be returned.
+    9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from waltz_core import errors
+from waltz_core.access.principals import ANONYMOUS
+from waltz_core.cluster.znodes.interface import (
+    CheckVersion,
+    CreateNode,
+    DeleteNode,
+    Node,
+    Operation,
+    SetNode,
+)
+from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_number
+from waltz_core.records import strict_json
+from waltz_core.records.record import ClientId
+
+ATTEMPTS_MAX = 100
+# Two would be enough to know whether another run than a given one has begun a task. Each attempt
+# writes all of them, so a tenant must not make them long.
+RUNS_MAX = 10
+REMOVALS_MAX = 500
+EXAMINED_MAX = 50
+NAME_CHARACTERS_MAX = 200
+WRITES_MAX = 10_000
+# A node of ZooKeeper has at most 1 MiB.
+NODE_BYTES_MAX = 900 * 1024
+_WITHOUT_OWNER = ("", ANONYMOUS)
+# How long a node of format 1 is kept: its time is that of a driver's clock.
+KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
+_FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteState:
+    """`R/x/writes/W`: JSON with `format` 2 and these fields.
+
+    `marks` are the log's high-water marks by partition when the write was first begun, `keep_ms` is
+    the time after the last write of the node when it expires, `summary` the result of the write
+    (None while it runs, empty while it is being removed). `principal` is its owner; the node of a
+    write without one lacks this field.
+    """
+
+    marks: Mapping[int, int]
+    keep_ms: int
+    summary: Mapping[str, Any] | None = None
+    principal: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing may be appended any more."""
+        return self.summary is not None
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        marks = {str(partition): mark for partition, mark in sorted(self.marks.items())}
+        fields = {"marks": marks, "keep_ms": self.keep_ms, "summary": self.summary}
+        owner = {"principal": self.principal} if self.principal else {}
+        return strict_json.to_json({"format": _FORMAT_OF_WRITES, **fields, **owner})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "WriteState":
+        """Decode a node of format 1 or 2; raises BadFormat."""
+        values = _object(data, "WriteState", (1, _FORMAT_OF_WRITES))
+        if values["format"] == 1:
+            values["keep_ms"] = KEEP_MS_OF_FORMAT_1
+        _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
+        _check_kinds({"principal": "", **values}, "WriteState", {"principal": str})
+        marks, summary = values["marks"], values.get("summary")
+        if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
+            raise errors.BadFormat(
+                "state of an exactly-once write: expected high-water marks by partition, found "
+                f"{marks!r:.200}"
+            )
+        if summary is not None and not isinstance(summary, dict):
+            raise errors.BadFormat(
+                f"state of an exactly-once write: expected a summary, found {summary!r:.200}"
+            )
+        return WriteState(
+            {int(name): mark for name, mark in marks.items()},
+            values["keep_ms"],
+            summary,
+            values.get("principal", ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """`R/x/writes/W/T`: JSON with `format` 1 and these fields."""
+
+    client_id: ClientId
+    attempt: int
+    runs: tuple[str, ...] = field(default=())
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        fields = {"client_id": self.client_id, "attempt": self.attempt, "runs": list(self.runs)}
+        return strict_json.to_json({"format": _FORMAT_OF_TASKS, **fields})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "TaskState":
+        """Decode; raises BadFormat."""
+        values = _object(data, "TaskState", (_FORMAT_OF_TASKS,))
+        _check_kinds(values, "TaskState", {"client_id": int, "attempt": int, "runs": list})
+        if not all(isinstance(run, str) for run in values["runs"]):
+            raise errors.BadFormat(
+                "state of a task of an exactly-once write: expected names of runs, found "
+                f"{data!r:.200}"
+            )
+        return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
+
+
+class BegunWrite(NamedTuple):
+    """A write, and those of its tasks that were ever begun, by number."""
+
+    state: WriteState
+    tasks: Mapping[int, TaskState]
+
+
+class WriteRegistry:
+    """The writes of one cluster, through one session; those of one principal (rule 8), or all."""
+
+    def __init__(
+        self, nodes: ClusterNodes, principal: str | None = None, *, is_limited: bool = True
+    ) -> None:
+        self._nodes = nodes
+        self._znodes = nodes.znodes
+        self._principal = principal
+        self._is_limited = is_limited
+        self._owners: dict[str, str] = {}  # of known writes, for rule 9
+
+    def of(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
+        """Return the registry of a principal (rule 8); `is_limited`: whether rule 9 holds."""
+        made = WriteRegistry(self._nodes, principal, is_limited=is_limited)
+        made._owners = self._owners
+        return made
+
+    async def read(self, write: str) -> WriteState | None:
+        """Return a write, None if it was never begun, or was removed."""
+        path = self._path(write)
+        await self._znodes.sync()
+        node = await self._znodes.get(path)
+        return None if node is None else self._state(path, node)
+
+    def _state(self, path: str, node: Node) -> WriteState:
+        """Decode a write; raises PermissionDenied by rule 8."""
+        found = decode_node(path, node, WriteState.from_bytes)
+        if self._principal is None or found.principal in (*_WITHOUT_OWNER, self._principal):
+            return found
+        raise errors.PermissionDenied(
+            f"write {path.rpartition('/')[2]} belongs to another principal than "
+            f"{self._principal}. Hint: choose another writeId."
+        )
+
+    async def read_all(self) -> dict[str, BegunWrite]:
+        """Return all writes with their tasks, by name."""
+        await self._znodes.sync()
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        found: dict[str, BegunWrite] = {}
+        for name in () if listing is None else listing.names:
+            state = await self.read(name)
+            if state is not None:
+                found[name] = BegunWrite(state, await self.tasks(name))
+        return found
+
+    async def begin(
+        self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
+    ) -> WriteState:
+        """Return the write, begun with these marks unless it was begun already (rule 1).
+
+        Raises:
+            ConnectionSuperseded: a later write of its series exists (rule 4).
+            PermissionDenied: the write belongs to another principal (rule 8).
+            BadRequest: the principal has too many writes (rule 9).
+            TooLarge: the marks do not fit into a node.
+        """
+        path = self._path(write)
+        made = WriteState(dict(marks), keep_ms, principal=self._principal or "")
+        for _ in range(ATTEMPTS_MAX):
+            found = await self.read(write)
+            if found is not None:
+                return found
+            with suppress(errors.CoordinatorOutcomeUnknown):
+                await self._nodes.ensure((self._nodes.paths.extensions, self._nodes.paths.writes))
+            fence = await self._fence()
+            if in_series:
+                await self._check_is_last(write)
+            if self._principal is not None and self._is_limited:
+                await self._check_count(self._principal)
+            if await self._try_write([CreateNode(path, _checked(made)), *fence]):
+                return made
+        raise errors.CoordinatorUnavailable(
+            f"cannot create znode {path}: other processes changed the registry of writes during "
+            f"each of {ATTEMPTS_MAX} attempts. Hint: start the write again."
+        )
+
+    async def _check_count(self, principal: str) -> None:
+        """Check rule 9; expired writes do not count."""
+        if await self._count(principal) < WRITES_MAX:
+            return
+        await WriteRegistry(self._nodes).forget_expired()
+        if await self._count(principal) >= WRITES_MAX:
+            raise errors.BadRequest(
+                f"principal {principal} already has {WRITES_MAX} exactly-once writes in "
+                "ZooKeeper, which is the limit. Hint: finished writes are removed after "
+                "their retention; shorten it (option 'writeRetention')."
+            )
+
+    async def _count(self, principal: str) -> int:
+        """Return the number of writes of a principal; 0 if it must be below `WRITES_MAX`."""
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        names = () if listing is None else listing.names
+        if len(names) < WRITES_MAX:
+            return 0
+        there, owners = frozenset(names), self._owners
+        for gone in [name for name in owners if name not in there]:
+            del owners[gone]
+        for name in names:
+            if name not in owners:
+                node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
+                if node is not None:
+                    owners[name] = _owner_in(node)
+        return sum(owner == principal for owner in owners.values())
+
+    async def _check_is_last(self, write: str) -> None:
+        series, _, number = write.rpartition("-")
+        if not is_number(number):
+            return
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        for name in () if listing is None else listing.names:
+            other, _, later = name.rpartition("-")
+            if other == series and is_number(later) and int(later) > int(number):
+                raise _superseded_error(
+                    write,
+                    None,
+                    f"a later write, {name}, has begun, so the state of this one was removed",
+                )
+
+    async def _fence(self) -> list[Operation]:
+        """Return the step that fails if a write was begun or removed since (rule 7)."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        return [] if node is None else [SetNode(path, b"", node.stat.version)]
+
+    async def _check_of_fence(self) -> list[Operation]:
+        """Return a step that fails as well, but lets other changes succeed (rule 7)."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        return [] if node is None else [CheckVersion(path, node.stat.version)]
+
+    async def enter(
+        self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
+    ) -> TaskState:
+        """Begin an attempt of a task, and return the task's state (rule 2).
+
+        Raises:
+            ConnectionSuperseded: the write is done or was removed.
+            PermissionDenied: the write belongs to another principal (rule 8).
+        """
+        path = self._path(write, task)
+        client_id: ClientId | None = None
+        for _ in range(ATTEMPTS_MAX):
+            await self._check_continues(write, task)
+            if not await self._take_ownership(write):
+                continue
+            same = await self._check_of_fence()
+            node = await self._znodes.get(path)
+            if node is None:
+                client_id = await next_client_id() if client_id is None else client_id
+                first = TaskState(client_id, 1, (run,))
+                is_written = await self._try_write([CreateNode(path, first.to_bytes())])
+                if is_written and await self._take_ownership(write):
+                    return first
+                continue
+            old = decode_node(path, node, TaskState.from_bytes)
+            runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
+            new = replace(old, attempt=old.attempt + 1, runs=runs)
+            change = SetNode(path, new.to_bytes(), node.stat.version)
+            is_written = await self._try_write([change, *same])
+            if is_written and await self._take_ownership(write):
+                return new
+        raise errors.CoordinatorUnavailable(
+            f"cannot change {path}: other processes changed it during each attempt"
+        )
+
+    async def _take_ownership(self, write: str) -> bool:
+        """Take a write without an owner (rule 8); return False if another change was first."""
+        if self._principal is None or self._principal in _WITHOUT_OWNER:
+            return True
+        path = self._path(write)
+        node = await self._znodes.get(path)
+        if node is None:
+            return False
+        found = self._state(path, node)
+        if found.principal not in _WITHOUT_OWNER:
+            return True
+        same = await self._check_of_fence()
+        if await self._znodes.get(path) != node:
+            return False
+        taken = replace(found, principal=self._principal)
+        self._owners.pop(write, None)
+        return await self._try_write([SetNode(path, taken.to_bytes(), node.stat.version), *same])
+
+    async def _check_continues(self, write: str, task: int) -> None:
+        state = await self.read(write)
+        if state is None:
+            raise _superseded_error(
+                write,
+                task,
+                "a run of this write has completed it or taken over, and its state was removed",
+            )
+        if state.is_done:
+            raise _superseded_error(write, task, "the task has already finished")
+
+    async def check(self, write: str, task: int, attempt: int) -> None:
+        """Check that this attempt may continue (rule 3).
+
+        Raises:
+            ConnectionSuperseded: it may not; the message states the reason.
+        """
+        await self._check_continues(write, task)
+        path = self._path(write, task)
+        node = await self._znodes.get(path)
+        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        if found != attempt:
+            raise _superseded_error(
+                write, task, f"attempt {found} of the task has taken over from attempt {attempt}"
+            )
+
+    async def tasks(self, write: str) -> dict[int, TaskState]:
+        """Return the tasks that were ever begun."""
+        found: dict[int, TaskState] = {}
+        for task in await self.task_numbers(write):
+            state = await self.task_state(write, task)
+            if state is not None:
+                found[task] = state
+        return found
+
+    async def task_state(self, write: str, task: int) -> TaskState | None:
+        """Return a task; None if it was never begun, or was removed."""
+        path = self._path(write, task)
+        node = await self._znodes.get(path)
+        return None if node is None else decode_node(path, node, TaskState.from_bytes)
+
+    async def task_numbers(self, write: str) -> list[int]:
+        """Return the numbers of the tasks that were ever begun."""
+        listing = await self._znodes.children(self._path(write))
+        names = () if listing is None else listing.names
+        return sorted(int(name) for name in names if is_number(name))
+
+    async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
+        """Mark a write as done, and return it, with the summary of the first caller.
+
+        Raises:
+            ConnectionSuperseded: the write was removed.
+            PermissionDenied: the write belongs to another principal (rule 8).
+            TooLarge: the summary does not fit into a node.
+        """
+        path, marks = self._path(write), None
+        for _ in range(ATTEMPTS_MAX):
+            await self._znodes.sync()
+            same = await self._check_of_fence()
+            node = await self._znodes.get(path)
+            if node is None:
+                raise _superseded_error(
+                    write,
+                    None,
+                    "a run of this write has completed it or taken over, and its state was removed",
+                )
+            found = self._state(path, node)
+            if marks not in (None, found.marks):
+                raise _superseded_error(
+                    write,
+                    None,
+                    "the state of the write was removed, and another run has begun it again",
+                )
+            if found.is_done:
+                return found
+            marks = found.marks
+            done = replace(found, summary=dict(summary), keep_ms=keep_ms)
+            if await self._try_write([SetNode(path, _checked(done), node.stat.version), *same]):
+                return done
+        raise errors.CoordinatorUnavailable(
+            f"cannot change {path}: other processes changed it during each attempt"
+        )
+
+    async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
+        """Remove a write; a task that still runs ends at its next mount (rule 5).
+
+        With `expired_ms`, a time of ZooKeeper, only if it had expired then: it may have been
+        removed and begun again since. Return whether it was removed.
+        """
+        failure_count = 0
+        while failure_count < ATTEMPTS_MAX:
+            steps = await self._next_removal(self._path(write), expired_ms)
+            if isinstance(steps, bool):
+                return steps
+            failure_count += not await self._try_write(steps)
+        raise errors.CoordinatorUnavailable(f"{self._path(write)} could not be removed")
+
+    async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
+        """Return the next steps; True if the write is removed, False if it must not be."""
+        fence = await self._fence()
+        node = await self._znodes.get(path)
+        if node is None:
+            return True
+        found = self._state(path, node)
+        is_removing = found.is_done and not found.keep_ms
+        if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
+            return False
+        if not found.is_done:
+            over = replace(found, summary={}, keep_ms=0)
+            return [SetNode(path, over.to_bytes(), node.stat.version), *fence]
+        tasks = await self._some_tasks(path)
+        return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
+
+    async def _some_tasks(self, path: str) -> list[Operation]:
+        """Return removals of tasks, as many as fit into a request, which has at most 1 MiB."""
+        listing = await self._znodes.children(path)
+        removals: list[Operation] = []
+        for name in () if listing is None else listing.names[:REMOVALS_MAX]:
+            child = await self._znodes.get(f"{path}/{name}")
+            if child is not None:
+                removals.append(DeleteNode(f"{path}/{name}", child.stat.version))
+        return removals
+
+    async def forget_expired(self) -> list[str]:
+        """Remove expired writes, of the few that one call checks; return their names."""
+        now_ms, names = await self._expired()
+        return [name for name in names if await self.forget(name, expired_ms=now_ms)]
+
+    async def _expired(self) -> tuple[int, list[str]]:
+        """Return ZooKeeper's time, and expired writes of the few that one call checks (rule 5)."""
+        now_ms = await self._time_ms()
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        names = () if listing is None else listing.names
+        start = now_ms % len(names) if names else 0  # another place each time
+        over: list[str] = []
+        for name in (*names[start:], *names[:start])[:EXAMINED_MAX]:
+            node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
+            if node is not None and _is_expired(node, now_ms):
+                over.append(name)
+        return now_ms, over
+
+    async def _time_ms(self) -> int:
+        """Return ZooKeeper's time, from a node that it has just written."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        if node is not None:
+            await self._try_write(
+                [SetNode(path, b"", node.stat.version)]
+            )  # else another driver just did
+            node = await self._znodes.get(path)
+        return 0 if node is None else node.stat.mtime_ms
+
+    def _path(self, write: str, task: int | None = None) -> str:
+        check_name(write)
+        return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
+
+    async def _try_write(self, operations: list[Operation]) -> bool:
+        """Write; return False if it failed or the outcome is unknown: then it is read again."""
+        try:
+            await self._znodes.write(operations)
+        except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+            await self._znodes.sync()
+            return False
+        return True
+
+
+def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
+    """Return the client IDs of the tasks that another run than this one has begun."""
+    return {
+        number: int(task.client_id)
+        for number, task in tasks.items()
+        if any(each != run for each in task.runs)
+    }
+
+
+def check_name(write: str) -> None:
+    """Raise BadRequest unless the name of a write is valid."""
+    is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
+    if not is_good or any(
+        not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
+    ):
+        raise errors.BadRequest(
+            f"name of an exactly-once write: expected 1 to {NAME_CHARACTERS_MAX} letters, "
+            f"digits, '-', '_', '.' and '~', found {write!r:.250}"
+        )
+
+
+def _checked(state: WriteState) -> bytes:
+    data = state.to_bytes()
+    if len(data) > NODE_BYTES_MAX:
+        raise errors.TooLarge(
+            "state of an exactly-once write, with its marks and its summary: expected at "
+            f"most {NODE_BYTES_MAX} bytes, found {len(data)}"
+        )
+    return data
+
+
+def _owner_in(node: Node) -> str:
+    try:
+        return WriteState.from_bytes(node.data).principal
+    except errors.BadFormat:
+        return ""
+
+
+def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
+    which = "" if task is None else f", task {task}"
+    return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
+
+
+def _is_expired(node: Node, now_ms: int) -> bool:
+    try:
+        return node.stat.mtime_ms + WriteState.from_bytes(node.data).keep_ms <= now_ms
+    except errors.BadFormat:
+        return False
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
+    try:
+        values = strict_json.from_json(data)
+    except ValueError as error:
+        raise errors.BadFormat(f"{what}: not valid JSON: {error!s:.200}") from error
+    if not isinstance(values, dict) or values.get("format") not in formats:
+        expected = " or ".join(map(str, formats))
+        raise errors.BadFormat(
+            f"{what}: expected an object of format {expected}, found {data!r:.200}"
+        )
+    return values
+
+
+def _check_kinds(values: Mapping[str, Any], what: str, kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
+            raise errors.BadFormat(
+                f"{what}: expected {name} as {kind.__name__}, found {value!r:.200}"
+            )

@@ -1,0 +1,532 @@
+"""Carries out the repairs of a session's replicas, and sends batches to those that are behind.
+
+A repair needs two replicas: the one that lacks records, and a source that has them. This file
+chooses the source and handles its failures. There are two uses: before a replica is marked
+(`ReplicaRepair`), and later, when it lacks batches that are not in memory any more.
+
+Rules:
+    1. One step at a time for each replica; a step is dropped if either of its connections is lost.
+    2. A source must have records that are certain to be right. Until the replica is marked, the
+       source is marked itself, or its log ends exactly at the goal. Later, the source is engaged,
+       and has synced all requested records. Damage above the mark, in the running session, is
+       repaired from any marked replica that has synced the records. Archived damage that no log can
+       repair is repaired from the archive, which any other engaged replica can read.
+    3. If a source fails, it is not used for that replica for `answer_ms_max`. The repair continues
+       with another source.
+    4. If a log has a batch of a session that ZooKeeper does not know, nothing is truncated from it.
+       Only opened sessions have batches, and ZooKeeper records each session before it opens. So
+       ZooKeeper's data is too old.
+    5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
+       soon as one replica is marked.
+    6. Damage is repaired in the session in which it is found. It does not stop a marked replica,
+       even if the repair fails. Only damage above the replica's previous mark prevents that it is
+       marked, until it has received the records from another replica.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, assert_never
+
+from waltz_core.cluster.znodes.model import ArchivedMark
+from waltz_core.errors import (
+    BeforeLogStart,
+    Damaged,
+    ProtocolError,
+    RemoteProtocolError,
+    WaltzError,
+)
+from waltz_core.machine import Report
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, ReplicaId, TransactionId
+from waltz_core.replication.limits import SessionLimits
+from waltz_core.replication.replica_repair import (
+    AppendCopy,
+    FetchCopy,
+    FetchOwnLineage,
+    FetchSourceLineage,
+    FillDamage,
+    RepairGoal,
+    RepairStep,
+    ReplicaRepair,
+    Reset,
+    SetMark,
+    Truncation,
+    decode_damaged_ranges,
+    verify_batches,
+    verify_records,
+)
+from waltz_core.replication.replica_session import (
+    MARKED,
+    NO_CORRELATION_ID,
+    ReplicaSession,
+    ReplicaStage,
+)
+from waltz_core.replication.session_events import Effect
+from waltz_core.replication.session_recovery import Origin, Recovery
+from waltz_core.wire import messages
+from waltz_core.wire.messages import RangeForm, StorageMessage
+
+_WHOLE: Final = int(RangeForm.WHOLE)
+
+
+class RunningStep(NamedTuple):
+    """A step under way: the replica under repair, and the replica that got the request."""
+
+    target: ReplicaSession
+    source: ReplicaSession
+    step: RepairStep
+
+
+class RepairRunner:
+    """See the module's rules; the replicas and their connections are the session's."""
+
+    def __init__(
+        self,
+        replicas: Mapping[ReplicaId, ReplicaSession],
+        recovery: Recovery,
+        archived: ArchivedMark | None = None,
+        *,
+        outbox: list[Effect],
+        limits: SessionLimits,
+    ) -> None:
+        self.goal: RepairGoal | None = None
+        self.archived = archived
+        self.is_open = False  # ZooKeeper has this session's states
+        self.contradiction: str | None = None  # the finding of rule 4
+        self._failed: list[tuple[ReplicaId, str]] = []
+        self._replicas = replicas
+        self._recovery = recovery
+        self._outbox = outbox
+        self._limits = limits
+        self._running: dict[int, RunningStep] = {}
+        self._fills_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
+        self._correlation_id = 0
+        self._avoided_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
+
+    # -----------------------------------------------------------------------------------------
+    # steps
+
+    def decided(self, mark: TransactionId) -> None:
+        """The mark is decided: from now on logs may be changed."""
+        assert self.goal is None
+        self.goal = RepairGoal(mark, self._recovery.known_chain)
+
+    def advance(self, now_ms: int) -> None:
+        """Take the next step of every replica without a step under way."""
+        assert self.goal is not None
+        self._find_chain()
+        for each in self._replicas.values():
+            if each.repair is None or each.correlation_id != NO_CORRELATION_ID:
+                continue
+            if each.stage is ReplicaStage.REPAIRING:
+                self._next_step(each, each.repair, now_ms)
+            elif each.repair.damaged:
+                self._next_fill(each, each.repair, now_ms)
+
+    def take_failed(self) -> list[tuple[ReplicaId, str]]:
+        """Return, once, the replicas that cannot be repaired, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _find_chain(self) -> None:
+        """Set the goal's chain, or clear it if no replica has it any longer (rule 5)."""
+        assert self.goal is not None
+        goal = self.goal
+        if self._recovery.known_chain is not None:
+            return
+        for each in self._replicas.values():
+            if each.stage in MARKED:
+                return
+        repairing = [each for each in self._replicas.values() if each.repair is not None]
+        if any(each.repair is not None and each.repair.reaches(goal) for each in repairing):
+            return
+        for each in repairing:
+            assert each.repair is not None
+            if each.repair.last == goal.mark and self._recovery.is_credible(each.replica):
+                self.goal = RepairGoal(goal.mark, each.repair.chain)
+                return
+        self.goal = RepairGoal(goal.mark, None)
+
+    def _next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+        assert self.goal is not None
+
+        def can_fill(first: TransactionId, last: TransactionId) -> bool:
+            return self._source(each, first, last, now_ms) is not None
+
+        try:
+            step = repair.next_step(self._goal_of(each, self.goal, now_ms), can_fill=can_fill)
+        except WaltzError as error:
+            self._failed.append((each.replica, str(error)))
+            return
+        if isinstance(step, Truncation | Reset) and self._contradicts(repair):
+            self.contradiction = (
+                f"replica {each.replica} has batches of store session {repair.newest}, but "
+                f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
+                "ZooKeeper's data was rolled back"
+            )
+            self._failed.append((each.replica, self.contradiction))
+        elif step is not None:
+            self._take(each, step, now_ms)
+
+    def _goal_of(self, each: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
+        """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
+
+        A replica that a session needs is not reset. Until ZooKeeper has this session's states, the
+        next session would need a trusted replica. Nor is a replica reset if its storage has an
+        older version, which does not know the request.
+        """
+        is_needed = not self.is_open and self._recovery.is_credible(each.replica)
+        archived = self.archived
+        if archived is not None and archived.last > goal.mark:
+            # What lies between is of this session. It is copied to a marked replica, so a log that
+            # begins again does so at the mark, up to which everything is archived, too.
+            chain = goal.chain
+            archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
+        if archived is None or is_needed or not each.supports_archiving:
+            return goal
+        starts = [
+            other.repair.start
+            for other in self._possible_sources(each, now_ms)
+            if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
+        ]
+        return goal._replace(archived=archived, lowest_start=min(starts, default=BEFORE_FIRST))
+
+    def _next_fill(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+        """Repair the first damaged range of a marked replica for which there is a source."""
+        assert each.is_marked
+        for damaged in repair.damaged:
+            if self._fill_source(each, *damaged, now_ms) is not None:
+                self._take(each, repair.fill_step(damaged), now_ms)
+                return
+
+    def _contradicts(self, repair: ReplicaRepair) -> bool:
+        newest = NO_SESSION if repair.newest is None else repair.newest
+        is_recorded = self._recovery.origin is Origin.RECORDED
+        return is_recorded and newest > self._recovery.newest_session
+
+    def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
+        if isinstance(step, FetchSourceLineage | FetchCopy):
+            is_fill = isinstance(step, FetchCopy) and not step.whole_batches
+            find = self._fill_source if is_fill else self._source
+            source = find(each, step.first, step.last, now_ms)
+            if source is None:
+                return
+            if isinstance(step, FetchCopy):
+                self._fetch(each, source, step, now_ms)
+            else:
+                self._send_step(each, source, step, messages.LineageRequest, tuple(step), now_ms)
+            return
+        kind, fields = _request_of(step)
+        self._send_step(each, each, step, kind, fields, now_ms)
+
+    def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
+        """Copy the next committed batches, up to `last`, to a marked replica."""
+        assert each.is_marked
+        assert each.next_id <= last
+        if (
+            each.correlation_id != NO_CORRELATION_ID
+            or each.unanswered_bytes > self._limits.range_bytes_max
+        ):
+            return
+        for source in self._possible_sources(each, now_ms):
+            if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
+                step = FetchCopy(each.next_id, last, whole_batches=True)
+                self._fetch(each, source, step, now_ms)
+                return
+
+    def _fetch(
+        self, each: ReplicaSession, source: ReplicaSession, step: FetchCopy, now_ms: int
+    ) -> None:
+        bytes_max, is_reader = self._limits.range_bytes_max, False
+        fields = (step.first, step.last, bytes_max, _WHOLE, step.whole_batches, is_reader)
+        self._send_step(each, source, step, messages.RangeRaw, fields, now_ms)
+
+    def _send_step(
+        self,
+        target: ReplicaSession,
+        source: ReplicaSession,
+        step: RepairStep,
+        kind: type[StorageMessage],
+        fields: tuple[object, ...],
+        now_ms: int,
+    ) -> None:
+        assert target.correlation_id == NO_CORRELATION_ID, "rule 1"
+        self._correlation_id += 1
+        target.correlation_id = self._correlation_id
+        self._running[self._correlation_id] = RunningStep(target, source, step)
+        source.send_request(kind, *fields, now_ms=now_ms, correlation_id=self._correlation_id)
+
+    # -----------------------------------------------------------------------------------------
+    # sources
+
+    def _possible_sources(self, each: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
+        return [
+            other
+            for other in self._replicas.values()
+            if other is not each
+            and other.is_connected
+            and self._avoided_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
+        ]
+
+    def _source(
+        self, each: ReplicaSession, first: int, last: int, now_ms: int
+    ) -> ReplicaSession | None:
+        """Return a replica with the goal's log and no known damage in a range (rule 2)."""
+        assert self.goal is not None
+        for other in self._possible_sources(each, now_ms):
+            if other.repair is None:
+                continue
+            if not (other.is_marked or other.repair.reaches(self.goal)):
+                continue
+            if last > self.goal.mark and not (other.is_marked and other.synced_last >= last):
+                continue
+            if first <= other.repair.start:
+                continue
+            if all(last < low or high < first for low, high in other.repair.damaged):
+                return other
+        return None
+
+    def _fill_source(
+        self, each: ReplicaSession, first: int, last: int, now_ms: int
+    ) -> ReplicaSession | None:
+        """Return a source for damaged records: if no log has them, one that reads the archive."""
+        source = self._source(each, first, last, now_ms)
+        if source is not None or self.archived is None or last > self.archived.last:
+            return source
+        for other in self._possible_sources(each, now_ms):
+            if other.stage is ReplicaStage.ENGAGED and other.supports_archiving:
+                return other
+        return None
+
+    def wake_times(self, now_ms: int) -> list[int]:
+        """Return when slow sources time out, and when shunned ones may be used again."""
+        if not self._avoided_until_ms and not self._running:
+            return []
+        times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
+        for running in self._running.values():
+            oldest_ms = running.source.oldest_ms
+            if running.source is not running.target and oldest_ms is not None:
+                times.append(oldest_ms + self._limits.answer_ms_max)
+        return times
+
+    def expire_slow_sources(self, now_ms: int) -> None:
+        """Abandon steps whose source has timed out (rule 3)."""
+        for correlation_id, running in list(self._running.items()):
+            oldest_ms = running.source.oldest_ms
+            if running.source is running.target or oldest_ms is None:
+                continue
+            if oldest_ms + self._limits.answer_ms_max <= now_ms:
+                self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
+
+    def connection_lost(self, each: ReplicaSession) -> None:
+        """A connection was lost: drop its steps (rule 1)."""
+        for correlation_id, running in list(self._running.items()):
+            if running.source is each or running.target is each:
+                self._drop(correlation_id)
+
+    def source_rejected(
+        self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
+    ) -> bool:
+        """Return whether a rejected request was a step of another replica; drop the step."""
+        running = self._running.get(correlation_id)
+        if running is None or running.source is not each or running.target is each:
+            return False
+        if (
+            isinstance(error, BeforeLogStart)
+            and self.archived is not None
+            and each.repair is not None
+        ):
+            # It has removed archived segments meanwhile: how many is not known.
+            each.repair.start = self.archived.last
+            self._drop(correlation_id)
+            return True
+        self._avoid_source(correlation_id, each.replica, reason, now_ms)
+        return True
+
+    def fill_rejected(
+        self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
+    ) -> bool:
+        """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
+        running = self._running.get(correlation_id)
+        if running is None or not isinstance(running.step, FillDamage):
+            return False
+        assert each.repair is not None
+        if each.repair.not_filled(running.step):
+            # The records may be bad: another source may have better ones.
+            self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
+        else:
+            self._drop(correlation_id)
+        return True
+
+    def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
+        """A replica has reported records that it cannot read; `advance` repairs them.
+
+        Raises:
+            RemoteProtocolError: the message does not have ranges of IDs.
+        """
+        damaged = decode_damaged_ranges(notice.damaged)
+        if each.repair is None:
+            return  # Its PREPARED answer will include them.
+        each.repair.damage_found(damaged)
+        self._report("replica.damaged", each, damaged)
+
+    def _avoid_source(
+        self, correlation_id: int, source: ReplicaId, reason: str, now_ms: int
+    ) -> None:
+        target = self._running[correlation_id].target
+        self._outbox.append(
+            Report(
+                "replica.source_unusable",
+                (("replica", source), ("target", target.replica), ("reason", reason)),
+            )
+        )
+        until_ms = now_ms + self._limits.answer_ms_max
+        self._avoided_until_ms[target.replica, source] = until_ms
+        self._drop(correlation_id)
+
+    def _drop(self, correlation_id: int) -> None:
+        target, _, _ = self._running.pop(correlation_id)
+        if target.correlation_id == correlation_id:
+            target.correlation_id = NO_CORRELATION_ID
+        if target.repair is not None:
+            target.repair.restart()
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def answered(
+        self, each: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
+    ) -> None:
+        """Process the answer to a step.
+
+        Raises:
+            RemoteProtocolError, Damaged: the answer of the replica is invalid.
+        """
+        running = self._running.get(correlation_id)
+        if running is None:
+            return  # Rule 1: its step was dropped or has timed out.
+        target, source, step = running
+        assert source is each
+        assert target.correlation_id == correlation_id
+        if isinstance(step, FetchSourceLineage | FetchCopy):
+            try:
+                self._supplied(target, source.replica, step, answer, now_ms)
+            except (Damaged, ProtocolError) as error:
+                self._avoid_source(correlation_id, source.replica, str(error), now_ms)
+                return
+        else:
+            self._done(target, step, answer)
+        del self._running[correlation_id]
+        target.correlation_id = NO_CORRELATION_ID
+
+    def _supplied(
+        self,
+        target: ReplicaSession,
+        source: ReplicaId,
+        step: FetchSourceLineage | FetchCopy,
+        answer: StorageMessage,
+        now_ms: int,
+    ) -> None:
+        if target.is_marked and isinstance(step, FetchCopy) and step.whole_batches:
+            assert isinstance(answer, messages.RangeBytes)
+            verify_records(answer, first=step.first, last=step.last)
+            chain = verify_batches(answer, target.next_chain)
+            target.append_range(answer, chain, now_ms)
+            return
+        repair = target.repair
+        assert repair is not None
+        if isinstance(step, FetchCopy):
+            assert isinstance(answer, messages.RangeBytes)
+            repair.fetched(answer, step)
+            self._fills_from[target.replica] = source
+        else:
+            assert isinstance(answer, messages.LineageResponse)
+            repair.source_answered(answer, first=step.first, last=step.last)
+
+    def _done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
+        repair = each.repair
+        assert repair is not None
+        if isinstance(answer, messages.LineageResponse):
+            assert isinstance(step, FetchOwnLineage)
+            repair.own_answered(answer, first=step.first, last=step.last)
+        elif isinstance(answer, messages.Appended):
+            assert isinstance(step, AppendCopy)
+            expected = step.answer.first + step.answer.count - 1
+            if answer.synced_max != expected:
+                raise RemoteProtocolError(
+                    "copy to a replica: expected that it is synced up to transaction "
+                    f"{expected}, found {answer.synced_max}"
+                )
+            repair.appended(step)
+        else:
+            assert isinstance(answer, messages.ReplicaEnd)
+            self._changed(each, repair, step, answer)
+
+    def _report(
+        self, name: str, each: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
+    ) -> None:
+        ranges = ",".join(f"{first}..{last}" for first, last in ids)
+        fields = (("replica", each.replica), ("ids", ranges), ("is_live", each.is_marked))
+        self._outbox.append(Report(name, fields))
+
+    def _changed(
+        self,
+        each: ReplicaSession,
+        repair: ReplicaRepair,
+        step: RepairStep,
+        answer: messages.ReplicaEnd,
+    ) -> None:
+        last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
+        if isinstance(step, Truncation):
+            repair.truncate(last, chain, step)
+        elif isinstance(step, Reset):
+            if (last, chain) != step:
+                raise RemoteProtocolError(
+                    "reset of a replica: expected that its log ends at transaction "
+                    f"{step.last}, found {last}"
+                )
+            repair.reset(step)
+            self._outbox.append(
+                Report("replica.reset", (("replica", each.replica), ("last", step.last)))
+            )
+        elif isinstance(step, FillDamage):
+            repair.filled(step)
+            first, count = TransactionId(step.answer.first), step.answer.count
+            self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
+        else:
+            assert isinstance(step, SetMark)
+            if (last, chain) != step:
+                raise RemoteProtocolError(
+                    "low-water mark of a replica: expected that its log ends at transaction "
+                    f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
+                    f"hash {chain.hex()}"
+                )
+            repair.marked()
+            each.marked(step.mark, step.chain)
+
+
+def _request_of(
+    step: FetchOwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
+) -> tuple[type[StorageMessage], tuple[object, ...]]:
+    """Return the request of a step to the replica itself."""
+    match step:
+        case FetchOwnLineage():
+            return messages.LineageRequest, tuple(step)
+        case Truncation():
+            return messages.Truncate, tuple(step)
+        case Reset():
+            return messages.ResetLog, tuple(step)
+        case AppendCopy(answer, _):
+            return messages.AppendRaw, (*_records(answer), *_lineage(answer))
+        case FillDamage(answer):
+            return messages.Repair, _records(answer)
+        case SetMark():
+            return messages.SetLowWaterMark, tuple(step)
+        case _:
+            assert_never(step)
+
+
+def _records(answer: messages.RangeBytes) -> tuple[object, ...]:
+    return answer.first, answer.lengths, answer.records, answer.records_crc
+
+
+def _lineage(answer: messages.RangeBytes) -> tuple[object, ...]:
+    return answer.chain_before, answer.lineage

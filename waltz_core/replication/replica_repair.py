@@ -1,0 +1,544 @@
+"""Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
+
+Only this file removes records. It knows one replica and the goal (the decided log). Its owner
+(`repair_runner.py`) chooses the sources and has the connections.
+
+Rules (docs/design/correctness.md 2.1 F):
+    1. A repair starts only after the mark is decided.
+    2. Records above the mark were never acknowledged and are truncated.
+    3. Below the mark, the log is truncated only if its chain differs from the goal's: back to the
+       last batch end where both have the same chain, and never below the replica's own confirmed
+       low-water mark.
+    4. Copied records are checked by their CRCs and by the chain before they are passed on.
+    5. The mark is set only when the log ends there with the goal's chain.
+    6. Before the log is truncated, its newest batch must be known: the owner first checks that
+       ZooKeeper knows the session of this batch.
+    7. Some logs cannot be completed, because no source has the records in between: a log that is
+       empty and ends below the archived mark, or a log without a common batch end with a source at
+       or above the lowest start of the sources. Such a log begins again after the archived mark (AR
+       12 in decision 047).
+    8. A source that could not read its batches has reconstructed other ones, and marks them.
+       Reconstructed batches are never copied, and no other log is truncated to match them.
+
+The steps, each derived from the known state and never twice in flight:
+
+    longer than the mark    own lineage at the mark, and its newest batch -> Truncation
+    below all starts        its newest batch -> Reset (rule 7)
+    chain differs           the source's chain at the end of this log; if it differs, both lineages,
+                            newest first -> Truncation to the last common batch end (rule 6)
+    damaged                 Fetch -> FillDamage; damage below the previous mark blocks nothing: it
+                            is repaired before the mark is set if a source has the records, or later
+    shorter                 Fetch -> Append
+    equal                   SetMark
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+from waltz_core.cluster.znodes.model import ArchivedMark
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    RECONSTRUCTED,
+    Chain,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
+
+_LOST = "the source replica has lost the batches of transactions {}..{}"
+
+
+class RepairGoal(NamedTuple):
+    """The decided mark, and the log's chain there, known once the first log ends there.
+
+    `archived` is what the archive has. `lowest_start` is the lowest ID after which a source begins.
+    """
+
+    mark: TransactionId
+    chain: Chain | None
+    archived: ArchivedMark | None = None
+    lowest_start: TransactionId = BEFORE_FIRST
+
+
+class FetchOwnLineage(NamedTuple):
+    """Request the lineage of this replica."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+class FetchSourceLineage(NamedTuple):
+    """Request the lineage of the source."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+class Truncation(NamedTuple):
+    """Truncate this replica's log."""
+
+    last_to_keep: TransactionId
+    base: TransactionId
+    base_chain: Chain
+
+
+class Reset(NamedTuple):
+    """Drop the records of this replica: its log begins again after an archived ID."""
+
+    last: TransactionId
+    chain: Chain
+
+
+class FetchCopy(NamedTuple):
+    """Read from the source: whole batches to append, or records to replace damaged ones."""
+
+    first: TransactionId
+    last: TransactionId
+    whole_batches: bool
+
+
+class AppendCopy(NamedTuple):
+    """Append the fetched batches; `chain` is that of the log after them."""
+
+    answer: RangeBytes
+    chain: Chain
+
+
+class FillDamage(NamedTuple):
+    """Overwrite damaged records with the fetched ones."""
+
+    answer: RangeBytes
+
+
+class SetMark(NamedTuple):
+    """Make session and mark durable."""
+
+    mark: TransactionId
+    chain: Chain
+
+
+# Whether another replica has the records of a damaged range.
+CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
+RepairStep: TypeAlias = (
+    FetchOwnLineage
+    | FetchSourceLineage
+    | Truncation
+    | Reset
+    | FetchCopy
+    | AppendCopy
+    | FillDamage
+    | SetMark
+)
+
+
+class ReplicaRepair:
+    """The known state of one replica's log, and the next step of its repair.
+
+    Raises DataLoss if the log contradicts the goal below its confirmed mark, and the errors of
+    `verify_records` and `verify_batches` for bad copies.
+    """
+
+    def __init__(self, answer: Prepared) -> None:
+        self.last = TransactionId(answer.synced_max)
+        self.chain = Chain(bytes(answer.chain))
+        self.is_set = False
+        self.start = TransactionId(max(answer.start, BEFORE_FIRST))
+        self._start_chain = Chain(bytes(answer.start_chain))
+        # An unconfirmed mark protects nothing, and the answer does not contain an older one.
+        confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
+        self._floor = TransactionId(confirmed)
+        self._old_mark = answer.low_water_mark
+        self.damaged = decode_damaged_ranges(answer.damaged)
+        # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
+        self._is_aligned = False
+        self._goal_chain: Chain | None = None
+        # The session of the newest batch of this log, once known; whether it is requested now.
+        self.newest: SessionId | None = None
+        self._wants_newest = False
+        self._own: LineageResponse | None = None
+        self._source: LineageResponse | None = None
+        self._ceiling: TransactionId | None = None
+        self._fetched: RangeBytes | None = None
+        self._fetched_chain = self.chain
+
+    def reaches(self, goal: RepairGoal) -> bool:
+        """Whether the log ends exactly at the goal."""
+        return self.last == goal.mark and self.chain == goal.chain
+
+    # -----------------------------------------------------------------------------------------
+    # the next step
+
+    def next_step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
+        """Return the next step; None when done, or while it must wait for the goal's chain or for
+        a replica that has the damaged records.
+        """
+        if self.is_set:
+            return None
+        step = self._step(goal, can_fill=can_fill)
+        is_destructive = isinstance(step, Truncation | Reset) and self.last > self.start
+        self._wants_newest = is_destructive and self.newest is None
+        return FetchOwnLineage(self.last, self.last) if self._wants_newest else step
+
+    def _step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
+        if self.last > goal.mark:
+            return self._shorten(goal.mark)
+        archived = goal.archived
+        if archived is not None and self._must_reset(archived, goal.lowest_start):
+            return Reset(archived.last, archived.chain)
+        if goal.chain is None:
+            return None
+        if goal.chain != self._goal_chain:
+            self._forget()
+            self._goal_chain, self._is_aligned = goal.chain, False
+        if self.reaches(goal) or self.last == BEFORE_FIRST:
+            self._is_aligned = True
+        if not self._is_aligned and not self._align():
+            return self._align_step(goal.lowest_start)
+        return self._complete(goal.mark, goal.chain, can_fill=can_fill)
+
+    def _must_reset(self, archived: ArchivedMark, lowest_start: TransactionId) -> bool:
+        """Whether no source has the batches that follow this log, or it needs none (rule 7)."""
+        is_empty = self.last == self.start
+        return self.last < archived.last and (is_empty or self.last < lowest_start)
+
+    def fill_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
+        """Return the step that repairs damage of a marked replica, possibly above the mark.
+
+        The range is one of `damaged`, and another replica has the records.
+        """
+        assert damaged in self.damaged
+        return self._fill(*damaged)
+
+    def _complete(
+        self, mark: TransactionId, chain: Chain, *, can_fill: CanFill
+    ) -> RepairStep | None:
+        """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
+        assert self.last <= mark
+        # A truncation may have removed a part of a damaged range: no source has that part.
+        self.damaged = [
+            (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
+        ]
+        for first, last in self.damaged:
+            if can_fill(first, last):
+                return self._fill(first, last)
+        if any(self._must_fill(last) for _, last in self.damaged):
+            return None
+        if self.last < mark:
+            return self._copy(mark)
+        assert self.chain == chain, "rule 5"
+        return SetMark(mark, chain)
+
+    def _must_fill(self, last: TransactionId) -> bool:
+        # Records up to the previous mark are on other replicas, too: they block no session.
+        return not self.is_set and last > self._old_mark
+
+    def _shorten(self, mark: TransactionId) -> RepairStep:
+        if mark == self.start:
+            return Truncation(mark, mark, self._start_chain)
+        if self._own is None:
+            return FetchOwnLineage(mark, mark)
+        entry = self._own.lineage[-1]
+        if entry.last == mark:
+            return Truncation(mark, mark, entry.chain)
+        return Truncation(
+            mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before))
+        )
+
+    def _align(self) -> bool:
+        """Return whether the log's end is known to be a batch end of the source's log."""
+        if self._source is not None:
+            # Also if another point was requested first, and the source did not have it.
+            if (self.last, self.chain) in _points(self._source):
+                self._forget()
+                self._is_aligned = True
+            elif self._ceiling is None:
+                self._ceiling, self._source = self.last, None
+        return self._is_aligned
+
+    def _align_step(self, lowest_start: TransactionId) -> RepairStep:
+        """Find the last batch end that both logs have, and truncate to it (rule 3)."""
+        if self._ceiling is None:
+            # Usually the log is a prefix: its end is a batch end of the source's log. If it is the
+            # start of that log, the chain there is the one before its first batch.
+            at = TransactionId(self.last + (self.last == lowest_start))
+            return FetchSourceLineage(at, at)
+        lowest = TransactionId(self._floor + 1)
+        if lowest > self._ceiling:
+            raise self._diverged()
+        if self._own is None:
+            return FetchOwnLineage(lowest, self._ceiling)
+        if self._ceiling <= lowest_start:
+            # No source has batches there: truncate to what no session may lose, and reset.
+            before, chain = _points(self._own)[0]
+            if before < self._floor:
+                raise self._diverged()
+            return Truncation(before, before, chain)
+        if self._source is None:
+            return FetchSourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
+        source_chains = dict(_points(self._source))
+        for last, chain in reversed(_points(self._own)):
+            if source_chains.get(last) == chain and last < self.last:
+                if last < self._floor:
+                    raise self._lost_batches(self._own)
+                return Truncation(last, last, chain)
+        # The last common batch end is below both windows: continue further down.
+        seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
+        self._ceiling = TransactionId(seen - 1)
+        self._own = self._source = None
+        return self._align_step(lowest_start)
+
+    def _fill(self, first: TransactionId, last: TransactionId) -> RepairStep:
+        if self._fetched is None or self._fetched.first != first:
+            return FetchCopy(first, last, whole_batches=False)
+        return FillDamage(self._fetched)
+
+    def _copy(self, mark: TransactionId) -> RepairStep:
+        first = TransactionId(self.last + 1)
+        if self._fetched is None or self._fetched.first != first:
+            return FetchCopy(first, mark, whole_batches=True)
+        return AppendCopy(self._fetched, self._fetched_chain)
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def own_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+        """The replica returned its lineage."""
+        _check_lineage(answer, first, last)
+        if last == self.last and self.newest is None:
+            self.newest = SessionId(answer.lineage[-1].session_id)
+        if not self._wants_newest:
+            self._own = answer
+
+    def source_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+        """The source returned its lineage."""
+        _check_lineage(answer, first, last)
+        if self._own is not None:
+            _check_not_reconstructed(answer, self._own)
+        self._source = answer
+
+    def fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
+        """The source returned records; they are checked before they are kept."""
+        verify_records(answer, first=request.first, last=request.last)
+        if request.whole_batches:
+            chain = verify_batches(answer, self.chain)
+            if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
+                raise ChecksumMismatch(
+                    f"copied records from {answer.first}: their batches do not lead to the "
+                    "decided chain hash"
+                )
+            self._fetched_chain = chain
+        self._fetched = answer
+
+    def truncate(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
+        """The replica was truncated."""
+        if last != min(self.last, step.last_to_keep):
+            raise RemoteProtocolError(
+                f"truncation: expected that the log ends at transaction {step.last_to_keep}, "
+                f"found {last}"
+            )
+        # The known lineages are those of a longer log. The truncation may be inside a batch.
+        is_point = step.base == last and step.base_chain == chain
+        was_aligning = self._ceiling is not None
+        self._forget()
+        self.last, self.chain = last, chain
+        self._is_aligned = is_point and was_aligning
+
+    def reset(self, step: Reset) -> None:
+        """The replica has dropped its records; its log begins after the archived mark."""
+        self._forget()
+        self.last, self.chain = step
+        self.start = self._floor = step.last
+        self._start_chain = step.chain
+        self.damaged = []
+        self._is_aligned = False
+
+    def appended(self, step: AppendCopy) -> None:
+        """The replica has the copied batches on disk."""
+        assert step.answer.first == self.last + 1
+        self.last = TransactionId(self.last + step.answer.count)
+        self.chain = step.chain
+        self._fetched = None
+
+    def damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
+        """The replica has reported all known damage; a step under way continues."""
+        self.damaged = damaged
+
+    def filled(self, step: FillDamage) -> None:
+        """The replica has overwritten damaged records."""
+        filled_first, filled_last = step.answer.first, step.answer.first + step.answer.count - 1
+        left: list[tuple[TransactionId, TransactionId]] = []
+        for first, last in self.damaged:
+            if first < filled_first:
+                left.append((first, TransactionId(min(last, filled_first - 1))))
+            if filled_last < last:
+                left.append((TransactionId(max(first, filled_last + 1)), last))
+        self.damaged, self._fetched = left, None
+
+    def not_filled(self, step: FillDamage) -> bool:
+        """The replica has rejected these records; return whether it needs them before its mark.
+
+        It may have reported other damage since. If the range can wait it is ignored until it is
+        reported again.
+        """
+        rejected = [damage for damage in self.damaged if damage[0] == step.answer.first]
+        is_needed = any(self._must_fill(last) for _, last in rejected)
+        if not is_needed:
+            self.damaged = [damage for damage in self.damaged if damage not in rejected]
+        self._fetched = None
+        return is_needed
+
+    def marked(self) -> None:
+        """Session and mark are durable: the replica is ready."""
+        self.is_set = True
+
+    def restart(self) -> None:
+        """The source was lost: discard its answers and the result that the logs agree."""
+        self._forget()
+        self._is_aligned = False
+
+    def _aligned(self) -> None:
+        self._forget()
+        self._is_aligned = True
+
+    def _forget(self) -> None:
+        self._own = self._source = self._ceiling = None
+        self._fetched = None
+
+    def _lost_batches(self, own: LineageResponse) -> DataLoss:
+        if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
+            return self._diverged()
+        return DataLoss(
+            f"the replica has lost the batches up to transaction {self.last}, even those "
+            f"below its confirmed low-water mark {self._floor}. Hint: restart the storage; it "
+            "then withdraws the low-water mark."
+        )
+
+    def _diverged(self) -> DataLoss:
+        return DataLoss(
+            f"the replica cannot be repaired: its log up to transaction {self.last} and the "
+            "decided log have no common end of a batch at or above its confirmed low-water "
+            f"mark {self._floor}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# checks of copies (rule 4)
+
+
+def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
+    """Check a range against the request and against its own checksums.
+
+    Raises:
+        RemoteProtocolError: it is not the requested range.
+        BadFormat, ChecksumMismatch: its bytes are not records, or not the requested ones.
+    """
+    if answer.first != first or not 1 <= answer.count <= last - first + 1:
+        raise RemoteProtocolError(
+            f"copied records: expected records in {first}..{last}, beginning with {first}, "
+            f"found {answer.count} records from {answer.first} on"
+        )
+    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
+    if lengths.size != answer.count:
+        raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
+    if crc32(answer.records) != answer.records_crc:
+        raise ChecksumMismatch(f"copied records from {first}: they do not match their CRC")
+    bad = raw_records.first_bad_record(answer.records, lengths)
+    if bad is not None:
+        raise ChecksumMismatch(
+            f"copied records from {first}: record {first + bad} does not match its CRC"
+        )
+    gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
+    if gap is not None:
+        found = raw_records.ids_of(answer.records, lengths)[gap]
+        raise BadFormat(
+            f"copied records from {first}: expected transaction ID {first + gap}, found {found}"
+        )
+
+
+def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
+    """Check that a range of whole batches continues the chain; return the chain after it.
+
+    Raises:
+        ChecksumMismatch: the chain differs, or the source's batches are reconstructed (rule 7).
+        BadFormat: the lineage does not cover the records.
+    """
+    if bytes(answer.chain_before) != chain_before:
+        raise ChecksumMismatch(
+            f"copied records from {answer.first}: expected chain hash {chain_before.hex()} "
+            f"before them, found {bytes(answer.chain_before).hex()}"
+        )
+    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
+    crcs = raw_records.record_crcs(answer.records, lengths)
+    chain, next_id, end = chain_before, answer.first, answer.first + answer.count
+    for entry in answer.lineage:
+        if entry.session_id == RECONSTRUCTED:
+            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
+        if not next_id == entry.first <= entry.last < end:
+            raise BadFormat(
+                f"copied records from {answer.first}: expected a batch that begins at "
+                f"transaction {next_id} and ends before {end}, found "
+                f"{entry.first}..{entry.last}"
+            )
+        start, stop = entry.first - answer.first, entry.last + 1 - answer.first
+        part = crcs[4 * start : 4 * stop]
+        chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
+        if chain != bytes(entry.chain):
+            raise ChecksumMismatch(
+                f"batch {entry.first}..{entry.last}: the chain hash does not match its records"
+            )
+        next_id = entry.last + 1
+    if next_id != end:
+        raise BadFormat(
+            f"copied records from {answer.first}: expected batches up to transaction "
+            f"{end - 1}, found batches up to {next_id - 1}"
+        )
+    return chain
+
+
+def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
+    entries = answer.lineage
+    dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
+    if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
+        raise RemoteProtocolError(
+            f"lineage: expected batches that cover transactions {first}..{last}, found others"
+        )
+
+
+def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
+    """Return the batch ends of a lineage and the chains there, in order."""
+    before = TransactionId(answer.lineage[0].first - 1)
+    points = [(before, Chain(bytes(answer.chain_before)))]
+    points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
+    return points
+
+
+def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
+    """Return the ranges of damaged IDs in a message, in order.
+
+    Raises:
+        RemoteProtocolError: they are not pairs of IDs.
+    """
+    packed = bytes(damaged)
+    values = [
+        TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
+    ]
+    if len(values) % 2:
+        raise RemoteProtocolError(
+            f"damaged ranges: expected pairs of transaction IDs, found {len(values)} IDs"
+        )
+    return sorted(zip(values[::2], values[1::2], strict=True))
+
+
+def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
+    """Raise if the source has reconstructed batches where the replica has real ones (rule 7)."""
+    real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
+    for entry in source.lineage if real else ():
+        if entry.session_id == RECONSTRUCTED and (
+            entry.first <= real[-1].last and real[0].first <= entry.last
+        ):
+            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))

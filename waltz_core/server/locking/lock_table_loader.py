@@ -1,0 +1,217 @@
+"""Loads the lock table after a move from the lock blocks that storages keep.
+
+A new owner knows only that all locks were written at or below the mark with which it begins. So it
+would have to reject every client below that mark once. But the storages have lock files with blocks
+of recent locks and their writers (`lock_blocks.py`). This code requests these blocks and checks
+them, piece by piece. The table uses only blocks that the log's chain proves.
+
+Rules:
+    1. The floor is a position in the log. The table knows every writer above the floor; all other
+       locks count as written at the floor. The floor starts at the session's mark and only goes
+       down.
+    2. A block lowers the floor only if it ends at the floor and has the log's chain there. If the
+       next block is missing, old, torn or incomplete, the descent stops. This causes only
+       additional rejections.
+    3. One replica is queried at a time. The next one may have blocks that the first one lacks, so
+       the descent continues where it stopped. The floor is kept for later sessions of this owner,
+       if no other owner came in between.
+    4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`, because
+       the first appends after a move are from clients below the mark. Blocks that arrive later are
+       used as well.
+    5. A turn processes a part of the blocks: a whole table of locks would block everything else for
+       too long.
+    6. If a replica has no block that ends at the floor, it will never have one, since later blocks
+       are newer. It is queried again only if another replica has lowered the floor, or if it sent
+       nothing at all, as after a disk error. So a checkpoint does not fetch 8 MiB again.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from waltz_core.machine import Report, earliest
+from waltz_core.records.lock_blocks import HASH_BYTES, Block, Blocks, LogEnd
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.locking.lock_table import I64, LockTable
+from waltz_core.server.partition_events import Fetch, PartitionLimits
+from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
+
+HELD_MS_MAX: Final = 150
+RETRY_MS: Final = 10
+SLICE_BLOCKS_MAX: Final = 1_024
+SLICE_LOCKS_MAX: Final = 65_536
+# Limit of requests without an answer, including those of sessions that have ended.
+IN_FLIGHT_MAX: Final = 4
+# Tokens for each session; they are negative, those of `reads.py` are not.
+_TOKENS: Final = 1 << 16
+
+
+class LockTableLoader:
+    """See the module's rules."""
+
+    def __init__(self, partition_id: PartitionId, limits: PartitionLimits) -> None:
+        self._partition_id = partition_id
+        self._limits = limits
+        self._table: LockTable | None = None
+        self._floor = LogEnd(BEFORE_FIRST, GENESIS_CHAIN)
+        self._wanted = BEFORE_FIRST  # the lowest floor that is useful
+        self._mark = BEFORE_FIRST  # where it began
+        self._session_id = NO_SESSION
+        self._left: list[ReplicaId] = []
+        self._failed: list[ReplicaId] = []
+        # For rule 6: the floor at which each replica had no block.
+        self._lacking: dict[ReplicaId, TransactionId] = {}
+        self._sender: ReplicaId | None = None  # the sender of `_blocks`
+        self._fetch: Fetch | None = None
+        self._fetch_count = 0
+        self._under_way: set[int] = set()
+        self._blocks: Blocks | None = None
+        self._retry_at_ms: int | None = None
+        self._held_until_ms: int | None = None
+
+    @property
+    def floor(self) -> TransactionId:
+        """The table knows every writer above this ID (rule 1)."""
+        return self._floor.last
+
+    # -----------------------------------------------------------------------------------------
+    # the session
+
+    def begin(self, table: LockTable, mark: LogEnd) -> None:
+        """Start with a table that has only the mark."""
+        self._table, self._floor, self._mark = table, mark, mark.last
+        self._lacking.clear()
+        self._wanted = TransactionId(
+            max(BEFORE_FIRST, mark.last - self._limits.lock_load_count_max)
+        )
+
+    def query_locks(
+        self, session_id: SessionId, replicas: Sequence[ReplicaId], now_ms: int, *, holds: bool
+    ) -> list[Fetch | Report]:
+        """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
+        self.stop()
+        left = [each for each in replicas if self._lacking.get(each) != self.floor]
+        if self._is_done or not left:
+            return []
+        self._session_id, self._fetch_count = session_id, 0
+        self._left = left
+        self._held_until_ms = now_ms + HELD_MS_MAX if holds else None
+        return self._fetch_next(now_ms)
+
+    def stop(self) -> None:
+        """The session has ended, or the descent has; the floor stays."""
+        self._left, self._failed = [], []
+        self._fetch = self._blocks = None
+        self._retry_at_ms = self._held_until_ms = None
+
+    def holds(self, now_ms: int) -> bool:
+        """Whether appends must not be validated yet (rule 4)."""
+        return self._held_until_ms is not None and now_ms < self._held_until_ms
+
+    def turn_at_ms(self, now_ms: int) -> int | None:
+        """When `turn` has something to do, or appends may be validated again."""
+        if self._blocks is not None:
+            return now_ms
+        return earliest(self._retry_at_ms, self._held_until_ms if self.holds(now_ms) else None)
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def fetched(self, token: int, message: LockBlocks) -> None:
+        """A replica has sent its newest blocks; the turns process them."""
+        self._under_way.discard(token)
+        if self._fetch is not None and token == self._fetch.token:
+            self._sender = self._fetch.replica if message.blocks else None
+            self._fetch = None
+            self._blocks = Blocks(message.blocks)
+
+    def failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
+        """A replica has not sent its blocks."""
+        self._under_way.discard(token)
+        if self._fetch is None or token != self._fetch.token:
+            return []
+        self._failed.append(self._fetch.replica)
+        self._fetch = None
+        return self._fetch_next(now_ms)
+
+    def turn(self, now_ms: int) -> list[Fetch | Report]:
+        """Process a slice of the blocks (rule 5), or query again."""
+        if self._blocks is not None:
+            has_more = self._take_slice(self._blocks)
+            if self._is_done:
+                return self._finish("locks.loaded")
+            if not has_more:
+                self._blocks = None
+                if self._sender is not None:
+                    self._lacking[self._sender] = self.floor
+                return self._fetch_next(now_ms)
+        elif self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
+            self._retry_at_ms = None
+            return self._fetch_next(now_ms)
+        return []
+
+    # -----------------------------------------------------------------------------------------
+    # inside
+
+    @property
+    def _is_done(self) -> bool:
+        return self._table is None or self._floor.last <= self._wanted
+
+    def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
+        """Query the next replica; after all of them, those that failed, after `RETRY_MS`."""
+        if not self._left:
+            if self._failed and self.holds(now_ms):
+                self._left, self._failed = self._failed, []
+                self._retry_at_ms = now_ms + RETRY_MS
+                return []
+            return self._finish("locks.partially_loaded")
+        if len(self._under_way) >= IN_FLIGHT_MAX:
+            return self._finish("locks.partially_loaded")
+        self._fetch_count += 1
+        token = -(self._session_id * _TOKENS + self._fetch_count)
+        prefix = self._session_id, token, self._partition_id
+        message = LockBlocksRequest(*prefix, self._limits.lock_tail_bytes_max)
+        self._fetch = Fetch(token, self._left.pop(0), message)
+        self._under_way.add(token)
+        return [self._fetch]
+
+    def _finish(self, name: str) -> list[Fetch | Report]:
+        """Report from which ID on the table knows all locks."""
+        self.stop()
+        return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
+
+    def _take_slice(self, blocks: Blocks) -> bool:
+        """Move the floor down by a slice (rule 2); return whether there may be more."""
+        assert self._table is not None
+        found: list[Block] = []
+        bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
+        steps_left = SLICE_BLOCKS_MAX
+        while steps_left > 0 and bytes_left > 0 and floor.last > self._wanted:
+            block = blocks.below(floor, SLICE_BLOCKS_MAX)
+            steps_left -= 1
+            if block is None:
+                break
+            found.append(block)
+            bytes_left -= len(block.locks)
+            floor = block.end_before
+        if found:
+            locks = np.frombuffer(b"".join(block.locks for block in found), dtype=">i4")
+            ids = np.concatenate([_writers(block) for block in found])
+            self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
+            self._floor = floor
+        return not blocks.is_spent
+
+
+def _writers(block: Block) -> I64:
+    """Return the writer of each lock, or the last transaction that may be it."""
+    last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
+    return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

@@ -1,0 +1,263 @@
+"""Pending appends: append requests on their way through the server, with the outcome of each row.
+
+The reported outcome of an append must never change. A row's outcome is set in two places, both in
+this file: when the row is validated, and when a lost session is settled.
+
+Rules:
+    1. A row's outcome is final when its ID, or the ID of the transaction that it was rejected for,
+       is no longer in flight. A request is answered when all of its rows are validated and final.
+    2. `settle`: rows above the settled mark are LOST, and so are rows that were rejected because of
+       a transaction above it. They are not validated again, so they cannot enter the log after
+       their client was notified of the loss (docs/design/correctness.md 2.3).
+    3. Rows of one request have consecutive sequence numbers, including rejected ones.
+    4. A batch may be validated in pieces, from the first row on. Rows that no piece has reached
+       have no outcome yet. They are validated in the session that is open then, or rejected
+       together with all later rows.
+    5. AHEAD is reported only if the session in which the row was validated is proven afterwards
+       (`linearizable_requests.py`, rule 3). Without that proof the answer is NOT_MOUNTED. In both
+       cases the row is not in the log.
+"""
+
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.records.batches import AppendRows
+from waltz_core.records.record import (
+    NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.locking.lock_table import NO_CONFLICT, REJECTED
+from waltz_core.server.partition_events import ConnectionId, SendToClient
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendFollowing,
+    AppendRequest,
+    AppendResult,
+    Reason,
+)
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+# A request of at least this size is large: it delays small ones (`append/large_batch_throttle.py`).
+LARGE_BYTES: Final = 64 * 1024
+# Number of latencies kept for metrics.
+LATENCIES_MAX: Final = 4_096
+_ID = struct.Struct(">q")
+_NONE: Final = _ID.pack(REJECTED)
+assert REJECTED == NO_CONFLICT == -1
+_REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
+
+
+@dataclass(slots=True)
+class FlushGroup:
+    """The requests between two flushes.
+
+    `unfinished` of them are not final yet; `waiting` has the tokens of the flushes that wait for
+    all of them.
+    """
+
+    unfinished: int = 0
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PendingSingle:
+    """One transaction, sent alone."""
+
+    connection: ConnectionId
+    cost_bytes: int
+    message: AppendRequest
+    flush_group: FlushGroup
+    received_ms: int
+    # The number of the mount under which it arrived (`mounts.py`, rule 5).
+    mount: int = 0
+    transaction_id: int = REJECTED
+    reason: Reason = Reason.COMMITTED
+    conflict: int = NO_CONFLICT
+    # The session that it was validated in.
+    session_id: SessionId = NO_SESSION
+
+    @property
+    def req_id(self) -> ReqId:
+        """The request ID, which is also the transaction's."""
+        return self.message.req_id
+
+    @property
+    def is_large(self) -> bool:
+        """Whether small requests may pass it."""
+        return self.cost_bytes >= LARGE_BYTES
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether it may depend on transactions in flight (`dependent_appends.py`)."""
+        return isinstance(self.message, AppendFollowing)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its outcome is AHEAD (rule 5)."""
+        return self.reason is Reason.AHEAD
+
+    def end_unproved(self) -> None:
+        """Replace AHEAD, for which there is no proof (rule 5)."""
+        assert self.is_ahead
+        self.reason = Reason.NOT_MOUNTED
+
+    def reject(self, reason: Reason) -> None:
+        """Reject it: the transaction will not be in the log, and this is final."""
+        self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
+
+    def reject_for(self, conflict: int) -> None:
+        """Reject it for a lock that was last written at `conflict` or below; this is final."""
+        self.transaction_id, self.reason, self.conflict = REJECTED, Reason.LOCK, conflict
+
+    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+        """Apply rule 2; return whether it was lost, which is reported as `loss`."""
+        is_lost = self.transaction_id > last or self.conflict > last
+        if is_lost:
+            self.reject(loss)
+        return is_lost
+
+    def answer(self, high_water_mark: TransactionId) -> SendToClient:
+        """Return the answer to the client."""
+        accepted = self.transaction_id != REJECTED
+        message = AppendResult(
+            self.message.req_id,
+            high_water_mark,
+            _ID.pack(self.transaction_id) if accepted else _NONE,
+            _REASONS[self.reason],
+            _NONE if self.conflict == NO_CONFLICT else _ID.pack(self.conflict),
+        )
+        return SendToClient(self.connection, message, self.cost_bytes)
+
+
+@dataclass(slots=True)
+class PendingBatch:
+    """Many transactions in one request; rows below `validated_count` have an outcome (rule 4).
+
+    `message` is dropped when it is decoded, and `rows` when all are validated: both pin the frame.
+    `mount` is as for a single append; `session_id` is the session in which the first piece was
+    validated. `in_flight_count` is the number of store batches that it waits for.
+    """
+
+    connection: ConnectionId
+    cost_bytes: int
+    message: AppendBatch | None
+    req_id: ReqId
+    flush_group: FlushGroup
+    received_ms: int
+    mount: int = 0
+    rows: AppendRows | None = None
+    mark: int = 0
+    validated_count: int = 0
+    in_flight_count: int = 0
+    ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
+    conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    session_id: SessionId = NO_SESSION
+
+    @property
+    def is_large(self) -> bool:
+        """Whether small requests may pass it, and it may be cut into pieces."""
+        return self.cost_bytes >= LARGE_BYTES
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether all of its rows have an outcome."""
+        return self.rows is None and self.message is None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it can be answered (rule 1)."""
+        return self.is_validated and not self.in_flight_count
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the outcome of a row is AHEAD (rule 5)."""
+        return bool((self.reasons == Reason.AHEAD).any())
+
+    def end_unproved(self) -> None:
+        """Replace AHEAD, for which there is no proof (rule 5)."""
+        assert self.is_ahead
+        self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED
+
+    def open(self, rows: AppendRows) -> None:
+        """Set the decoded rows; none is validated yet."""
+        assert self.message is not None
+        self.mark = self.message.client_high_water_mark
+        self.message, self.rows = None, rows
+        self.ids = np.full(rows.count, REJECTED, np.int64)
+        self.conflicts = np.full(rows.count, NO_CONFLICT, np.int64)
+        self.reasons = np.zeros(rows.count, np.uint8)
+
+    def stop_within(self, piece_bytes: int | None) -> int:
+        """Return the row before which a piece of about `piece_bytes` ends; None: no limit."""
+        assert self.rows is not None
+        if piece_bytes is None:
+            return self.rows.count
+        start = self.validated_count
+        # The minimum size of a record bounds the number of rows that can fit.
+        near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
+        ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
+        return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
+
+    def cost_up_to(self, row: int) -> int:
+        """Return the share of its cost for the rows before this one."""
+        return self.cost_bytes * row // self.ids.size
+
+    def validated(self, stop: int) -> None:
+        """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
+        assert self.validated_count < stop <= self.ids.size
+        self.validated_count = stop
+        if stop == self.ids.size:
+            self.rows = None
+
+    def reject(self, reason: Reason) -> None:
+        """Reject all rows that are not validated; this is final."""
+        self.reasons[self.validated_count :] = reason
+        self.validated(self.ids.size)
+
+    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+        """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
+        lost = (self.ids > last) | (self.conflicts > last)
+        self.ids = np.where(lost, REJECTED, self.ids)
+        self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
+        self.reasons = np.where(lost, np.uint8(loss), self.reasons)
+        return bool(lost.any())
+
+    def answer(self, high_water_mark: TransactionId) -> SendToClient:
+        """Return the answer to the client."""
+        assert self.ids.size == self.reasons.size == self.conflicts.size > 0
+        message = AppendResult(
+            self.req_id,
+            high_water_mark,
+            self.ids.astype(">i8").tobytes(),
+            self.reasons.tobytes(),
+            self.conflicts.astype(">i8").tobytes(),
+        )
+        return SendToClient(self.connection, message, self.cost_bytes)
+
+
+PendingAppend: TypeAlias = PendingSingle | PendingBatch
+
+
+@dataclass(slots=True)
+class AppendCounters:
+    """Counts of requests and outcomes since the start, for metrics; `rejected` is by `Reason`."""
+
+    requests: int = 0
+    batches: int = 0
+    accepted: int = 0
+    committed: int = 0
+    committed_bytes: int = 0
+    rejected: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    # From the arrival of a batch's first request to its answer; the metrics remove what they show.
+    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=LATENCIES_MAX))

@@ -1,0 +1,121 @@
+"""Answers that must not be stale: the high-water mark, and the error that a client is ahead.
+
+A server that was paused or partitioned does not know that another server has replaced it, and its
+mark may be stale. So a request for the mark is answered only after a proof: after the request has
+arrived, a quorum of storages confirms that it knows no later session. If the last proof is fresh
+enough, the request is answered at once.
+
+Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
+    1. A proof that began before a request arrived is sufficient only for requests that accept an
+       age of up to `high_water_mark_staleness_ms_max`.
+    2. One proof is in progress at a time. Requests that arrive meanwhile share the next one.
+    3. If a client has a mark above this server's, it may have received it from a later owner. The
+       error that it is ahead of the log is final for the client. So the error is reported only
+       after a proof that began later than the request (row 25), however fresh the last proof is.
+       Without the proof the error is retriable.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.replication.session_events import ProveMark
+from waltz_core.server.append.mounts import mark_of
+from waltz_core.wire.messages import (
+    ClientMessage,
+    FeedRequest,
+    MountRequest,
+    MountWriter,
+    RangeRequest,
+    TransactionDataRequest,
+)
+
+RequestT = TypeVar("RequestT")
+
+
+class LinearizableRequests(Generic[RequestT]):
+    """The requests that wait for each proof."""
+
+    __slots__ = (
+        "_is_under_way",
+        "_mark_staleness_ms_max",
+        "_requested_ms",
+        "_requests",
+        "_token",
+        "_waiting",
+        "proved_ms",
+    )
+
+    def __init__(self, high_water_mark_staleness_ms_max: int) -> None:
+        self._mark_staleness_ms_max = high_water_mark_staleness_ms_max
+        self._waiting: list[RequestT] = []
+        self._requests: list[RequestT] = []
+        self._requested_ms = 0
+        self._is_under_way = False
+        self._token = 0
+        # When a quorum last confirmed the session; None until then.
+        self.proved_ms: int | None = None
+
+    def is_fresh(self, now_ms: int) -> bool:
+        """Whether the last proof is recent enough to answer without another one."""
+        return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
+
+    def confirm(self, at_ms: int) -> None:
+        """A quorum answered a request that was sent at `at_ms`, which is a proof, too."""
+        if self.proved_ms is None or at_ms > self.proved_ms:
+            self.proved_ms = at_ms
+
+    def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
+        """Let a request wait for a proof that begins now or later."""
+        self._waiting.append(request)
+        return self._begin(now_ms)
+
+    def proved(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
+        """Return the requests that this proof answers, and the next proof to request."""
+        if token != self._token or not self._is_under_way:
+            return (), []
+        answered, self._requests, self._is_under_way = self._requests, [], False
+        self.confirm(self._requested_ms)
+        return answered, self._begin(now_ms)
+
+    def failed(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
+        """Return the requests that do not get this proof, and the next proof to request."""
+        if token != self._token or not self._is_under_way:
+            return (), []
+        unanswered, self._requests, self._is_under_way = self._requests, [], False
+        return unanswered, self._begin(now_ms)
+
+    def drop(self, is_dropped: Callable[[RequestT], bool]) -> None:
+        """Forget requests whose connection was closed."""
+        self._requests = [each for each in self._requests if not is_dropped(each)]
+        self._waiting = [each for each in self._waiting if not is_dropped(each)]
+
+    def reset(self) -> Sequence[RequestT]:
+        """The session has ended: return every request, and discard all proofs."""
+        requests = [*self._requests, *self._waiting]
+        self._requests, self._waiting, self._is_under_way = [], [], False
+        self.proved_ms = None
+        return requests
+
+    def _begin(self, now_ms: int) -> list[ProveMark]:
+        if self._is_under_way or not self._waiting:
+            return []
+        self._requests, self._waiting, self._is_under_way = self._waiting, [], True
+        self._requested_ms = now_ms
+        self._token += 1
+        return [ProveMark(self._token)]
+
+
+def claim_of(message: ClientMessage) -> int:
+    """Return the highest ID that a request assumes to be in the log (rule 3); not for appends."""
+    match message:
+        case MountRequest() | MountWriter():
+            return mark_of(message)
+        case FeedRequest():
+            return message.client_high_water_mark
+        case RangeRequest():
+            return message.first
+        case TransactionDataRequest():
+            return message.transaction_id
+        case _:
+            return BEFORE_FIRST

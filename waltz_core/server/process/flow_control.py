@@ -1,0 +1,235 @@
+"""Flow control: limits on requests for each connection, and on memory for all of them together.
+
+A client that floods the server, or never reads, must not take much memory or time from other
+clients. This file does the accounting, without any sockets.
+
+Rules (docs/design/correctness.md 5, "Limits"):
+    1. For each connection, the number and the bytes of requests in progress are limited. Further
+       requests wait, and while any request waits, the connection is not read.
+    2. The answer to a range request counts from the request on. Reads may use only half of a
+       connection's bytes. No requests of a congested connection are admitted.
+    3. Above the memory limit, the connections that use most are not read until an eighth is free.
+       Also, a connection begins a read (a range, or a transaction's data) only if it has no other
+       read and no data in progress. Otherwise each new connection of a client that reads no answers
+       could use half of its own limit. Requests without data do not count for this: a feed request
+       may be open for a long time, and its client may need the data of a transaction to continue.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from waltz_core.server.partition_events import ConnectionId
+from waltz_core.wire.messages import (
+    AddPreferredRequest,
+    AppendBatch,
+    AppendRequest,
+    ClientMessage,
+    MountWriter,
+    ObjectReplacementRequest,
+    RangeRequest,
+    RegistryRequest,
+    RemovePreferredRequest,
+    TransactionDataRequest,
+)
+
+# Memory of a request in addition to its bytes: Python objects.
+REQUEST_OVERHEAD_BYTES: Final = 512
+# Memory of a lock, a header or a partition in it, which takes 4 bytes in the frame.
+NUMBER_BYTES: Final = 40
+
+
+class FlowLimits(NamedTuple):
+    """See the module's rules."""
+
+    connection_in_flight_count_max: int
+    connection_in_flight_bytes_max: int
+    memory_bytes_max: int
+    range_bytes_max: int
+
+
+class AdmittedRequest(NamedTuple):
+    """A request that may be processed, and the bytes that it counts for until it is answered."""
+
+    message: ClientMessage
+    cost_bytes: int
+
+
+@dataclass(slots=True)
+class _Account:
+    count: int = 0
+    in_flight_bytes: int = 0
+    waiting: deque[ClientMessage] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    backlog_bytes: int = 0
+    is_congested: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.in_flight_bytes + self.waiting_bytes + self.backlog_bytes
+
+    @property
+    def has_data(self) -> bool:
+        """Whether a request with data, or a read, is under way."""
+        return self.in_flight_bytes > self.count * REQUEST_OVERHEAD_BYTES
+
+
+class FlowControl:
+    """The accounts of all connections."""
+
+    def __init__(self, limits: FlowLimits) -> None:
+        self._limits = limits
+        self._accounts: dict[ConnectionId, _Account] = {}
+        self._greedy: dict[ConnectionId, None] = {}  # not read by rule 3
+        self._without_room: dict[ConnectionId, None] = {}  # their reads wait by rule 3
+        self.bytes = 0
+
+    # -----------------------------------------------------------------------------------------
+    # connections
+
+    def open(self, connection: ConnectionId) -> None:
+        """A connection was made."""
+        assert connection not in self._accounts
+        self._accounts[connection] = _Account()
+
+    def close(self, connection: ConnectionId) -> None:
+        """A connection was closed; its bytes are free."""
+        self.bytes -= self._accounts.pop(connection).bytes
+        self._greedy.pop(connection, None)
+        self._without_room.pop(connection, None)
+        assert self.bytes >= 0
+
+    def may_read(self, connection: ConnectionId) -> bool:
+        """Whether more should be read from the connection."""
+        return not self._accounts[connection].waiting and connection not in self._greedy
+
+    def in_flight_count(self, connection: ConnectionId) -> int:
+        """Number of requests of the connection that are under way."""
+        return self._accounts[connection].count
+
+    # -----------------------------------------------------------------------------------------
+    # requests and answers
+
+    def receive(self, connection: ConnectionId, messages: Iterable[ClientMessage]) -> None:
+        """Queue the requests of a connection; `admit` returns them."""
+        account = self._accounts[connection]
+        for message in messages:
+            request_bytes = _request_bytes(message)
+            account.waiting.append(message)
+            account.waiting_bytes += request_bytes
+            self.bytes += request_bytes
+
+    def admit(self, connection: ConnectionId) -> list[AdmittedRequest]:
+        """Return the requests that may be processed now, in order."""
+        account = self._accounts.get(connection)
+        admitted: list[AdmittedRequest] = []
+        while account and account.waiting and self._has_capacity(connection, account):
+            message = account.waiting.popleft()
+            request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
+            account.waiting_bytes -= request_bytes
+            account.in_flight_bytes += request_bytes + answer_bytes
+            account.count += 1
+            self.bytes += answer_bytes
+            admitted.append(AdmittedRequest(message, request_bytes + answer_bytes))
+        return admitted
+
+    def answered(self, connection: ConnectionId, cost_bytes: int) -> None:
+        """A request was answered: its bytes are free. Does nothing for a cost of 0."""
+        account = self._accounts.get(connection)
+        if account is None or not cost_bytes:
+            return
+        account.count -= 1
+        account.in_flight_bytes -= cost_bytes
+        self.bytes -= cost_bytes
+        assert account.count >= 0
+        assert account.in_flight_bytes >= 0
+
+    def backlog(self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool) -> None:
+        """Note how many bytes of answers a connection has buffered."""
+        account = self._accounts.get(connection)
+        if account is not None:
+            self.bytes += backlog_bytes - account.backlog_bytes
+            account.backlog_bytes = backlog_bytes
+            account.is_congested = is_congested
+
+    # -----------------------------------------------------------------------------------------
+    # memory
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the memory of all connections is over the limit, given their last backlogs."""
+        return self.bytes > self._limits.memory_bytes_max
+
+    @property
+    def has_greedy(self) -> bool:
+        """Whether a connection is not read by rule 3."""
+        return bool(self._greedy)
+
+    def balance(self) -> list[ConnectionId]:
+        """Return the connections whose `admit` or `may_read` may have changed by rule 3."""
+        if self.is_over_limit:
+            return self._pause_largest()
+        freed = self._without_room
+        self._without_room = {}
+        if self._greedy and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
+            freed |= self._greedy
+            self._greedy.clear()
+        return list(freed)
+
+    def _pause_largest(self) -> list[ConnectionId]:
+        """Stop reading the connections that use most, as many as hold the excess bytes."""
+        over_bytes = self.bytes - self._limits.memory_bytes_max
+        stopped: list[ConnectionId] = []
+        held = sorted(((account.bytes, each) for each, account in self._accounts.items()))
+        while over_bytes > 0 and held:
+            held_bytes, connection = held.pop()
+            over_bytes -= held_bytes
+            if connection not in self._greedy:
+                self._greedy[connection] = None
+                stopped.append(connection)
+        return stopped
+
+    # -----------------------------------------------------------------------------------------
+    # inside
+
+    def _has_capacity(self, connection: ConnectionId, account: _Account) -> bool:
+        limits = self._limits
+        if account.is_congested or account.count >= limits.connection_in_flight_count_max:
+            return False
+        bytes_max = limits.connection_in_flight_bytes_max
+        is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
+        if is_read and account.has_data and self.is_over_limit:
+            self._without_room[connection] = None
+            return False
+        if isinstance(account.waiting[0], RangeRequest):
+            bytes_max //= 2
+        return account.in_flight_bytes < bytes_max
+
+    def _answer_bytes(self, message: ClientMessage) -> int:
+        if isinstance(message, TransactionDataRequest):
+            return 1  # not known; it counts as a read (rule 3)
+        if not isinstance(message, RangeRequest):
+            return 0
+        return min(max(message.bytes_max, 1), self._limits.range_bytes_max)
+
+
+def _request_bytes(message: ClientMessage) -> int:
+    data_bytes = number_count = 0
+    if isinstance(message, AppendBatch):
+        data_bytes = len(message.payload)
+    elif isinstance(message, AppendRequest):
+        data_bytes = len(message.data)
+        number_count = (
+            len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
+        )
+    elif isinstance(message, MountWriter | RangeRequest):
+        number_count = len(message.header_values)
+    elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
+        number_count = len(message.partitions)
+    elif isinstance(message, RegistryRequest):
+        data_bytes = len(message.write) + len(message.marks) + len(message.arguments)
+        number_count = len(message.partitions)
+    elif isinstance(message, ObjectReplacementRequest):
+        data_bytes = len(message.object)
+    return REQUEST_OVERHEAD_BYTES + data_bytes + NUMBER_BYTES * number_count

@@ -1,0 +1,175 @@
+"""Covered records: they stay on the disk after the end that the log reports.
+
+Waltz 0.13 writes records without batches. When this version opens such a log, it adopts the
+records: it creates batches from their IDs (`log_recovery.py`, rule 4). If replicas were not in sync
+when 0.13 stopped, they may have the same records in different batches. An owner then sees different
+chains. It truncates the log of one replica to the last batch end that both have, and copies from
+there.
+
+If this truncation removed the records, a trusted replica would end below what it has acknowledged.
+Before they are copied, a second owner might use the shorter log to decide.
+
+So the records stay on the disk, and the log reports the end that the truncation requested: the
+records after it are *covered*. Appended records are compared with covered ones. While they are
+equal, only batches are written.
+
+Rules (decision 043):
+    1. A truncation covers records if the newest batch was adopted. Then the confirmed mark does not
+       limit the truncation: 0.13 set this mark for records, not for batches (`mark_confirmed` of
+       PREPARED). A truncation also covers records if a 0.13 server set the last mark through an
+       earlier version of this storage (`log_recovery.py`, rule 4): another replica may have the
+       same records in adopted batches.
+    2. Before a batch is dropped, the log durably states that it has records without batches
+       (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
+       batches for them, and then no record is covered any more.
+    3. Covered records are truncated when other records take their place, or when the decided mark
+       is below them, but never below the confirmed mark.
+    4. When every remaining record has its batch, the log is like any other; this state is made
+       durable.
+    5. A log that does not reach the mark of its last session reports no session in PREPARED. 0.13
+       sets its mark before it has completed the log, so such a log proves nothing about its end.
+    6. Damaged records are handled like the others: they stay, and are repaired later.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, DiskFailed, WaltzError
+from waltz_core.records import raw_records
+from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
+from waltz_core.storage.files.control_file import SlotFile
+from waltz_core.storage.files.format import UNBATCHED, AckedMarker
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log import rebatching, truncation
+from waltz_core.storage.log.log_files import LogFiles
+
+I64 = npt.NDArray[np.int64]
+
+
+class CoveredRecords:
+    """Covers records of one log, whose `covered_end` is the reported end meanwhile.
+
+    `reopen` opens the log's files as at a start, which makes batches.
+    """
+
+    def __init__(self, files: LogFiles, reopen: Callable[[], tuple[Segments, SlotFile]]) -> None:
+        self._files = files
+        self._reopen = reopen
+
+    def ends_adopted(self) -> bool:
+        """Return whether the newest batch was made from records of 0.13 (rule 1)."""
+        with suppress(BadFormat, ChecksumMismatch):
+            end = self._files.segments.lineage_end()
+            return end is not None and end.session_id == NO_SESSION
+        return False
+
+    def may_cover(self) -> bool:
+        """Return whether a truncation must cover the records after it (rule 1)."""
+        provisional = self._files.slot.provisional
+        is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
+        return self.ends_adopted() or is_mark_0_13
+
+    def make_batches(self) -> None:
+        """Make batches for records without one: open the files again, in place (rule 2)."""
+        files = self._files
+        files.count_all()
+        if files.has_failed:
+            files.continue_in_new_segment()
+        files.sync()
+        files.check_files()
+        files.abandon()
+        files.has_failed = files.is_broken = True  # until they are open
+        try:
+            files.use(*self._reopen())
+        except WaltzError as error:
+            raise DiskFailed(
+                f"partition {files.partition_id}: cannot write batches for records of Waltz "
+                f"0.13: {error}"
+            ) from error
+
+    def cover(self, last: TransactionId) -> None:
+        """Report the log's end at an ID, and drop the batches after it (rule 2)."""
+        files = self._files
+        shortened, end = truncation.truncation_of(files.segments, last)
+        files.sync()
+        files.sync_index()
+        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED)))
+        files.covered_end = files.synced_max = last
+        files.chain = files.synced_chain = end.chain if shortened is None else shortened.chain
+        with files.failing():
+            rebatching.drop_batches(files.segments, end.transaction_id)
+            rebatching.add_batches(files.segments, [] if shortened is None else [shortened])
+
+    def uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
+        """Take whole batches if their records are those that are covered; else return False.
+
+        Raises DiskFailed: a write failed.
+        """
+        files = self._files
+        first = TransactionId(files.last_id + 1)
+        here = min(int(lengths.size), files.segments.last_id - first + 1)
+        size = int(lengths[:here].sum())
+        found, found_lengths = files.segments.read(first, TransactionId(first + here - 1))
+        if not np.array_equal(found_lengths, lengths[:here]):
+            return False
+        if found != records[:size] and not self._differ_in_damage(
+            first, found_lengths, found, records
+        ):
+            return False
+        with files.failing():
+            if here < lengths.size:
+                files.write_batches(lengths[here:], records[size:], ())
+                files.segments.sync()  # before the entries name them
+            rebatching.add_batches(files.segments, entries)
+        files.covered_end, files.chain = entries[-1].last, entries[-1].chain
+        if files.covered_end == files.segments.last_id:
+            self.settle()
+        return True
+
+    def _differ_in_damage(
+        self, first: TransactionId, lengths: I64, found: bytes, records: memoryview
+    ) -> bool:
+        """Return whether only known damage differs from these records (rule 6)."""
+        offsets = raw_records.offsets_of(lengths)
+        at = 0
+        for ids in self._files.slot.damaged:
+            low = max(0, ids.first - first)
+            high = min(int(lengths.size), ids.last - first + 1)
+            if low < high:
+                if found[at : offsets[low]] != records[at : offsets[low]]:
+                    return False
+                at = int(offsets[high])
+        return found[at:] == records[at : len(found)]
+
+    def truncate_rest(self) -> None:
+        """Truncate covered records (rule 3); raises DataLoss below the confirmed mark."""
+        files = self._files
+        assert files.covered_end is not None
+        end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
+        if end < min(low_water_mark, files.segments.last_id):
+            raise DataLoss(
+                f"partition {files.partition_id}: the records after {end} differ from those "
+                "of the decided log, although they are below the low-water mark "
+                f"{low_water_mark}"
+            )
+        files.sync()
+        files.covered_end = None
+        if end < files.segments.last_id:
+            files.truncate(end)
+        files.chain = chain
+        self.settle()
+
+    def settle(self) -> None:
+        """Make it durable that all records have their batches (rule 4)."""
+        files = self._files
+        with files.failing():  # covering still, so that nothing is truncated that was synced
+            rebatching.relink(files.segments)
+            files.sync_count += files.segments.sync()
+            files.segments.sync_index()
+        files.covered_end = None
+        files.synced_max, files.synced_chain = files.segments.last_id, files.chain
+        files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, files.chain)))

@@ -1,0 +1,309 @@
+"""A simulated operator that rebuilds ZooKeeper's metadata from the storages' logs.
+
+The production code (`cluster/change/rebuilding.py`) chooses the log and the order of durable steps;
+this module queries storages and writes ZooKeeper as the commands do.
+
+Rules:
+    1. The command claims a session later than every promise of a storage; only answers in it count.
+       `accept-replicas` claims it in ZooKeeper first.
+    2. The command may die after each durable step. It is run again, or never.
+    3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
+       do not know this decision, so a command that would lose some dies before it writes ZooKeeper.
+       After the write the decision is made, and the command is run again until the partition can
+       be opened.
+    4. With `loses` the operator accepts a log that ends below the archived mark. Then no session
+       may open (AR 8 of decision 047), which the checkers see.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.cluster.change import rebuilding
+from waltz_core.cluster.change.rebuilding import RebuildDecision, ReportedLog
+from waltz_core.cluster.znodes.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.replication.replica_repair import decode_damaged_ranges
+from waltz_core.replication.session_recovery import NO_STORAGE_ID
+from waltz_core.wire.messages import (
+    Nack,
+    Prepare,
+    Prepared,
+    ReplicaEnd,
+    SetLowWaterMark,
+    StorageMessage,
+)
+from waltz_sim.cluster.peer import PeerAnswers, SimPeer
+from waltz_sim.world.event_loop import loop_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+
+# The steps after which a command may die (rule 2).
+STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")
+BEST: Final = ReplicaId("")
+ATTEMPTS_MAX: Final = 10
+POLL_INTERVAL_S: Final = 0.1
+POLLS_MAX: Final = 30
+
+
+class CommandDied(Exception):
+    """The command has died, or cannot continue."""
+
+
+class DisasterRecovery:
+    """One command; `on_verdict` gets the decision, or None if the command has died.
+
+    It accepts the log of a replica, with `BEST` the longest one, or (`accepted` is None) the one
+    that a rebuild would choose.
+    """
+
+    def __init__(
+        self,
+        cluster: "SimCluster",
+        prepared: "Callable[[RebuildDecision | None], None]",
+        *,
+        accepted: ReplicaId | None = None,
+        dies_after: str = "",
+        loses: bool = False,
+    ) -> None:
+        assert dies_after in {"", *STEPS}
+        self._cluster = cluster
+        cluster.disaster_recovery_count += (
+            1  # each has its own random numbers, and so its own nonces
+        )
+        self._peer = SimPeer(cluster, f"operator{cluster.disaster_recovery_count}")
+        self._loop = loop_of(self._peer)
+        self._on_verdict = prepared
+        self._accepted = accepted
+        self._dies_after = dies_after
+        self._loses = loses
+        self._versions = (0, 0)
+        self._nonce = self._peer.rng.randbytes(16)
+        self._partition_id = PartitionId(cluster.partition_id)
+        self._session_id: SessionId = NO_SESSION
+        self._received: dict[ReplicaId, StorageMessage | None] = {}
+        self._loop.enter(lambda: self._loop.create_task(self._run(), name="disaster recovery"))
+
+    async def _run(self) -> None:
+        verdict: RebuildDecision | None = None
+        try:
+            verdict = await self._recover()
+        except CommandDied as died:
+            self._cluster.world.note(f"the operator's command has died: {died}")
+        except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
+            self._loop.fail(error)
+        self._on_verdict(verdict)
+
+    def _passed(self, step: str) -> None:
+        """Rule 2; a command that still runs when all faults have ended does not die."""
+        if step == self._dies_after and not self._cluster.is_recovering:
+            raise CommandDied(f"after {step}")
+
+    async def _recover(self) -> RebuildDecision:
+        """Raises CommandDied, and BadRequest if a silent storage may have acknowledged data."""
+        newest = NO_SESSION
+        for _ in range(ATTEMPTS_MAX):
+            self._claim(newest)
+            await self._query()
+            nacks = [each for each in self._received.values() if isinstance(each, Nack)]
+            newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
+            if newest < self._session_id:
+                return await self._decide()
+        raise CommandDied("other owners claim later sessions")
+
+    def _claim(self, newest: SessionId) -> None:
+        """Rule 1."""
+        coordinator = self._cluster.coordinator
+        metadata = coordinator.metadata
+        known = NO_SESSION if metadata is None else metadata.session_id
+        self._session_id = SessionId(max(known, newest) + 1)
+        if self._accepted is None:
+            return
+        is_known = metadata is not None and metadata.states and coordinator.marker is not None
+        if not is_known or coordinator.is_away:
+            raise CommandDied("ZooKeeper knows no replica, or does not answer")
+        self._nonce = self._peer.rng.randbytes(16)
+        coordinator.claim(self._peer.name, self._session_id, self._nonce)
+        self._versions = coordinator.metadata_version, coordinator.marker_version
+        self._passed("claim")
+
+    async def _query(self) -> None:
+        """Query every storage for its log, in the session: assigned or known to ZooKeeper."""
+        metadata = self._cluster.coordinator.metadata
+        held = () if self._accepted is None or metadata is None else metadata.states
+        members = dict.fromkeys([*self._cluster.replicas, *held])
+        identity = (NO_STORAGE_ID, self._cluster.key, 1)
+        prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
+        answering_links = {each: self._send(each, [prepare]) for each in members}
+        self._received = {}
+        for replica, answering in answering_links.items():
+            answers = await answering
+            self._received[replica] = answers[0] if answers else None
+
+    def _send(
+        self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
+    ) -> "asyncio.Future[PeerAnswers]":
+        answers = self._loop.create_future()
+        storage = self._cluster.storages[replica]
+        self._peer.request(
+            storage, requests, lambda its: self._loop.enter(lambda: answers.set_result(its))
+        )
+        return answers
+
+    async def _decide(self) -> RebuildDecision:
+        prepared = {
+            each: answer for each, answer in self._received.items() if isinstance(answer, Prepared)
+        }
+        logs = {each: _log_of(answer) for each, answer in prepared.items()}
+        if self._accepted is None:
+            verdict = rebuilding.choose(
+                self._partition_id,
+                logs,
+                groups={},
+                replica_count=len(self._cluster.replicas),
+                unanswered=[each for each in self._received if each not in prepared],
+            )
+        else:
+            self._passed("fence")
+            if self._accepted == BEST and logs:
+                self._accepted = max(logs, key=lambda each: _rank(logs[each]))
+            if self._accepted not in logs:
+                raise CommandDied(f"{self._accepted} did not answer")
+            others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
+            members = (self._accepted, *(each for each in others if each != self._accepted))
+            log = logs[self._accepted]
+            verdict = RebuildDecision(self._partition_id, self._accepted, log, members)
+        declared = verdict.declared_in(self._session_id)
+        operations = _SimulatedOperations(self, declared, prepared[verdict.source])
+        generation = self._cluster.coordinator.assignment.generation
+        await rebuilding.declare(declared.metadata(generation, self._session_id), operations)
+        if self._accepted is not None:
+            await self._add(verdict.members[2:])
+        return verdict
+
+    # ---- the operations of a declaration
+
+    def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        coordinator = self._cluster.coordinator
+        if self._accepted is not None:
+            versions = coordinator.metadata_version, coordinator.marker_version
+            if coordinator.is_away or versions != self._versions:
+                raise CommandDied("ZooKeeper does not answer, or was changed meanwhile")
+            if not (self._is_below_the_archive() if self._loses else self._has_all()):
+                raise CommandDied("the accepted log lacks acknowledged transactions (rule 3)")
+            self._cluster.unfinished_recovery = None if self._loses else self._accepted
+            self._cluster.checks.count("replica accepted")
+        before = coordinator.marker
+        archived = None if before is None else before.archived
+        marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce, archived)
+        coordinator.put_back(metadata, marker)
+        self._passed("write")
+
+    async def mark(self, verdict: RebuildDecision, source: Prepared) -> None:
+        """Set the mark of the log in the session, so that its replica is trusted."""
+        prefix = self._session_id, 2, self._partition_id
+        identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
+        again = Prepare(self._session_id, 1, self._partition_id, *identity)
+        mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
+        answers = await self._send(verdict.source, [again, mark])
+        if not answers or not isinstance(answers[-1], ReplicaEnd):
+            raise CommandDied(f"{verdict.source} was not marked")
+        self._cluster.checks.count("replica marked by a command")
+        self._passed("mark")
+
+    def assign(self, verdict: RebuildDecision) -> None:
+        """Assign the first replicas."""
+        self._cluster.reassign(verdict.first_members)
+        self._cluster.unfinished_recovery = None
+        self._passed("assign")
+
+    async def _add(self, others: "Sequence[ReplicaId]") -> None:
+        """Assign the other replicas one by one, each after the assigned ones are engaged."""
+        cluster = self._cluster
+        for each in others:
+            for _ in range(POLLS_MAX):
+                if cluster.is_whole():
+                    break
+                await asyncio.sleep(POLL_INTERVAL_S)
+            states = cluster.coordinator.metadata
+            if not cluster.is_whole() or states is None or each in cluster.replicas:
+                raise CommandDied("others change the replicas, or they do not recover")
+            cluster.reassign((*cluster.replicas, each))
+            self._passed("add")
+
+    def _is_below_the_archive(self) -> bool:
+        """Whether the accepted log ends below the archived mark (rule 4)."""
+        marker = self._cluster.coordinator.marker
+        archived = None if marker is None else marker.archived
+        accepted = None if self._accepted is None else self._received[self._accepted]
+        return (
+            archived is not None
+            and isinstance(accepted, Prepared)
+            and accepted.synced_max < archived.last
+        )
+
+    def _has_all(self) -> bool:
+        """Whether the accepted log has all acknowledged transactions (rule 3).
+
+        A quorum without losses has answered: no older session acknowledges any longer, and each
+        acknowledged transaction is in one of their logs. A repeated command has checked this
+        before, and since then ZooKeeper names only the accepted replica.
+        """
+        cluster, accepted = self._cluster, self._accepted
+        metadata = cluster.coordinator.metadata
+        assert accepted is not None
+        assert metadata is not None
+        logs = {
+            each: _log_of(answer)
+            for each, answer in self._received.items()
+            if isinstance(answer, Prepared)
+        }
+        sound = [
+            each
+            for each, log in logs.items()
+            if log.is_trusted and not cluster.budget.has_lost(cluster.storages[each])
+        ]
+        engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
+        is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
+        is_longest = all(log.rank <= logs[accepted].rank for log in logs.values())
+        if not (is_whole and is_longest):
+            return False
+        is_run_again = cluster.unfinished_recovery == accepted
+        return is_run_again or len(engaged) >= quorum_size(len(metadata.states))
+
+
+class _SimulatedOperations:
+    """See `rebuilding.RebuildOperations`."""
+
+    def __init__(
+        self, recovery: DisasterRecovery, verdict: RebuildDecision, source: Prepared
+    ) -> None:
+        self._recovery, self._verdict, self._source = recovery, verdict, source
+
+    async def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        self._recovery.write(metadata)
+
+    async def mark(self) -> None:
+        """Mark the replica."""
+        await self._recovery.mark(self._verdict, self._source)
+
+    async def assign(self) -> None:
+        """Assign the first replicas."""
+        self._recovery.assign(self._verdict)
+
+
+def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
+    """Return the sort key of a log; the best log has the greatest, as in the command."""
+    return not log.is_damaged, *log.rank, not log.is_suspect
+
+
+def _log_of(prepared: Prepared) -> ReportedLog:
+    lasts = [last for _, last in decode_damaged_ranges(prepared.damaged)]
+    is_damaged = any(last > prepared.low_water_mark for last in lasts)
+    last_id = TransactionId(prepared.synced_max)
+    return ReportedLog(SessionId(prepared.last_session), last_id, prepared.suspect, is_damaged)

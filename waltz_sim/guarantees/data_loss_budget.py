@@ -1,0 +1,158 @@
+"""Budget for faults that destroy durable data of replicas.
+
+If every disk may be lost, no quorum survives and a run proves nothing. A budget that is too strict
+proves as little. These rules state when each kind of loss is allowed.
+
+Rules:
+    1. A loss that the replica detects may happen when every other engaged replica is trusted: each
+       acknowledged transaction is then still on one of them. Detected losses are an empty disk, a
+       disk from before the last session, and unreadable slots. No other replica may have
+       undetected rot, even if it is not engaged or has left: a session could still engage it. The
+       session in which a replica was lost could do so, too, because of its earlier answers.
+    2. A loss that no component can detect (the end of a log is missing, within a session, without
+       a trace) may happen only when a quorum of others is engaged, and all of them hold all that
+       this replica holds (docs/design/correctness.md 2.4, rows 2 and 8). With any of them away,
+       the rest still outvotes it.
+    3. A replica that has lost something is trusted again when a later session has engaged it and a
+       copy of its disk, read completely, has no damage.
+    4. A change of ZooKeeper's data removes the last record of what the disks should hold. It may
+       not happen when a disk has lost something, and no disk may lose anything after it.
+    5. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
+       the partition may halt; a wrong answer is still wrong.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.errors import WaltzError
+from waltz_core.records.record import (
+    NO_SESSION,
+    RECONSTRUCTED,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.log.reading import READ_BYTES
+from waltz_sim.world.simulated_disk import SimDisk
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
+
+_NOTHING: Final = PartitionMetadata()
+
+
+class DataLossBudget:
+    """Decides whether a loss is allowed by the module's rules."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        # Replicas that have lost data -> their session in ZooKeeper at that time.
+        self.lost: dict[ReplicaId, SessionId] = {}
+
+    @property
+    def _metadata(self) -> PartitionMetadata:
+        return self._cluster.coordinator.metadata or _NOTHING
+
+    def session_of(self, storage: "SimStorage") -> SessionId:
+        """Return a replica's session as ZooKeeper has it."""
+        state = self._metadata.states.get(storage.replica)
+        return NO_SESSION if state is None else state.session_id
+
+    def is_engaged(self, storage: "SimStorage") -> bool:
+        """Whether a replica is engaged according to ZooKeeper, so that its vote counts."""
+        state = self._metadata.states.get(storage.replica)
+        return state is not None and state.closing_high_water_mark == UNRESOLVED
+
+    def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
+        """Whether a replica may lose something now (all rules)."""
+        cluster = self._cluster
+        if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
+            return False  # Its disk belongs to another storage; or rule 4.
+        if cluster.setup.is_unbounded and not is_silent:
+            return True
+        metadata = self._metadata
+        rest = [
+            (cluster.storages[ReplicaId(name)], state)
+            for name, state in metadata.states.items()
+            if name != victim.replica
+        ]
+        others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
+        if len(metadata.states) < 2 or not others:
+            return False
+        unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
+        rots = any(not is_sound(storage) for storage in unsound)
+        is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
+        trusted = all(self._is_trusted(storage, state) for storage, state in others)
+        if rots or is_awaited or not trusted:
+            return False
+        if not is_silent:
+            return True
+        is_outvoted = len(others) >= quorum_size(len(metadata.states))
+        return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
+
+    def has_lost(self, storage: "SimStorage") -> bool:
+        """Whether a replica has lost something and is not known to be repaired."""
+        return storage.replica in self.lost
+
+    def has_rot(self, storage: "SimStorage") -> bool:
+        """Whether a replica that has lost something cannot be read completely."""
+        return self.has_lost(storage) and not is_sound(storage)
+
+    def spend(self, victim: "SimStorage") -> None:
+        """Record that a replica loses something."""
+        self.lost[victim.replica] = self._metadata.session_id
+        self._cluster.checks.rolled_back(victim)
+
+    def _is_trusted(self, storage: "SimStorage", state: ReplicaState) -> bool:
+        log = storage.log
+        if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
+            return False
+        if log.is_broken:
+            return False  # It may be suspect when it opens next.
+        since = self.lost.get(storage.replica)
+        if since is None:
+            return True
+        if state.session_id <= since or not is_sound(storage):
+            return False
+        del self.lost[storage.replica]
+        return True
+
+    def _all_hold(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:
+        if victim.log is None:
+            return False
+        last = max(victim.log.max_id, self._cluster.checks.history.last)
+        return all(other.log is not None and other.log.synced_max >= last for other in others)
+
+
+def is_sound(storage: "SimStorage") -> bool:
+    """Whether the disk can be read completely and is trusted; changes nothing."""
+    copy = SimDisk(is_traced=False)
+    copy.become(storage.disk.contents())
+    try:
+        engine = storage.open_engine(copy)
+        log = engine.log(PartitionId(0))
+        read_whole(log)
+        return not log.suspect and not log.damaged and not _has_reconstructed(log)
+    except WaltzError:
+        return False
+
+
+def _has_reconstructed(log: PartitionLog) -> bool:
+    """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
+    first = TransactionId(log.start.transaction_id + 1)
+    if log.synced_max < first:
+        return False
+    _, entries = log.lineage(first, log.synced_max)
+    return not entries or any(entry.session_id == RECONSTRUCTED for entry in entries)
+
+
+def read_whole(log: PartitionLog) -> None:
+    """Read all of a log so that it finds its damage; raises WaltzError if that fails."""
+    at = TransactionId(log.start.transaction_id + 1)
+    while at <= log.synced_max:
+        log.lineage(at, at)
+        at = log.verify(at, READ_BYTES)

@@ -1,0 +1,124 @@
+"""Limits on queues, in-flight bytes and retry rates.
+
+An unbounded queue or a retry without a delay breaks no guarantee about the log, but is a bug.
+
+Rules:
+    1. In-flight bytes are the bytes sent and not yet answered; queues are measured by their
+       content.
+    2. Attempts are counted over windows of one virtual second.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.replication import session_events
+from waltz_core.server.locking.lock_table_loader import IN_FLIGHT_MAX
+from waltz_core.server.read.read_ahead import AHEAD_BYTES
+from waltz_core.storage.service.lane import REQUEST_BYTES
+from waltz_core.wire.messages import AppendRaw, StorageMessage
+
+if TYPE_CHECKING:
+    from waltz_core.records.record import SessionId
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_storages import SimStorage
+    from waltz_sim.guarantees.checker_state import CheckerState
+
+SECOND_US: Final = 1_000_000
+# How much one frame may exceed a limit.
+FRAME_BYTES: Final = 16 * 1024
+# Per virtual second, several times the usual rate: delays start at about 20 ms and double.
+CLAIMS_MAX: Final = 20
+DIALS_MAX: Final = 50
+# A storage's queue limit; two sessions may add what they send before its answer arrives.
+QUEUE_BYTES_MAX: Final = 64 * 1024
+
+
+class LimitGuarantees:
+    """Checks all limits."""
+
+    def __init__(self, evidence: "CheckerState") -> None:
+        self._facts = evidence
+        self._times: dict[tuple[str, str], deque[int]] = {}
+        self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}
+
+    # ---- attempts (rule 2)
+
+    def tried(self, actor: str, what: str, limit: int) -> None:
+        """Count an attempt by a component, and fail when it tries too often."""
+        times = self._times.setdefault((actor, what), deque())
+        now_us = self._facts.world.now_us
+        times.append(now_us)
+        while times[0] <= now_us - SECOND_US:
+            times.popleft()
+        if len(times) > limit:
+            self._facts.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
+
+    def dialed(self, actor: str, peer: str) -> None:
+        """Count a connection attempt."""
+        self.tried(actor, f"dialing {peer}", DIALS_MAX)
+
+    def store_reported(self, server: str, effect: session_events.Effect) -> None:
+        """Count metadata reads (one per session claim); forget closed connections."""
+        if isinstance(effect, session_events.ReadMetadata):
+            self.tried(server, "reading the metadata", CLAIMS_MAX)
+        elif isinstance(effect, session_events.CloseReplica):
+            self._unanswered.pop((effect.session_id, effect.replica), None)
+
+    # ---- bytes (rule 1)
+
+    def sent(self, effect: session_events.SendToReplica) -> None:
+        """Count the bytes of appends sent to a replica."""
+        message = effect.message
+        if not isinstance(message, AppendRaw):
+            return
+        key = effect.session_id, effect.replica
+        unanswered = self._unanswered.setdefault(key, {})
+        unanswered[message.sequence] = len(message.records)
+        total = sum(unanswered.values())
+        limit = self._facts.cluster.store_limits.lag_bytes_max + FRAME_BYTES
+        if total > limit:
+            self._facts.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
+
+    def received(self, session: "SessionId", replica: str, answer: StorageMessage) -> None:
+        """Subtract the bytes that a replica has answered."""
+        unanswered = self._unanswered.get((session, replica))
+        if unanswered is not None:
+            unanswered.pop(answer.sequence, None)
+
+    def worked(self, storage: "SimStorage") -> None:
+        """Check the queue of a storage."""
+        lag_bytes_max = self._facts.cluster.store_limits.lag_bytes_max
+        service = storage.service
+        if service is None:
+            return
+        # The lag counts record bytes; the queue also counts the rest of each request, and the
+        # answer to a read. Each session may send one more read before its connection is paused.
+        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
+        held = service.queue_limits
+        for queued_bytes in (held.owner_bytes, held.reader_bytes):
+            if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
+                self._facts.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
+
+    def stepped(self, server: "SimServer") -> None:
+        """Check the queues of a server."""
+        partition, limits = server.partition, self._facts.cluster.limits
+        if partition is None:
+            return
+        pipeline = partition.pipeline
+        queued, queued_max = pipeline.queued_bytes, 2 * limits.queue_bytes_max
+        in_flight_bytes, in_flight_bytes_max = (
+            pipeline.in_flight_bytes,
+            2 * limits.in_flight_bytes_max,
+        )
+        fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
+        if queued > queued_max:
+            self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
+        if in_flight_bytes > in_flight_bytes_max:
+            self._too_much(
+                server, f"{in_flight_bytes} bytes in flight, {in_flight_bytes_max} allowed"
+            )
+        if fetches > fetches_max:
+            self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
+
+    def _too_much(self, server: "SimServer", what: str) -> None:
+        self._facts.fail("Bounded", f"{server.name}: {what}")

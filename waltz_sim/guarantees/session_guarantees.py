@@ -1,0 +1,479 @@
+"""Checks of store sessions: claims, decisions, openings and commits.
+
+The module follows docs/design/correctness.md 2.1 from ZooKeeper's data, the promises on disks, and
+the answers that the owner has received. It computes the expected decisions independently and
+compares the owner's decisions with them.
+
+Rules:
+    1. ZooKeeper's content is known from the writes that it has applied (`wrote`).
+    2. A replica is fenced when its disk has promised the session, whether or not any server has
+       received the answer.
+    3. A decision is checked once, at its first sign: the report, or the first message that changes
+       a replica. Everything later must agree with it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from waltz_core.cluster.znodes.model import (
+    UNRESOLVED,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.machine import Report
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication import session_events
+from waltz_core.wire.messages import (
+    Appended,
+    AppendRaw,
+    Engage,
+    Prepared,
+    Repair,
+    ReplicaEnd,
+    ResetLog,
+    SetLowWaterMark,
+    StorageMessage,
+    Truncate,
+)
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.guarantees.checker_state import CheckerState
+
+_CHANGING = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
+
+
+class ClaimedMetadata(NamedTuple):
+    """The metadata that the first compare-and-set of a session found and wrote."""
+
+    server: str
+    nonce: bytes
+    states: Mapping[ReplicaId, ReplicaState]
+
+    @property
+    def engaged(self) -> list[str]:
+        """The replicas that were engaged in the preceding session."""
+        return [str(name) for name, state in self.states.items() if state[1] == UNRESOLVED]
+
+    @property
+    def quorum(self) -> int:
+        """The quorum size of the last assignment; 0 without a history."""
+        return len(self.states) // 2 + 1 if self.states else 0
+
+
+class DecidedMark(NamedTuple):
+    """The minimum mark that the answers allow, and the number of unknown engaged replicas."""
+
+    least: int
+    unknown_count: int
+
+
+class SessionGuarantees:
+    """Checks all store sessions of the partition."""
+
+    def __init__(self, evidence: "CheckerState") -> None:
+        self._facts = evidence
+        self.is_rewritten = False  # a fault has changed ZooKeeper's data
+        self.claims: dict[SessionId, ClaimedMetadata] = {}
+        self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
+        # The end of the log then: an owner that opens late is fenced and must cover only that.
+        self._last_at_open: dict[SessionId, int] = {}
+        self.ever_engaged: dict[SessionId, dict[str, None]] = {}
+        self.engaged_now: dict[str, None] = {}
+        self._nonces: dict[bytes, SessionId] = {}
+        self._tried: dict[SessionId, dict[bytes, None]] = {}
+        self._version = 0
+        self._last_claimants: list[str] = []
+        # From the disks: the highest promise and mark session ever, and who synced which chain.
+        self._promised: dict[str, SessionId] = {}
+        self._last_session: dict[str, SessionId] = {}
+        self._synced: dict[Chain, dict[str, None]] = {}
+        self._lasts: dict[Chain, int] = {}  # last ID of the batch with this chain
+        # Answers that the owner has received, and whether each came from the storage that was
+        # registered at that time.
+        self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
+        self._reached: dict[tuple[SessionId, str], int] = {}
+        self.decided: dict[SessionId, DecidedMark] = {}
+        self._marks: dict[SessionId, int] = {}
+        self._submitted: dict[SessionId, None] = {}
+
+    # ---- ZooKeeper (rule 1)
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """20. MetaShape; records claims, open sessions and their engaged replicas."""
+        self.engaged_now = dict.fromkeys(_engaged(after))
+        if self.is_rewritten:
+            if after.states:
+                self.opened[after.session_id] = after
+                self._last_at_open.setdefault(after.session_id, self._facts.history.last)
+            return
+        if after.session_id == before.session_id:
+            self._check_states(server, before, after, marker)
+        else:
+            self._check_claim(server, before, after, marker)
+        version = self._facts.cluster.coordinator.metadata_version
+        if version != self._version + 1:
+            self._bad(f"version {self._version}, then {version}")
+        self._version = version
+
+    def _bad(self, text: str) -> None:
+        self._facts.fail("MetaShape", text)
+
+    def _check_claim(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """Check a first compare-and-set: it changes the session and the nonce, nothing else."""
+        session = after.session_id
+        if session != before.session_id + 1 or after.generation < before.generation:
+            self._bad(f"a claim from {before} to {after}")
+        if marker.session_id != session or marker.nonce in self._nonces:
+            self._bad(f"claim {session} with the marker of {marker.session_id}, or an old nonce")
+        if dict(after.states) != dict(before.states):
+            self._bad(f"a claim changes states from {before.states} to {after.states}")
+        self._nonces[marker.nonce] = session
+        self.claims[session] = ClaimedMetadata(server, marker.nonce, after.states)
+        if before.session_id in self.opened and before.session_id not in self._submitted:
+            self._facts.count("session without appends")
+        if len(self._tried.get(session, ())) > 1:
+            self._facts.count("two owners claimed one session")
+        claimants = self._last_claimants
+        if not claimants or claimants[-1] != server:
+            claimants.append(server)
+            if claimants[-3:-2] == [server]:
+                self._facts.count("partition returned to its previous owner")
+
+    def _check_states(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """Check a later compare-and-set: the engaged replicas, and the marks of closed ones."""
+        session = after.session_id
+        claim = self.claims.get(session)
+        if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
+            self._bad(f"{server} writes states of {session}, claimed by {claim}")
+            return
+        engaged = _engaged(after)
+        if len(engaged) < len(after.states) // 2 + 1:
+            self._bad(f"too few are engaged: {after}")
+        if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
+            self._bad(f"engaged in more than session {session}: {after}")
+        ever = self.ever_engaged.setdefault(session, {})
+        if not set(ever) <= set(engaged):
+            self._bad(f"{session} continues without one of {list(ever)}: {after}")
+        self._check_closed(claim, after)
+        for name in engaged:
+            if self._last_session.get(name, NO_SESSION) < session:
+                self._facts.fail(
+                    "EngagedOnly",
+                    f"{name} is recorded as engaged in {session}, but its mark is not set",
+                )
+        if not ever:
+            self._check_previous_assignment(claim, session)
+        elif len(engaged) > len(ever):
+            self._facts.count("replica joined an open session")
+        ever.update(dict.fromkeys(engaged))
+        self.opened[session] = after
+        self._last_at_open.setdefault(session, self._facts.history.last)
+
+    def _check_previous_assignment(self, claim: ClaimedMetadata, session: SessionId) -> None:
+        """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
+        marked = [
+            str(name)
+            for name in claim.states
+            if self._last_session.get(name, NO_SESSION) >= session
+        ]
+        if len(marked) < claim.quorum:
+            self._bad(f"{session} opens, but of {list(claim.states)} only {marked} have its mark")
+
+    def _check_closed(self, claim: ClaimedMetadata, after: PartitionMetadata) -> None:
+        """Replicas that are not ready are closed at the mark, or keep their closed state."""
+        mark = self._marks.get(after.session_id, BEFORE_FIRST)
+        for name, state in after.states.items():
+            if state[1] == UNRESOLVED:
+                continue
+            old = claim.states.get(name)
+            wanted = ReplicaState(NO_SESSION, TransactionId(mark)) if old is None else old
+            if old is not None and old[1] == UNRESOLVED:
+                wanted = ReplicaState(old.session_id, TransactionId(mark))
+            if state != wanted:
+                self._bad(f"{name} is recorded as {state}, expected {wanted}")
+
+    def zookeeper_changed(self) -> None:
+        """Note that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
+
+        From now on the only guarantee for sessions is that no mark goes below the log. Other
+        modules check the results that applications receive.
+        """
+        self.is_rewritten = True
+
+    # ---- disks (rule 2)
+
+    def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
+        """Record the values in a replica's slot."""
+        self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
+        self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
+
+    def written(
+        self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
+    ) -> None:
+        """4. SingleWriter, 7. GateCAS2: a replica has synced batches written in a session."""
+        claim = self.claims.get(session)
+        if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
+            self._facts.fail(
+                "SingleWriter", f"{name} accepts appends of {session} from another server"
+            )
+        for entry in lineage:
+            is_open = session in self.opened or self.is_rewritten
+            if entry.session_id == session and not is_open:
+                self._facts.fail(
+                    "GateCAS2", f"{name} has an append of {session}, which is not open"
+                )
+            self._synced.setdefault(entry.chain, {})[name] = None
+            self._lasts[entry.chain] = entry.last
+
+    def not_synced(self, name: str, above: int) -> None:
+        """Forget the batches that a replica had above an ID."""
+        for chain, names in self._synced.items():
+            if name in names and self._lasts[chain] > above:
+                del names[name]
+
+    # ---- messages to and from the owner
+
+    def received(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
+        """Record a storage's answer that the owner receives."""
+        if isinstance(answer, Prepared):
+            coordinator = self._facts.cluster.coordinator
+            registered = coordinator.storage_ids.get(ReplicaId(replica))
+            # An answer may predate the replacement of the storage at this address.
+            former = coordinator.former_ids.get(ReplicaId(replica), ())
+            is_registered = registered in (None, answer.storage_id) or answer.storage_id in former
+            self._prepared.setdefault((session, replica), []).append((answer, is_registered))
+            self._notice_wait(session)
+        elif isinstance(answer, Appended | ReplicaEnd):
+            key = session, replica
+            self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
+
+    def _notice_wait(self, session: SessionId) -> None:
+        """Count a session that cannot decide, although an untrusted replica has answered."""
+        claim = self.claims.get(session)
+        if claim is None or session in self.decided:
+            return
+        answered = [name for name in claim.engaged if (session, name) in self._prepared]
+        known = self._known(session, claim)
+        if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
+            self._facts.count("recovery waited for more trusted replicas")
+
+    def _known(self, session: SessionId, claim: ClaimedMetadata) -> list[int]:
+        """Return the last IDs of the trusted engaged replicas."""
+        lasts = [
+            self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
+        ]
+        return [last for last in lasts if last is not None]
+
+    def sent(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
+        """9. A replica is changed only in a session that has decided (rule 3)."""
+        message, session = effect.message, effect.session_id
+        if not isinstance(message, _CHANGING) or self.is_rewritten:
+            return
+        self._decide(session)
+        if isinstance(message, SetLowWaterMark):
+            self._check_mark(session, message.mark)
+        if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
+            self._facts.fail(
+                "EngagedOnly", f"{effect.replica} is notified that it is engaged in {session}"
+            )
+        if isinstance(message, AppendRaw):
+            self._check_own_append(server, effect.replica, message)
+
+    def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
+        """7. GateCAS2, and 2.1 I: live appends go to engaged replicas only."""
+        session = SessionId(message.session_id)
+        lasts = [each.last for each in message.lineage if each.session_id == session]
+        if not lasts:
+            return
+        if session not in self.opened:
+            self._facts.fail(
+                "GateCAS2", f"{server.name} appends to {session}, which is not open yet"
+            )
+        late = lasts[-1] > self._facts.history.last
+        if late and replica not in self.ever_engaged[session]:
+            self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+
+    def _decide(self, session: SessionId) -> DecidedMark:
+        """5. FenceFirst and the formula of 6. DecisionCovers, computed independently."""
+        found = self.decided.get(session)
+        if found is not None:
+            return found
+        claim = self.claims.get(session)
+        if claim is None:
+            self._facts.fail("SingleWriter", f"session {session} acts without a claim")
+        engaged, quorum = claim.engaged, claim.quorum
+        unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
+        if engaged and len(unfenced) >= quorum:
+            self._facts.fail(
+                "FenceFirst", f"{session} decides, but {unfenced} may still acknowledge"
+            )
+        known = self._known(session, claim)
+        unknown_count = len(engaged) - len(known)
+        least = BEFORE_FIRST
+        if engaged:
+            if unknown_count >= quorum:
+                self._facts.fail("DecisionCovers", f"{session} decides on {known} alone")
+            known.sort(reverse=True)
+            least = TransactionId(known[quorum - unknown_count - 1])
+        if unknown_count:
+            self._facts.count("recovery decided without some replicas")
+        decided = self.decided[session] = DecidedMark(least, unknown_count)
+        return decided
+
+    def is_trusted(self, session: SessionId, name: str) -> bool:
+        """Whether this session, or the next one, needs a replica's log for its decision."""
+        if session in self.opened:
+            return name in self.ever_engaged.get(session, ())
+        claim = self.claims.get(session)
+        if claim is None or name not in claim.engaged or self.is_rewritten:
+            return False
+        return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
+
+    def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
+        """Return the last ID of a replica if it is trusted, else None."""
+        last = -2
+        for answer, is_registered in self._prepared.get((session, name), ()):
+            damage = memoryview(answer.damaged).cast("B")
+            ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
+            if (
+                answer.suspect
+                or answer.last_session < state.session_id
+                or not is_registered
+                or any(end > answer.low_water_mark for end in ends)
+                or answer.synced_max < last
+            ):
+                return None
+            last = answer.synced_max
+        return None if last == -2 else last
+
+    def _check_mark(self, session: SessionId, mark: int) -> None:
+        """6. DecisionCovers, for a mark that a session uses."""
+        known = self._marks.get(session)
+        if known is not None and mark != known:
+            self._facts.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
+        if known is not None:
+            return  # The log may have grown since, in this session.
+        self._marks[session] = mark
+        decided, last = self._decide(session), self._facts.history.last
+        if mark < decided.least or mark < last:
+            self._facts.fail(
+                "DecisionCovers",
+                f"{session} uses mark {mark}; {decided.least} may be acknowledged, "
+                f"{last} is in the log",
+            )
+
+    # ---- effects of the owner
+
+    def submitted(self, server: "SimServer", session: SessionId) -> None:
+        """7. GateCAS2: a server submits a batch to the store."""
+        if self.is_rewritten:
+            return
+        if session not in self.opened:
+            self._facts.fail(
+                "GateCAS2", f"{server.name} submits to {session}, which is not open yet"
+            )
+        self._submitted[session] = None
+
+    def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:
+        """Check one effect of the store."""
+        match effect:
+            case session_events.WriteMetadata(metadata=metadata, marker=marker):
+                tried = self._tried.setdefault(metadata.session_id, {})
+                claim = self.claims.get(metadata.session_id)
+                is_new = marker.nonce not in tried
+                if is_new and claim is not None and claim.nonce != marker.nonce:
+                    self._facts.count("two owners claimed one session")
+                tried[marker.nonce] = None
+            case session_events.SessionOpened() if self.is_rewritten:
+                self._check_covers(effect)
+            case _ if self.is_rewritten:
+                pass
+            case Report(name="recovery.decided"):
+                self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
+            case session_events.SessionOpened():
+                self._session_opened(server, effect)
+            case session_events.SessionSettled():
+                self._check_open(effect.session_id, "SessionSettled")
+            case session_events.Committed():
+                self._committed(effect)
+            case session_events.MarkProofFailed():
+                self._facts.count("mark not confirmed by a quorum")
+            case _:
+                pass
+
+    def _check_open(self, session: SessionId, what: str) -> None:
+        if session not in self.opened:
+            self._facts.fail("GateCAS2", f"{what} of session {session} before it is open")
+
+    def _session_opened(self, server: "SimServer", effect: session_events.SessionOpened) -> None:
+        """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
+        session = effect.session_id
+        self._check_open(session, "SessionOpened")
+        self._facts.count("session opened")
+        self._check_mark(session, effect.high_water_mark)
+        self._check_covers(effect)
+        writer = self.claims[session].server
+        if writer != server.name:
+            self._facts.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+
+    def _check_covers(self, effect: session_events.SessionOpened) -> None:
+        """6. DecisionCovers, for the rows acknowledged to applications."""
+        last = self._last_at_open.get(effect.session_id, self._facts.history.last)
+        if effect.high_water_mark < last:
+            self._facts.fail(
+                "DecisionCovers",
+                f"{effect.session_id} opens at {effect.high_water_mark}, "
+                f"{self._facts.history.last} is in the log",
+            )
+        if effect.high_water_mark > self._facts.history.last:
+            self._facts.count("unacknowledged rows kept by a recovery")
+
+    def _committed(self, effect: session_events.Committed) -> None:
+        """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""
+        session, last = effect.session_id, effect.last
+        self._check_open(session, "Committed")
+        quorum = len(self.opened[session].states) // 2 + 1
+        engaged = self.ever_engaged[session]
+        holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
+        if len(holders) < quorum:
+            self._facts.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+        voters = [
+            name for name in engaged if self._reached.get((session, name), BEFORE_FIRST) >= last
+        ]
+        if len(voters) < quorum:
+            self._facts.fail(
+                "EngagedOnly",
+                f"{last} of {session}: of {list(engaged)} only {voters} have answered",
+            )
+
+
+def _engaged(metadata: PartitionMetadata) -> list[str]:
+    return [name for name, state in metadata.states.items() if state[1] == UNRESOLVED]
