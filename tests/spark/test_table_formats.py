@@ -170,10 +170,11 @@ def test_a_driver_that_ends_at_any_statement_continues(
             is_fatal = next(numbers) == fatal
             if is_fatal and when == "before":
                 raise Killed
-            found = sql(session, text)
-            if is_fatal:
-                raise Killed
-            return found
+            try:
+                return sql(session, text)
+            finally:  # also after the error of a table that does not exist yet
+                if is_fatal:
+                    raise Killed
 
         return called
 
