@@ -49,7 +49,7 @@ from waltz_core.config.declarations import StorageConfig
 from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.process import storage_daemon, storage_health
 from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon
-from waltz_core.storage.service.storage_engine import Engine
+from waltz_core.storage.service.storage_engine import StorageEngine
 
 directory, what = sys.argv[1:]
 hangs = lambda *_: threading.Event().wait()
@@ -66,7 +66,7 @@ async def main():
             health = await daemon.health()
             print(health.details["disk_error"])
         else:
-            Engine.close = storage_daemon.write_positions = hangs
+            StorageEngine.close = storage_daemon.write_positions = hangs
         stop.set()
 
     tasks = []
