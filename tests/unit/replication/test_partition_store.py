@@ -142,7 +142,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "but ZooKeeper has no" in bench.reports("partition.open_failed")[0]["reason"]
+    assert "because ZooKeeper has no replica states" in bench.reports("partition.open_failed")[0]["reason"]
     assert bench.storages[A].last == 0
 
 
