@@ -142,7 +142,8 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "because ZooKeeper has no replica states" in bench.reports("partition.open_failed")[0]["reason"]
+    reason = bench.reports("partition.open_failed")[0]["reason"]
+    assert "because ZooKeeper has no replica states" in reason
     assert bench.storages[A].last == 0
 
 
