@@ -25,7 +25,7 @@ from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
-from waltz_core.server.process.host import Host, ReplicaWaits, _PublishedCounters
+from waltz_core.server.process.host import Host, ReplicasInSync, ReplicaWaits, _PublishedCounters
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
@@ -124,6 +124,27 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
     assert [each.message for each in caplog.records] == [
         f"replica.silent partition=3 replica={A_REPLICA}",
         f"replica.responsive partition=3 replica={A_REPLICA}",
+    ]
+
+
+def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
+    metrics = Metrics("server")
+    one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
+    shown = ReplicasInSync(PartitionId(3), metrics)
+
+    def lines() -> list[str]:
+        page = metrics.page().decode().splitlines()
+        return [each for each in page if each.startswith("waltz_server_replica_in_sync{")]
+
+    shown.publish((one, two), {two})
+    assert lines() == [
+        f'waltz_server_replica_in_sync{{partition="3",replica="{one}"}} 0.0',
+        f'waltz_server_replica_in_sync{{partition="3",replica="{two}"}} 1.0',
+    ]
+    shown.publish((two, three), ())
+    assert lines() == [
+        f'waltz_server_replica_in_sync{{partition="3",replica="{two}"}} 0.0',
+        f'waltz_server_replica_in_sync{{partition="3",replica="{three}"}} 0.0',
     ]
 
 
