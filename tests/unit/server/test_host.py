@@ -25,7 +25,7 @@ from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
-from waltz_core.server.process.host import Host, ReplicasInSync, ReplicaWaits, _PublishedCounters
+from waltz_core.server.process.host import Host, ReplicaInSync, ReplicaWaits, _PublishedCounters
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
@@ -130,7 +130,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
 def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
     metrics = Metrics("server")
     one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
-    shown = ReplicasInSync(PartitionId(3), metrics)
+    shown = ReplicaInSync(PartitionId(3), metrics)
 
     def lines() -> list[str]:
         page = metrics.page().decode().splitlines()

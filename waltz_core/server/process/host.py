@@ -134,7 +134,7 @@ class Host:
             ssl=services.ssl,
         )
         self._published = _PublishedCounters()
-        self._in_sync = ReplicasInSync(partition_id, services.metrics)
+        self._in_sync = ReplicaInSync(partition_id, services.metrics)
         self._permit: OpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
@@ -343,7 +343,7 @@ class Host:
         return sorted(self._waits.silent)
 
 
-class ReplicasInSync:
+class ReplicaInSync:
     """Publishes which of the assigned replicas of a partition are in sync."""
 
     def __init__(self, partition_id: PartitionId, metrics: Metrics) -> None:
