@@ -117,7 +117,7 @@ DASHBOARDS: Final = (
                 "Partitions unavailable",
                 "Partitions without an open store session: they accept no appends.",
                 "count(group by (cluster, partition) (waltz_storage_last_transaction{[[]]})"
-                " unless on (cluster, partition) waltz_server_store_session > 0) or vector(0)",
+                " unless on (cluster, partition) waltz_server_store_session >= 0) or vector(0)",
             ),
             stat(
                 "Replicas not in sync",
@@ -201,8 +201,8 @@ DASHBOARDS: Final = (
         (
             Panel(
                 "Store session",
-                "The owner of the partition has an open session, with a number that only grows. 0: "
-                "no session is open. Each new number is a short pause of appends.",
+                "The owner of the partition has an open session, with a number that only grows. "
+                "-1: no session is open. Each new number is a short pause of appends.",
                 "none",
                 [("{{partition}} at {{instance}}", "waltz_server_store_session{[[]]}")],
             ),

@@ -159,7 +159,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_store_session",
         _GAUGE,
         _ONE,
-        "Number of the open store session; 0 if none is open.",
+        "Number of the open store session; -1 if none is open.",
     ),
     (
         "server_feed_lag_transactions",

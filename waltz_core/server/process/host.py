@@ -34,6 +34,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
     BEFORE_FIRST,
+    NO_SESSION,
     Generation,
     PartitionId,
     ReplicaId,
@@ -451,7 +452,7 @@ class _PublishedCounters:
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()
-        session_id = partition.session_id if partition.is_open else 0
+        session_id = partition.session_id if partition.is_open else NO_SESSION
         first = partition.first_available
         gauges = (len(partition.engaged), mark, lag, session_id, first)
         # If these are unchanged so is the lock table, except for entries in flight.

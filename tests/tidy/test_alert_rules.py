@@ -100,7 +100,7 @@ def owned(server: str, partition: int) -> dict[str, Line]:
     """Return the series of a partition that a server owns."""
     at = f'job="waltz-server",instance="{server}",partition="{partition}"'
     return {
-        f"waltz_server_store_session{{{at}}}": Line(7),
+        f"waltz_server_store_session{{{at}}}": Line(0),
         f"waltz_server_feed_lag_transactions{{{at}}}": Line(0),
         f"waltz_server_unarchived_seconds{{{at}}}": Line(700),
         **{
@@ -148,7 +148,8 @@ def kill_a_storage(cluster: Cluster) -> None:
 
 def kill_a_quorum(cluster: Cluster) -> None:
     cluster.kill("a", "b")
-    cluster.set("in_sync|store_session", 0)
+    cluster.set("in_sync", 0)
+    cluster.set("store_session", -1)
     cluster.set("queued_bytes", 900 * MIB)
 
 
@@ -170,7 +171,8 @@ def fill_memory(cluster: Cluster) -> None:
 
 
 def close_a_session(cluster: Cluster) -> None:
-    cluster.set('(in_sync|store_session).*partition="0"', 0)
+    cluster.set('in_sync.*partition="0"', 0)
+    cluster.set('store_session.*partition="0"', -1)
     cluster.set('feed_lag.*partition="0"', 500_000)
 
 
@@ -178,7 +180,8 @@ def fill_a_quorum(cluster: Cluster) -> None:
     """Fill two disks; sessions open and close again, and clients retry."""
     cluster.set("full_disks.*(a|b):", 1)
     cluster.set("free_bytes.*(a|b):", 0)
-    cluster.set("in_sync|store_session", 0)
+    cluster.set("in_sync", 0)
+    cluster.set("store_session", -1)
     at = '{job="waltz-server",instance="s1",partition="0",reason="no_space"}'
     other = at.replace("s1", "s2").replace('"0"', '"1"')
     for each in (at, other):
@@ -204,7 +207,8 @@ def leave_unrepaired(cluster: Cluster) -> None:
 
 def trust_no_quorum(cluster: Cluster) -> None:
     cluster.set("suspect.*(a|b):", 1)
-    cluster.set('(in_sync|store_session).*partition="0"', 0)
+    cluster.set('in_sync.*partition="0"', 0)
+    cluster.set('store_session.*partition="0"', -1)
 
 
 def hang(cluster: Cluster) -> None:
