@@ -13,7 +13,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from scripts.dashboards import dashboards
 from scripts.reference import (
+    alerts,
     commands,
     errors,
     events,
@@ -108,6 +110,7 @@ def generated() -> dict[Path, str]:
         ROOT / "conf" / "logging.toml": LOGGING,
         ROOT / "conf" / "spark-defaults.conf": SPARK,
     }
+    texts |= {ROOT / "conf" / "grafana" / name: text for name, text in dashboards().items()}
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
     for place, tables in {
@@ -118,6 +121,7 @@ def generated() -> dict[Path, str]:
         "docs/reference/permissions.md": permissions.tables(),
         "docs/reference/settings.md": settings.tables(),
         "docs/reference/spark-options.md": spark_options.tables(),
+        "docs/alerts.md": {"alerts": alerts.table_of_alerts()},
         "docs/zookeeper.md": {"nodes": nodes(), "values": node_values()},
         "docs/doctor.md": {"findings": findings()},
         "docs/design/wire-format.md": wire_tables(),

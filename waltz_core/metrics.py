@@ -146,7 +146,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_store_session",
         _GAUGE,
         _ONE,
-        "Number of the open store session; 0 if none is open.",
+        "Number of the open store session; -1 if none is open.",
     ),
     (
         "server_feed_lag_transactions",
@@ -162,6 +162,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _GAUGE,
         _ONE,
         "Replicas that are in sync, so that their acknowledgements count for a commit.",
+    ),
+    (
+        "server_replica_in_sync",
+        _GAUGE,
+        _REPLICA,
+        "1 if the assigned replica is in sync, otherwise 0; 0 also without an open store session.",
     ),
     (
         "server_replica_wait_seconds",
@@ -213,6 +219,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     ("server_legacy_client_connections", _GAUGE, (), "Open connections of Waltz 0.13 clients."),
     ("server_partitions", _GAUGE, (), "Partitions that this server owns."),
     (
+        "server_zookeeper_connected",
+        _GAUGE,
+        (),
+        "1 if ZooKeeper has answered within two session timeouts, otherwise 0.",
+    ),
+    (
         "server_principal_bytes_total",
         _COUNTER,
         _PRINCIPAL,
@@ -259,6 +271,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
             'Requests that access control has denied. With access = "report", requests that '
             "it would deny."
         ),
+    ),
+    (
+        "storage_info",
+        _GAUGE,
+        ("replica",),
+        "Always 1. Label replica: the address of this storage, as in the metrics of servers.",
     ),
     (
         "storage_events_total",

@@ -10,6 +10,9 @@ UNITS = {
     "session": "session number",
     "ratio": "0 to 1",
     "ms": "milliseconds",
+    "sync": "0 or 1",
+    "connected": "0 or 1",
+    "info": "1",
 }
 
 

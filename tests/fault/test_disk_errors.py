@@ -6,14 +6,13 @@ The errors are injected with strace, one system call of one process at a time.
 import json
 import re
 import shutil
-import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.fault.injecting import injected
 from tests.fault.load import Scenario, all_engaged, partitions, stopped_process, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -73,33 +72,6 @@ def cold_segment(scenario: Scenario, storage: str) -> Path:
 
 def sessions(scenario: Scenario) -> list[object]:
     return [each["session"] for each in partitions(scenario.cluster).values()]
-
-
-@contextmanager
-def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
-    """Inject errors into system calls of a storage, by options of strace."""
-    tool = shutil.which("strace")
-    if tool is None:
-        pytest.skip("there is no strace")
-    process = scenario.cluster.member(storage).process()
-    assert process is not None
-    command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
-    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        # It says nothing when it is attached; the kernel does.
-        status = Path(f"/proc/{process.pid}/status")
-        wait_until(
-            "strace attached",
-            lambda: strace.poll() is not None or "TracerPid:\t0" not in status.read_text(),
-        )
-        if strace.poll() is not None:
-            assert strace.stderr is not None
-            pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
-        yield
-    finally:
-        # Asked to end, it waits without limit for threads that may be ending at that moment.
-        strace.kill()
-        strace.communicate(timeout=HANG_S)
 
 
 # ---------------------------------------------------------------------------------------------

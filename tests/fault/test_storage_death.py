@@ -6,11 +6,9 @@ No reported outcome may be wrong, and the cluster recovers without an operator.
 import json
 import shutil
 import signal
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import pytest
 from tests.fault.changing import address, check_replicas_equal, run_checked, run_failing
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
 from tests.fault.load import Scenario, owners, partitions, wait_until
+from tests.fault.stalling import stalling
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -25,8 +24,6 @@ from waltz_core.local import LocalCluster
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
-# A storage is slow in comparison with its peers, which are slow on a busy machine, too.
-STALLED_S_MIN, STALLED_S_MAX, RUNNING_S = 0.45, 3.0, 0.1
 
 
 def test_a_killed_storage_is_repaired_automatically(scenario: Scenario):
@@ -100,29 +97,6 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
     scenario.check_whole()
     scenario.check_agrees()
-
-
-@contextmanager
-def stalling(cluster: LocalCluster, name: str) -> Iterator[None]:
-    """Stop a member again and again, each time for a little longer."""
-    is_over = threading.Event()
-
-    def stall() -> None:
-        stalled_s = STALLED_S_MIN
-        while not is_over.is_set():
-            cluster.kill(name, signal.SIGSTOP)
-            is_over.wait(stalled_s)
-            cluster.kill(name, signal.SIGCONT)
-            is_over.wait(RUNNING_S)
-            stalled_s = min(1.02 * stalled_s, STALLED_S_MAX)
-
-    thread = threading.Thread(target=stall, name="stall")
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:

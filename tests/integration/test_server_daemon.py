@@ -309,6 +309,7 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
             assert all(count >= 1 for count in times.second_counts)
             assert len(times.medians_us) == len(names)
             page = server.metrics.page().decode()
+            assert "waltz_server_zookeeper_connected 1.0" in page
             for name in names:
                 assert f'waltz_server_replica_append_seconds_count{{replica="{name}"}}' in page
 

@@ -281,6 +281,7 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
         http_port = free_port()
         config = config_for(tmp_path, http_host=http_host, http_port=http_port)
         async with serving(config) as address:
+            pages["address"] = address
             async with session(address, 5) as owner, session(address, 5) as reader:
                 await owner.prepare()
                 await owner.engage()
@@ -298,6 +299,7 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     on_loop(main())
     metrics = pages["/metrics"].splitlines()
     for line in (
+        f'waltz_storage_info{{replica="{pages["address"]}"}} 1.0',
         'waltz_storage_appended_transactions_total{partition="0"} 30.0',
         'waltz_storage_requests_total{request="AppendRaw"} 3.0',
         'waltz_storage_requests_total{request="RangeRaw"} 2.0',

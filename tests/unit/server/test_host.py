@@ -25,7 +25,7 @@ from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
-from waltz_core.server.process.host import Host, ReplicaWaits, _PublishedCounters
+from waltz_core.server.process.host import Host, ReplicaInSync, ReplicaWaits, _PublishedCounters
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
@@ -68,6 +68,20 @@ async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 
 
+def test_the_number_of_the_open_session_is_shown_and_minus_1_without_one() -> None:
+    world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
+
+    def session() -> float:
+        shown.publish(PartitionId(0), world.partition, metrics)
+        return metrics.value("waltz_server_store_session", partition=0)
+
+    assert session() == -1
+    world.open()
+    assert session() == world.session
+    world.close()
+    assert session() == -1
+
+
 class Counted(Metrics):
     """Metrics that count how often they are updated."""
 
@@ -88,7 +102,6 @@ def test_unchanged_figures_are_not_reported_again() -> None:
     world.mount(ALICE, A, feed=True)
     shown.publish(PartitionId(0), world.partition, metrics)
     before = metrics.update_count
-    assert metrics.value("waltz_server_store_session", partition=0) > 0
     shown.publish(PartitionId(0), world.partition, metrics)
     assert metrics.update_count == before
     world.fill(7)
@@ -124,6 +137,27 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
     assert [each.message for each in caplog.records] == [
         f"replica.silent partition=3 replica={A_REPLICA}",
         f"replica.responsive partition=3 replica={A_REPLICA}",
+    ]
+
+
+def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
+    metrics = Metrics("server")
+    one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
+    shown = ReplicaInSync(PartitionId(3), metrics)
+
+    def lines() -> list[str]:
+        page = metrics.page().decode().splitlines()
+        return [each for each in page if each.startswith("waltz_server_replica_in_sync{")]
+
+    shown.publish((one, two), {two})
+    assert lines() == [
+        f'waltz_server_replica_in_sync{{partition="3",replica="{one}"}} 0.0',
+        f'waltz_server_replica_in_sync{{partition="3",replica="{two}"}} 1.0',
+    ]
+    shown.publish((two, three), ())
+    assert lines() == [
+        f'waltz_server_replica_in_sync{{partition="3",replica="{two}"}} 0.0',
+        f'waltz_server_replica_in_sync{{partition="3",replica="{three}"}} 0.0',
     ]
 
 

@@ -19,12 +19,19 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
        proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, assert_never
 
 from waltz_core import errors
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Generation,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append import answers, outcomes
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
@@ -150,9 +157,9 @@ class Partition:
         )
 
     @property
-    def engaged_count(self) -> int:
-        """Number of replicas that readers may query."""
-        return len(self._store.readable_replicas)
+    def engaged(self) -> Collection[ReplicaId]:
+        """The replicas in sync, which readers may query."""
+        return self._store.readable_replicas
 
     @property
     def mount_count(self) -> int:

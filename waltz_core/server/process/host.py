@@ -15,7 +15,7 @@ Rules:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from ssl import SSLContext
@@ -34,6 +34,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
     BEFORE_FIRST,
+    NO_SESSION,
     Generation,
     PartitionId,
     ReplicaId,
@@ -134,6 +135,7 @@ class Host:
             ssl=services.ssl,
         )
         self._published = _PublishedCounters()
+        self._in_sync = ReplicaInSync(partition_id, services.metrics)
         self._permit: OpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
@@ -327,6 +329,7 @@ class Host:
     def publish(self) -> None:
         """Update this partition's metrics."""
         self._published.publish(self.partition_id, self.partition, self._services.metrics)
+        self._in_sync.publish(self._replicas, self.partition.engaged)
         now_ms = loop_clock_ms()
         self._waits.publish(now_ms)
         for replica, took_ms in self._take_append_times().items():
@@ -339,6 +342,28 @@ class Host:
     def silent_replicas(self) -> list[ReplicaId]:
         """Replicas that have not answered for `SILENT_REPLICA_MS` on an open connection."""
         return sorted(self._waits.silent)
+
+
+class ReplicaInSync:
+    """Publishes which of the assigned replicas of a partition are in sync."""
+
+    def __init__(self, partition_id: PartitionId, metrics: Metrics) -> None:
+        self._partition_id = partition_id
+        self._metrics = metrics
+        self._before: dict[ReplicaId, bool] = {}
+
+    def publish(self, assigned: Iterable[ReplicaId], engaged: Collection[ReplicaId]) -> None:
+        """Update the metric if anything has changed."""
+        in_sync = {each: each in engaged for each in assigned}
+        if in_sync == self._before:
+            return
+        for each in self._before.keys() - in_sync.keys():
+            self._metrics.forget(partition=self._partition_id, replica=each)
+        for each, value in in_sync.items():
+            self._metrics.set(
+                "waltz_server_replica_in_sync", value, partition=self._partition_id, replica=each
+            )
+        self._before = in_sync
 
 
 class ReplicaWaits:
@@ -427,9 +452,9 @@ class _PublishedCounters:
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()
-        session_id = partition.session_id if partition.is_open else 0
+        session_id = partition.session_id if partition.is_open else NO_SESSION
         first = partition.first_available
-        gauges = (partition.engaged_count, mark, lag, session_id, first)
+        gauges = (len(partition.engaged), mark, lag, session_id, first)
         # If these are unchanged so is the lock table, except for entries in flight.
         known = (*gauges, partition.pipeline.lock_loader.floor)
         if known == self._gauges:

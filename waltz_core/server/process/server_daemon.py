@@ -515,6 +515,7 @@ class Server:
             for host in self.hosts.values():
                 host.publish()
             metrics.set("waltz_server_partitions", len(self.hosts))
+            metrics.set("waltz_server_zookeeper_connected", self._coordinator.is_in_contact)
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_legacy_client_connections", self._clients.legacy_client_count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)

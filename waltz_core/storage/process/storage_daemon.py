@@ -305,6 +305,7 @@ class StorageDaemon:
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
             await self._register(engine)
             serving.address = ReplicaId(self.address)
+            self.metrics.set("waltz_storage_info", 1, replica=self.address)
             try:
                 async with TaskGroup() as tasks:
                     self._admin = self._make_admin(engine, serving, identity, tasks)

@@ -1,0 +1,39 @@
+"""Errors that strace injects into the system calls of a storage."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import Scenario, wait_until
+from tests.patience import HANG_S
+
+
+@contextmanager
+def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
+    """Inject errors into system calls of a storage, by options of strace."""
+    tool = shutil.which("strace")
+    if tool is None:
+        pytest.skip("there is no strace")
+    process = scenario.cluster.member(storage).process()
+    assert process is not None
+    command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
+    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        # It says nothing when it is attached; the kernel does.
+        status = Path(f"/proc/{process.pid}/status")
+        wait_until(
+            "strace attached",
+            lambda: strace.poll() is not None or "TracerPid:\t0" not in status.read_text(),
+        )
+        if strace.poll() is not None:
+            assert strace.stderr is not None
+            pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
+        yield
+    finally:
+        # Asked to end, it waits without limit for threads that may be ending at that moment.
+        strace.kill()
+        strace.communicate(timeout=HANG_S)

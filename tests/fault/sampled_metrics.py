@@ -1,0 +1,97 @@
+"""The metrics of a running cluster as series of Prometheus, and the alerts that they fire.
+
+A fault of a test lasts seconds, and an alert waits for minutes. So the last values of gauges are
+repeated, and counters continue to grow at the rate that the samples have.
+"""
+
+import re
+import time
+import urllib.request
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.reference.alerts import RULES
+from tests.patience import HANG_S
+from tests.promtool import Alert, Line, Series, firing
+from waltz_core.local import LocalCluster
+
+BEFORE_MIN, DURING_MIN = 80, 40
+PAUSE_S, SCRAPE_S = 0.5, 5
+# The metrics that the rules read.
+USED = set(re.findall(r"\w+", RULES.read_text(encoding="utf-8")))
+_SAMPLE = re.compile(r"(?m)^(\w+)(?:\{(.*)\})? (\S+)$")
+_COUNTER = re.compile(r"_(total|bucket|count|sum)\{")
+
+
+class Sample(NamedTuple):
+    """All values at one time; a process that does not answer has none but its `up`."""
+
+    at_s: float
+    values: dict[str, float]
+
+
+class Period(NamedTuple):
+    """The samples at both ends of a time."""
+
+    first: Sample
+    last: Sample
+
+    def line(self, name: str) -> Line | None:
+        """Return how a series continues at the end of this time."""
+        value = self.last.values.get(name)
+        if value is None:
+            return None
+        earlier = self.first.values.get(name, value)
+        minutes = (self.last.at_s - self.first.at_s) / 60
+        if not _COUNTER.search(name) or value <= earlier:
+            return Line(value)
+        return Line(value, (value - earlier) / minutes)
+
+
+def sample(cluster: LocalCluster) -> Sample:
+    """Read the metrics of all daemons."""
+    values: dict[str, float] = {}
+    for member in cluster.members:
+        if member.kind not in ("server", "storage"):
+            continue
+        at = f"127.0.0.1:{member.http_port}"
+        own = f'job="waltz-{member.kind}",instance="{at}"'
+        try:
+            with urllib.request.urlopen(f"http://{at}/metrics", timeout=SCRAPE_S) as page:
+                text = page.read().decode()
+        except OSError:
+            text = ""
+        values[f"up{{{own}}}"] = float(bool(text))
+        for name, labels, value in _SAMPLE.findall(text):
+            if name in USED:
+                values[f"{name}{{{own}{labels and ',' + labels}}}"] = float(value)
+    return Sample(time.monotonic(), values)
+
+
+def await_alerts(
+    cluster: LocalCluster,
+    wanted: AbstractSet[str],
+    directory: Path,
+    before: Period | None = None,
+) -> Period:
+    """Wait until exactly these alerts would fire; return the samples from now on."""
+    deadline, first = time.monotonic() + HANG_S, sample(cluster)
+    while True:
+        time.sleep(PAUSE_S)  # daemons update their metrics once a second
+        period = Period(first, sample(cluster))
+        found = {each.name for each in _alerts(before or period, period, directory)}
+        if found == wanted:
+            return period
+        assert time.monotonic() < deadline, f"not {set(wanted)}, but {found}"
+
+
+def _alerts(before: Period, during: Period, directory: Path) -> list[Alert]:
+    names = before.last.values.keys() | during.last.values.keys()
+    series = {}
+    for name in names:
+        earlier, line = before.line(name), during.line(name)
+        if earlier is not None:
+            earlier = earlier.after(-BEFORE_MIN)
+        series[name] = Series(earlier, line)
+    return firing(series, directory, before_min=BEFORE_MIN, during_min=DURING_MIN)

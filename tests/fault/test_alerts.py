@@ -1,0 +1,188 @@
+"""Faults of real daemons: each fires its alert, and no other.
+
+The rules are those in conf/prometheus/, evaluated with the metrics of the daemons.
+"""
+
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.fault.injecting import injected
+from tests.fault.load import Scenario, wait_until
+from tests.fault.sampled_metrics import await_alerts
+from tests.fault.stalling import stalling
+from tests.fault.threads import resume_threads, stop_threads
+from tests.promtool import promtool
+from tests.small_disk import WHY_NOT, Disk, can_mount
+from waltz_core.local import LocalCluster, running
+
+pytestmark = pytest.mark.fault
+DISK_SIZE = "400m"  # more than the 256 MiB of a disk that is nearly full
+
+
+class Fault(NamedTuple):
+    """The alerts that a fault fires, and how it is injected and removed."""
+
+    alerts: set[str]
+    inject: Callable[[Scenario], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module")
+def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
+    """Give a cluster with small segments that are read again every second."""
+    promtool()
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"segment_bytes_max": 16_384, "scrub_interval_ms": 1_000},
+        "server": {"zookeeper_session_timeout_ms": 1_500},
+    }
+    directory = tmp_path_factory.mktemp("cluster")
+    try:
+        mount_disks(directory)
+        with running(directory, settings=settings) as cluster:
+            yield Scenario(cluster)
+    finally:
+        while DISKS:
+            DISKS.popitem()[1].unmount()
+
+
+# Of the storages, where it is possible to mount some.
+DISKS: dict[str, Disk] = {}
+
+
+def mount_disks(directory: Path) -> None:
+    if can_mount():
+        for name in ("storage-2", "storage-3"):
+            try:
+                DISKS[name] = Disk(directory / name, DISK_SIZE)
+            except subprocess.CalledProcessError:
+                (directory / name).rmdir()
+
+
+# --- the faults
+
+
+def killed(*names: str) -> Callable[[Scenario], AbstractContextManager[None]]:
+    @contextmanager
+    def inject(scenario: Scenario) -> Iterator[None]:
+        for name in names:
+            scenario.cluster.kill(name)
+        try:
+            yield
+        finally:
+            for name in names:
+                scenario.cluster.start(name)
+
+    return inject
+
+
+@contextmanager
+def without_zookeeper(scenario: Scenario) -> Iterator[None]:
+    with killed(*(each.name for each in scenario.cluster.zookeepers))(scenario):
+        yield
+
+
+@contextmanager
+def hanging_disk(scenario: Scenario) -> Iterator[None]:
+    """Stop the threads of a storage's disk; the one for connections continues."""
+    member = scenario.cluster.member("storage-1")
+    process = member.process()
+    assert process is not None
+    try:
+        stop_threads(process.pid, lambda: is_answering(member.http_port))
+        yield
+    finally:
+        resume_threads()
+
+
+def is_answering(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1) as page:
+            return page.status == 200
+    except OSError:
+        return False
+
+
+@contextmanager
+def slow_storage(scenario: Scenario) -> Iterator[None]:
+    with stalling(scenario.cluster, "storage-2"):
+        yield
+
+
+def full(*names: str) -> Callable[[Scenario], AbstractContextManager[None]]:
+    @contextmanager
+    def inject(_scenario: Scenario) -> Iterator[None]:
+        if not DISKS.keys() >= {*names}:
+            pytest.skip(WHY_NOT)
+        for name in names:
+            DISKS[name].fill()
+        try:
+            yield
+        finally:
+            for name in names:
+                DISKS[name].free()
+
+    return inject
+
+
+@contextmanager
+def failing_reads(scenario: Scenario) -> Iterator[None]:
+    path = cold_segment(scenario.cluster, "storage-1")
+    fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
+    with injected(scenario, "storage-1", *fail):
+        yield
+
+
+@contextmanager
+def rot(scenario: Scenario) -> Iterator[None]:
+    """Change a byte of an old record, which the scrub finds and the owner repairs."""
+    path = cold_segment(scenario.cluster, "storage-2")
+    with path.open("r+b") as file:
+        file.seek(3_000)
+        before = file.read(1)
+        file.seek(3_000)
+        file.write(bytes([before[0] ^ 1]))
+    yield
+
+
+def cold_segment(cluster: LocalCluster, storage: str) -> Path:
+    """Return a segment that is not written any more, under load."""
+    top = cluster.directory / storage
+    wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
+    return min(top.glob("0/*.seg"))
+
+
+FAULTS = {
+    "a storage is killed": Fault({"WaltzStorageDown"}, killed("storage-1")),
+    "a server is killed": Fault({"WaltzServerDown"}, killed("server-1")),
+    "a quorum of the storages is killed": Fault(
+        {"WaltzStorageDown", "WaltzPartitionUnavailable"}, killed("storage-1", "storage-2")
+    ),
+    "all servers are killed": Fault(
+        {"WaltzServerDown", "WaltzPartitionUnavailable"}, killed("server-1", "server-2")
+    ),
+    "ZooKeeper is killed": Fault({"WaltzZooKeeperUnavailable"}, without_zookeeper),
+    "a disk hangs": Fault({"WaltzStorageUnresponsive"}, hanging_disk),
+    "a storage is slow": Fault({"WaltzStorageSlow"}, slow_storage),
+    "a disk is full": Fault({"WaltzDiskFull"}, full("storage-3")),
+    "a quorum of the disks is full": Fault(
+        {"WaltzDiskFull", "WaltzAppendsRejectedNoSpace"}, full("storage-2", "storage-3")
+    ),
+    "reads of a disk fail": Fault({"WaltzDiskErrors"}, failing_reads),
+    "a record has rotted": Fault({"WaltzTransactionsDamaged"}, rot),
+}
+
+
+@pytest.mark.parametrize("title", list(FAULTS))
+def test_a_fault_fires_its_alert_and_no_other(
+    scenario: Scenario, title: str, tmp_path: Path
+) -> None:
+    fault, cluster = FAULTS[title], scenario.cluster
+    with scenario.load():
+        before = await_alerts(cluster, set(), tmp_path)
+        with fault.inject(scenario):
+            await_alerts(cluster, fault.alerts, tmp_path, before)
