@@ -42,7 +42,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
     }
     directory = tmp_path_factory.mktemp("cluster")
     try:
-        mount_disks(directory)
+        mount_disk(directory / "storage-3")
         with running(directory, settings=settings) as cluster:
             yield Scenario(cluster)
     finally:
@@ -50,17 +50,16 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
             DISKS.popitem()[1].unmount()
 
 
-# Of the storages, where it is possible to mount some.
-DISKS: dict[str, Disk] = {}
+DISKS: dict[Path, Disk] = {}
 
 
-def mount_disks(directory: Path) -> None:
+def mount_disk(where: Path) -> None:
+    """Mount a disk that a test can fill, where that is possible."""
     if can_mount():
-        for name in ("storage-2", "storage-3"):
-            try:
-                DISKS[name] = Disk(directory / name, DISK_SIZE)
-            except subprocess.CalledProcessError:
-                (directory / name).rmdir()
+        try:
+            DISKS[where] = Disk(where, DISK_SIZE)
+        except subprocess.CalledProcessError:
+            where.rmdir()
 
 
 # --- the faults
@@ -113,20 +112,16 @@ def slow_storage(scenario: Scenario) -> Iterator[None]:
         yield
 
 
-def full(*names: str) -> Callable[[Scenario], AbstractContextManager[None]]:
-    @contextmanager
-    def inject(_scenario: Scenario) -> Iterator[None]:
-        if not DISKS.keys() >= {*names}:
-            pytest.skip(WHY_NOT)
-        for name in names:
-            DISKS[name].fill()
-        try:
-            yield
-        finally:
-            for name in names:
-                DISKS[name].free()
-
-    return inject
+@contextmanager
+def full_disk(scenario: Scenario) -> Iterator[None]:
+    disk = DISKS.get(scenario.cluster.directory / "storage-3")
+    if disk is None:
+        pytest.skip(WHY_NOT)
+    disk.fill()
+    try:
+        yield
+    finally:
+        disk.free()
 
 
 @contextmanager
@@ -168,10 +163,7 @@ FAULTS = {
     "ZooKeeper is killed": Fault({"WaltzZooKeeperUnavailable"}, without_zookeeper),
     "a disk hangs": Fault({"WaltzStorageUnresponsive"}, hanging_disk),
     "a storage is slow": Fault({"WaltzStorageSlow"}, slow_storage),
-    "a disk is full": Fault({"WaltzDiskFull"}, full("storage-3")),
-    "a quorum of the disks is full": Fault(
-        {"WaltzDiskFull", "WaltzAppendsRejectedNoSpace"}, full("storage-2", "storage-3")
-    ),
+    "a disk is full": Fault({"WaltzDiskFull"}, full_disk),
     "reads of a disk fail": Fault({"WaltzDiskErrors"}, failing_reads),
     "a record has rotted": Fault({"WaltzTransactionsDamaged"}, rot),
 }
