@@ -78,7 +78,10 @@ _RETRY_S: Final = 0.01
 def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
     """Run a cluster with access control; yield it, and the connect strings of both tenants."""
     limits = {CALM: _CALM_LIMITS, GREEDY: LIMITS}
-    with access_cost.permitted(tls_file, "on", limits, HANDSHAKE_LIMITS) as (cluster, connects):
+    with access_cost.cluster_with_permissions(tls_file, "on", limits, HANDSHAKE_LIMITS) as (
+        cluster,
+        connects,
+    ):
         yield cluster, connects[CALM], connects[GREEDY]
 
 

@@ -74,7 +74,9 @@ STORAGE_ID_NAME: Final = "waltz-x.id"
 ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
 
 
-def in_turn(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+def call_in_sequence(
+    call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
+) -> None:
     """Call for one partition after the other."""
     for partition_id in partition_ids:
         call(partition_id)
@@ -117,7 +119,7 @@ class StorageEngine:
         partition_count: int,
         new_storage_id: bytes,
         reserve_bytes: int = 0,
-        for_each: ForEach = in_turn,
+        for_each: ForEach = call_in_sequence,
     ) -> "StorageEngine":
         """Open or create a storage directory and all partitions that are assigned to it.
 
