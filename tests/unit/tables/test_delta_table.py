@@ -349,7 +349,7 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
         (["a b"], "Delta does not permit this name"),
         ([""], "Delta does not permit this name"),
         (["a\x00b"], "Delta does not permit this name"),
-        (["__delta_rs_source"], "none that start with __delta_rs_"),
+        (["__delta_rs_source"], "which does not start with __delta_rs_"),
         (["a", "A"], "differ in more than their case"),
         (["_Partition"], "differ in more than their case, and none of _deleted, _partition, _tr"),
     ],
