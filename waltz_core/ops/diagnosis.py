@@ -4,7 +4,7 @@ It has no sockets and no clock, so that each finding can be tested without a clu
 
 Rules:
     1. A cause is reported, and its mere consequences are not: if a storage does not answer, there
-       is no finding that servers cannot reach it.
+       is not a finding that servers cannot reach it.
     2. Unknown is not wrong: of a process that could not be queried, only that is reported.
     3. The loss of a quorum is reported whatever the cause, since it stops appends.
     4. Findings are in the order of the table, and then of what they are about.

@@ -3,7 +3,7 @@
 Rules:
     1. `Unavailable` and `Superseded` are errors that another attempt may avoid: of the network, of
        a store that is overloaded or restarts, and commits that another commit preceded. All others
-       are permanent, also unknown ones, and end the follower.
+       are permanent, including unknown ones, and end the follower.
     2. A message has the table and one sentence, without the library's stack, and the answer of an
        object store as status, code and text.
 """

@@ -128,7 +128,7 @@ class Disk(Protocol):
         """Rename a file, replacing an existing target."""
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is no error."""
+        """Remove a file; a missing one is not an error."""
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""

@@ -196,7 +196,7 @@ class StorageEngine:
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
     def assign(self, partition_id: PartitionId) -> PartitionLog:
-        """Begin to hold a partition, durably, and open its log; repeating it is no error.
+        """Begin to hold a partition, durably, and open its log; repeating it is not an error.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -329,7 +329,7 @@ class StorageEngine:
         self.failed.pop(partition_id, None)
 
     def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
-        """Set durably whether a partition may be served; repeating it is no error.
+        """Set durably whether a partition may be served; repeating it is not an error.
 
         Raises:
             UnknownPartition, WaltzError: as `unassign`.
@@ -340,7 +340,7 @@ class StorageEngine:
             self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
 
     def mark_suspect(self, partition_id: PartitionId) -> None:
-        """Mark a replica as suspect, durably; repeating it is no error.
+        """Mark a replica as suspect, durably; repeating it is not an error.
 
         Raises:
             UnknownPartition: it is not held here.

@@ -279,7 +279,7 @@ class ConnectionAccess:
         )
 
     def token_rejected(self, message: Credential, error: str) -> None:
-        """Write to the audit log that a token was not accepted, also with "report".
+        """Write to the audit log that a token was not accepted, even with "report".
 
         The line names the token if the port knows it: its peer has the secret.
         """
