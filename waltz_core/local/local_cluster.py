@@ -530,7 +530,7 @@ class LocalCluster:
         state = self._loaded()
         for name in PORTS:
             port: int = getattr(member, name)
-            if not port or ports.is_free_soon(port, state.host):
+            if not port or ports.becomes_free(port, state.host):
                 continue
             if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(

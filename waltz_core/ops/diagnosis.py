@@ -253,11 +253,13 @@ class _Cluster:
             return  # rule 1: their state cannot be seen from here
         self._check_speed()
         self._check_archive()
-        sharing_groups = replica_steps.sharing_groups(self._cluster.assigned, self._cluster.groups)
+        partitions_in_too_few_groups = replica_steps.partitions_in_too_few_groups(
+            self._cluster.assigned, self._cluster.groups
+        )
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
             _Partition(self._case, self._cluster, self, partition_id).check()
-            if partition_id in sharing_groups:
+            if partition_id in partitions_in_too_few_groups:
                 spread = self._spread(partition_id)
                 self._report(
                     "replicas-share-group", partition_id, partition=partition_id, spread=spread

@@ -210,7 +210,7 @@ class ConnectionAccess:
         if declared.scope is Scope.NAMED:
             named = own = message.named_partitions()
             if len(own) > 1:
-                named = self._granted.to_check(declared, own)
+                named = self._granted.partitions_to_check(declared, own)
         for partition in named or _NO_PARTITION:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
