@@ -120,7 +120,7 @@ def jars_directory() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.origin:
         raise BadConfig(
-            "PySpark is not installed, and ZooKeeper runs from its jars. Hint: pip install "
+            "ZooKeeper needs the jars of PySpark, which is not installed. Hint: pip install "
             "'waltz-spark[spark]'"
         )
     jars = Path(spec.origin).parent / "jars"

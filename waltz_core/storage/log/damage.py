@@ -49,8 +49,8 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected records for a damaged range, from its "
-            f"start on, found {first}..{last}; the damaged ranges are "
+            f"partition {slot.partition_id}: expected records that begin at the start of "
+            f"a damaged range, found {first}..{last}; the damaged ranges are "
             f"{ranges_text(slot.damaged) or 'none'}"
         )
     bad = first_invalid_record(records, lengths, first)
