@@ -63,9 +63,7 @@ def compose_daemons() -> Iterator[Daemon]:
 
 def manifests(kind: str, path: Path = MANIFESTS) -> dict[str, dict[str, Any]]:
     """Return the manifests of a kind, by name."""
-    return {
-        each["metadata"]["name"]: each for each in documents(path) if each.get("kind") == kind
-    }
+    return {each["metadata"]["name"]: each for each in documents(path) if each.get("kind") == kind}
 
 
 def pod_of(workload: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ VARIANTS = {
     "with an auth file": ["zookeeper.authSecretName=waltz-zookeeper"],
     "with larger values": [
         "storage.replicas=6",
-        "storage.settings.queue_bytes_max=1000000000",
+        'storage.settings={"queue_bytes_max": 1000000000, "trust_fsync": false}',
         "server.settings.balance=load",
         "storage.volume.storageClassName=fast",
         "imagePullSecrets[0].name=registry",
@@ -42,7 +42,9 @@ def run(*words: str | Path) -> str:
 
 
 def rendered(*values: str) -> str:
-    options = [word for each in values for word in ("--set", each)]
+    options = [
+        word for each in values for word in ("--set-json" if "{" in each else "--set", each)
+    ]
     return run("helm", "template", "waltz", CHART, "--namespace", "waltz", *options)
 
 
@@ -56,9 +58,12 @@ def test_the_compose_file_has_the_schema() -> None:
 
 def test_docker_compose_accepts_the_compose_file() -> None:
     docker = shutil.which("docker")
-    if docker is None or subprocess.run(
-        [docker, "compose", "version"], capture_output=True, check=False
-    ).returncode:
+    if (
+        docker is None
+        or subprocess.run(
+            [docker, "compose", "version"], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("there is no docker compose")
     run("docker", "compose", "--file", COMPOSE, "config", "--quiet")
 

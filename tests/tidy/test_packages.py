@@ -61,13 +61,15 @@ def test_versions_are_that_of_the_project() -> None:
     assert chart["appVersion"] == __version__
     # Helm requires semantic versions.
     assert chart["version"] == __version__.replace(".dev", "-dev.")
-    texts = {path: path.read_text(encoding="utf-8") for path in (*DOCKER.iterdir(), MANIFESTS)}
+    files = (*DOCKER.iterdir(), MANIFESTS, ROOT / "docs" / "packages.md")
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
     tags = {
         (path.name, tag)
         for path, text in texts.items()
         for tag in re.findall(r"waltz-spark(?:-notebook)?:([\w.-]+)", text)
     }
-    assert tags == {(name, __version__) for name in ("Dockerfile", "compose.yaml", "waltz.yaml")}
+    names = ("Dockerfile", "compose.yaml", "waltz.yaml", "packages.md")
+    assert tags == {(name, __version__) for name in names}
 
 
 def test_folders_are_small() -> None:
