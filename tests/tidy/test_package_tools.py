@@ -9,9 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.patience import HANG_S
-from tests.tidy.packages import CHART, DAEMONS, DOCKER, MANIFESTS, SYSTEMD, kubernetes_daemons
+from tests.tidy.packages import (
+    CHART,
+    DAEMONS,
+    DOCKER,
+    MANIFESTS,
+    SYSTEMD,
+    documents,
+    kubernetes_daemons,
+)
 
 COMPOSE = DOCKER / "compose.yaml"
 # Each is a list of values that change what the chart writes.
@@ -42,9 +51,7 @@ def run(*words: str | Path) -> str:
 
 
 def rendered(*values: str) -> str:
-    options = [
-        word for each in values for word in ("--set-json" if "{" in each else "--set", each)
-    ]
+    options = [word for each in values for word in ("--set-json" if "{" in each else "--set", each)]
     return run("helm", "template", "waltz", CHART, "--namespace", "waltz", *options)
 
 
@@ -91,8 +98,9 @@ def test_helm_accepts_the_chart() -> None:
 
 
 def test_the_manifests_are_those_of_the_chart() -> None:
-    text = MANIFESTS.read_text(encoding="utf-8")
-    assert text.partition("---\n")[2] == rendered().partition("---\n")[2]
+    assert sorted(documents(MANIFESTS), key=str) == sorted(
+        (each for each in yaml.safe_load_all(rendered()) if each), key=str
+    )
 
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)

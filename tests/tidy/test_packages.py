@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from tests.tidy.sources import ROOT, text_of
 from waltz_core import __version__
 from waltz_core.config import KINDS, ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.config.declarations import render_toml
+from waltz_core.transport.tls import check_network
 
 FILES_MAX = 15
 PAGES = set(re.findall(r'"(/[a-z]+)": ', text_of("waltz_core/daemon_pages.py")))
@@ -61,15 +64,15 @@ def test_versions_are_that_of_the_project() -> None:
     assert chart["appVersion"] == __version__
     # Helm requires semantic versions.
     assert chart["version"] == __version__.replace(".dev", "-dev.")
-    files = (*DOCKER.iterdir(), MANIFESTS, ROOT / "docs" / "packages.md")
+    page = ROOT / "docs" / "packages.md"
+    files = (DOCKER / "Dockerfile", DOCKER / "compose.yaml", MANIFESTS, page)
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     tags = {
         (path.name, tag)
         for path, text in texts.items()
         for tag in re.findall(r"waltz-spark(?:-notebook)?:([\w.-]+)", text)
     }
-    names = ("Dockerfile", "compose.yaml", "waltz.yaml", "packages.md")
-    assert tags == {(name, __version__) for name in names}
+    assert tags == {(path.name, __version__) for path in files}
 
 
 def test_folders_are_small() -> None:
@@ -221,7 +224,7 @@ def test_pods_have_valid_settings(pods: list[Daemon]) -> None:
         assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
 
 
-def test_pods_use_tls_of_the_secret(pods: list[Daemon]) -> None:
+def test_pods_use_tls_of_the_secret(pods: list[Daemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
     for found in manifests("StatefulSet").values():
@@ -232,6 +235,9 @@ def test_pods_use_tls_of_the_secret(pods: list[Daemon]) -> None:
     for each in pods:
         place = Path(parse_connect_string(each.config.connect).tls)
         assert place.as_posix() == "/etc/waltz/settings/tls.toml"
+        (tmp_path / place.name).write_text(render_toml("tls", files), encoding="utf-8")
+        connect = each.config.connect.replace(str(place.parent), str(tmp_path))
+        check_network(replace(each.config, connect=connect))
 
 
 def test_the_job_creates_the_cluster_of_the_storages(pods: list[Daemon]) -> None:
