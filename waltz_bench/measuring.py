@@ -144,7 +144,7 @@ class Meter:
 
 
 def _client_cpu_seconds(daemons: set[int]) -> float:
-    """Return the CPU time of this process and of its descendants that are no daemons."""
+    """Return the CPU time of this process and of its descendants that are not daemons."""
     own = psutil.Process()
     found = [own]
     for child in own.children():

@@ -1,14 +1,14 @@
 """Scenarios: commands for a cluster, and the resulting milestones, line by line.
 
-A random run shows that no guarantee breaks, a scenario shows what happens. It is a text for people
-who know the protocol, and a test: a new run must produce the same text.
+A random run shows that no guarantee breaks; a scenario shows what happens. A scenario is a text for
+people who know the protocol, and a test: a new run must produce the same text.
 
 A file of scenarios begins with an introduction. Each scenario has a title (`## `), an introduction,
 and steps. A step (`> `) has one or more commands, separated by semicolons; then the world runs
 until it is quiet for a while. The milestones follow, indented:
 
     ## A storage dies
-    Two of three go on without it.
+    Two of three replicas continue without it.
 
     > begin with A B C; append 5
         reported: 0..4 in the log

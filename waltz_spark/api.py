@@ -35,7 +35,7 @@ from waltz_spark.writer.results import (
     RETRY,
     SUMMARY_FILE,
     ResultDirectory,
-    is_of,
+    is_result_of,
     open_place,
 )
 from waltz_spark.writer.rows_hash import RowsHash
@@ -204,7 +204,7 @@ def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     place = open_place(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
     directory = _for_spark(path, place)
-    own = [f"{directory}/{each}" for each in names if is_of(each, name)]
+    own = [f"{directory}/{each}" for each in names if is_result_of(each, name)]
     return spark.read.parquet(*own) if own else None
 
 

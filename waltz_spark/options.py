@@ -618,7 +618,7 @@ class _OptionParser:
         try:
             raw = json.loads(value, object_pairs_hook=tuple)
             marks = {int(partition): _mark(mark) for partition, mark in raw}
-            # Otherwise it is no object, or a partition has two marks.
+            # Otherwise it is not an object, or a partition has two marks.
             is_clear = isinstance(raw, tuple) and len(marks) == len(raw)
         except (ValueError, TypeError):
             marks, is_clear = {}, False

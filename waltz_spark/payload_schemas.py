@@ -73,7 +73,7 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
 
     Raises:
         BadRequest: Avro has no such columns, the registry rejects the schema as not compatible, or
-            a column is no field of a registered one.
+            a column is not a field of a registered one.
         BadConfig, Unavailable: the schema registry cannot be read.
     """
     given = options.registry

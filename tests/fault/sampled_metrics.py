@@ -69,7 +69,7 @@ def sample(cluster: LocalCluster) -> Sample:
     return Sample(time.monotonic(), values)
 
 
-def await_alerts(
+def expect_alerts(
     cluster: LocalCluster,
     wanted: AbstractSet[str],
     directory: Path,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fault.injecting import injected
 from tests.fault.load import Scenario, wait_until
-from tests.fault.sampled_metrics import await_alerts
+from tests.fault.sampled_metrics import expect_alerts
 from tests.fault.stalling import stalling
 from tests.fault.threads import resume_threads, stop_threads
 from tests.promtool import promtool
@@ -183,6 +183,6 @@ def test_a_fault_fires_its_alert_and_no_other(
 ) -> None:
     fault, cluster = FAULTS[title], scenario.cluster
     with scenario.load():
-        before = await_alerts(cluster, set(), tmp_path)
+        before = expect_alerts(cluster, set(), tmp_path)
         with fault.inject(scenario):
-            await_alerts(cluster, fault.alerts, tmp_path, before)
+            expect_alerts(cluster, fault.alerts, tmp_path, before)

@@ -1,6 +1,6 @@
 """Commands add and remove storages and replicas under load; no append gets a wrong outcome.
 
-The tests go on from one another: each leaves the cluster whole.
+The tests build on one another: each leaves the cluster whole.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """The commands of `docs/commands.md` that no other test runs, on a cluster of processes.
 
-The tests go on from one another: the last ones stop the cluster and delete it.
+The tests build on one another: the last ones stop the cluster and delete it.
 """
 
 import asyncio
@@ -267,7 +267,7 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
         cluster, "storage", "re-seed", *at
     )
     done(cluster, "storage", "availability", *at, "--online", "false")
-    wait_until("the others go on", lambda: append(cluster, 1) > last)
+    wait_until("the other servers continue", lambda: append(cluster, 1) > last)
     mark = replica(cluster, one)["low_water_mark"]
     assert "expected partition 0 to be offline" in run_failing(
         cluster,

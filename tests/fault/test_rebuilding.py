@@ -1,6 +1,6 @@
 """Recovery by command: lost ZooKeeper data, a disk that lost writes, suspect or lost replicas.
 
-The tests go on from one another: each leaves a cluster that takes appends.
+The tests build on one another: each leaves a cluster that takes appends.
 """
 
 import json

@@ -454,10 +454,10 @@ def too_much_expires() -> Patches:
 def expired_rows_are_lost() -> Patches:
     """A client reports rows as lost that it cannot read back, since they have expired."""
 
-    def doubtful_below(self, first_available):
+    def in_doubt_below(self, first_available):
         return []
 
-    yield instead(OutcomeTracker, "doubtful_below", doubtful_below)
+    yield instead(OutcomeTracker, "in_doubt_below", in_doubt_below)
 
 
 @switch

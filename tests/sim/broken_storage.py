@@ -242,7 +242,7 @@ def torn_record_accepted() -> Patches:
     """After a crash the records are not checked against their checksums."""
     yield instead(record_search, "first_bad_record", nothing)
     # Else the batch that a torn record lies in would be found out, and cut.
-    yield instead(segments, "first_wrong", nothing)
+    yield instead(segments, "first_invalid_record", nothing)
 
 
 @switch
@@ -296,7 +296,7 @@ def batches_trusted_after_crash() -> Patches:
 @switch
 def reads_unchecked() -> Patches:
     """Bytes that are read from the disk are not compared with their checksums."""
-    yield instead(reading, "first_wrong", nothing)
+    yield instead(reading, "first_invalid_record", nothing)
 
 
 @switch
@@ -350,7 +350,7 @@ def segments_cut_in_any_order() -> Patches:
 def repaired_without_check() -> Patches:
     """Damage is repaired with the received bytes, whatever they are."""
     yield instead(damage, "check_repaired", nothing)
-    yield instead(damage, "first_wrong", nothing)
+    yield instead(damage, "first_invalid_record", nothing)
 
 
 @switch

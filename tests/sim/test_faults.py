@@ -390,7 +390,7 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     cluster = cluster_of(servers=2)
     hung = cluster.owner
     assert process_faults.hanging_server(cluster, FixedRolls(first=cluster.servers.index(hung)))
-    hung.hang_count += 1  # it does not go on by itself
+    hung.hang_count += 1  # it does not continue by itself
     cluster.coordinator.watch_hanging(hung)
     assert cluster.coordinator.alive[hung.name]
     cluster.world.run(5_000 * MS, until=lambda: cluster.owner is not hung)

@@ -262,7 +262,7 @@ def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     )
     with pytest.raises(
         BadRequest,
-        match=f"cannot be read to compare it with the rows: the key '{used}' does not exist",
+        match=f"its payload cannot be read: the key '{used}' does not exist",
     ):
         lacking.job().write_task(batches_of(rows), 0, 1)
     lacking.client.close()

@@ -93,12 +93,12 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
 @contextmanager
 def _running(tls: Path, access: str) -> Iterator[_Side]:
     """Run one of the clusters."""
-    with permitted(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
+    with cluster_with_permissions(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
         yield _Side(cluster, connects[_CLIENT])
 
 
 @contextmanager
-def permitted(
+def cluster_with_permissions(
     tls: Path,
     access: str,
     limits: Mapping[str, PrincipalLimits],

@@ -78,7 +78,10 @@ _RETRY_S: Final = 0.01
 def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
     """Run a cluster with access control; yield it, and the connect strings of both tenants."""
     limits = {CALM: _CALM_LIMITS, GREEDY: LIMITS}
-    with access_cost.permitted(tls_file, "on", limits, HANDSHAKE_LIMITS) as (cluster, connects):
+    with access_cost.cluster_with_permissions(tls_file, "on", limits, HANDSHAKE_LIMITS) as (
+        cluster,
+        connects,
+    ):
         yield cluster, connects[CALM], connects[GREEDY]
 
 
@@ -107,7 +110,7 @@ class _Tally:
 
 
 async def _forever(call: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a call, also after the errors of a limit."""
+    """Repeat a call, even after the errors of a limit."""
     while True:
         try:
             await call()
@@ -173,7 +176,7 @@ async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
 
 
 async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
-    """Keep `_PIPELINED` ranges requested, also after rejections."""
+    """Keep `_PIPELINED` ranges requested, even after rejections."""
     mark = await tenant.client.high_water_mark(partition)
     link, random = await tenant.dial(partition), Random(partition)  # noqa: S311 - no secret
     numbers = count(1)

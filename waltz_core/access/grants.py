@@ -49,7 +49,9 @@ class PrincipalGrants:
             return bool(granted)
         return any(first <= partition <= last for first, last in granted)
 
-    def to_check(self, requirement: Requirement, partitions: Sequence[int]) -> Collection[int]:
+    def partitions_to_check(
+        self, requirement: Requirement, partitions: Sequence[int]
+    ) -> Collection[int]:
         """Return those of a request's partitions that `missing` must check.
 
         A request can name four million, mostly the same ones, which would take seconds.

@@ -271,7 +271,7 @@ def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permis
 
 
 def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
-    """Remove principals from a group, which stays; raises BadRequest if one is no member."""
+    """Remove principals from a group, which stays; raises BadRequest if one is not a member."""
     _check_group(old, group)
     for each in members:
         if each not in old.groups[group]:

@@ -30,7 +30,7 @@ class Grant:
 class PrincipalLimits:
     """The limits of one principal at one daemon; None: no limit of its own.
 
-    Bytes are those of requests, and of the ranges in answers. An append is one request, also with
+    Bytes are those of requests, and of the ranges in answers. An append is one request, even with
     many rows.
     """
 

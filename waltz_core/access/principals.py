@@ -6,7 +6,7 @@ Rules:
     1. The pattern must match a whole name of the certificate: `CN=..`, `SUBJECT=..`, `URI=..` or
        `DNS=..`. Its first group is the principal.
     2. Without exactly one distinct result there is no principal, so that nothing depends on the
-       order of names. The same holds for a result that is no principal, or a reserved one.
+       order of names. The same holds for a result that is not a principal, or a reserved one.
 """
 
 import re

@@ -137,7 +137,7 @@ class Piece(NamedTuple):
     batches: Sequence[LineageEntry]
 
 
-class GroupOutline(NamedTuple):
+class RowGroupOutline(NamedTuple):
     """The part of a row group that the chain covers: record CRCs (4 big-endian bytes), batches."""
 
     first: TransactionId
@@ -325,14 +325,14 @@ class ArchiveObject:
         """
         return self._chained(self._whole_group(group) for group in range(self.group_count))
 
-    def _whole_group(self, group: int) -> GroupOutline:
+    def _whole_group(self, group: int) -> RowGroupOutline:
         piece = self.read(group)
         first = TransactionId(int(raw_records.ids_of(piece.records, piece.lengths[:1])[0]))
-        return GroupOutline(
+        return RowGroupOutline(
             first, raw_records.record_crcs(piece.records, piece.lengths), piece.batches
         )
 
-    def outlines(self) -> tuple[list[GroupOutline], list[LineageEntry]]:
+    def outlines(self) -> tuple[list[RowGroupOutline], list[LineageEntry]]:
         """Return all row groups without their records, and every batch with its chain.
 
         Only some columns are read. When the CRCs of the records that `read` returns are those of
@@ -352,13 +352,13 @@ class ArchiveObject:
                 columns = _arrays(table.slice(first - self.facts.first, count))
                 self._reject_nulls(columns)
                 crcs = _values(columns["record_crc"], np.uint32).astype(">u4").tobytes()
-                outlines.append(GroupOutline(first, crcs, self._batches(columns, first)))
+                outlines.append(RowGroupOutline(first, crcs, self._batches(columns, first)))
                 first = TransactionId(first + count)
         except _UNREADABLE as error:
             raise BadFormat(f"archived object {self.name}: {_brief(error)}") from error
         return outlines, list(self._chained(outlines))
 
-    def _chained(self, outlines: Iterable[GroupOutline]) -> Iterator[LineageEntry]:
+    def _chained(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
         chain, expected = self.facts.chain_before, self.facts.first
         open_batch: LineageEntry | None = None
         crcs = bytearray()

@@ -216,7 +216,7 @@ class ArchiveStore:
         )
 
     def delete(self, name: str) -> None:
-        """Delete a file; a missing one is no error.
+        """Delete a file; a missing one is not an error.
 
         Raises:
             ArchiveUnavailable: rule 4.
@@ -242,7 +242,7 @@ class ArchiveStore:
                 _sync_folder(Path(place).parent)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with its files; a missing one is no error.
+        """Delete a folder with its files; a missing one is not an error.
 
         Raises:
             ArchiveUnavailable: rule 4.
@@ -399,7 +399,7 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
 def _known_region(region: str | None) -> Iterator[None]:
     """Let the SDK of S3 find the region in its environment.
 
-    Otherwise it requests the region from the metadata service of EC2, also if it is given. Where
+    Otherwise it requests the region from the metadata service of EC2, even if it is given. Where
     that service does not answer, all threads of the process would stop for about 8 s.
     """
     if not region or any(os.environ.get(name) for name in _REGION_VARIABLES):

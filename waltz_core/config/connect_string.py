@@ -60,7 +60,7 @@ def parse_connect_string(text: str) -> ConnectString:
     if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} has the options {question + query!r}: expected "
-            "none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, also with &token_file=FILE "
+            "none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, optionally with &token_file=FILE "
             f"or &token_env=VARIABLE, after {EXPECTED.removeprefix('expected ')}"
         )
     hosts, slash, root = place.partition("/")

@@ -5,7 +5,7 @@ numbers it needs, never a config object. `settings.py` declares, loads and write
 
 Rules:
     1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".
-    2. Sizes that are part of a format are no settings; they are declared with the format.
+    2. Sizes that are part of a format are not settings; they are declared with the format.
     3. The sentence of a setting states the cost of too small and too large values.
 
 The samples in `conf/` are generated from here by `make docs`; a test compares them.

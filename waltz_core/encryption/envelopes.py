@@ -13,7 +13,7 @@ All integers are big-endian.
 Rules (docs/decisions/064):
     1. A call encrypts one payload, or payloads of a column; it draws a salt from the system for
        each key ID. The AES-GCM key is derived from key and salt, and the nonce is the row number.
-       So no nonce repeats under one key, also after a fork.
+       So no nonce repeats under one key, even after a fork.
     2. The associated data is magic, key ID, partition and application header. The cluster's key is
        not part of it: a restored cluster has another one.
     3. A payload that cannot be decrypted is null, with a reason. Only a key provider that does not

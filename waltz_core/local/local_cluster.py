@@ -1,16 +1,16 @@
 """A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
 
-The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only here
-it is known how the processes are started, found again after a crash, and ended.
+The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only this
+module starts the processes, finds them again after a crash, and ends them.
 
 Rules:
     1. Every part is real: sockets, disks, fdatasync, ZooKeeper from PySpark's own jars.
     2. Only processes that were started here are ended: a process counts as one only while its pid
        AND its start time are the recorded ones.
     3. Ports are chosen once for a directory and recorded in it. Each is held until its daemon
-       listens. If another program has a port at the next start, it is replaced, except where other
-       processes know this one by it: a storage's address is its identity. Ports of a port base are
-       not replaced.
+       listens. If another program uses a port at the next start, the cluster chooses another one.
+       Exceptions are ports of a port base, and ports that identify a process: the address of a
+       storage is its identity.
     4. Everything that is needed to start again is in the directory, so killing all processes loses
        nothing.
 """
@@ -530,7 +530,7 @@ class LocalCluster:
         state = self._loaded()
         for name in PORTS:
             port: int = getattr(member, name)
-            if not port or ports.is_free_soon(port, state.host):
+            if not port or ports.becomes_free(port, state.host):
                 continue
             if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(

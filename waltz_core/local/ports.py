@@ -30,7 +30,7 @@ def is_free(port: int, host: str) -> bool:
     return True
 
 
-def is_free_soon(port: int, host: str) -> bool:
+def becomes_free(port: int, host: str) -> bool:
     """Return whether a port is free, at once or soon: a killed process holds it for a moment."""
     deadline = time.monotonic() + FREE_WITHIN_S
     while not is_free(port, host):

@@ -120,7 +120,7 @@ def jars_directory() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.origin:
         raise BadConfig(
-            "PySpark is not installed, and ZooKeeper runs from its jars. Hint: pip install "
+            "ZooKeeper needs the jars of PySpark, which is not installed. Hint: pip install "
             "'waltz-spark[spark]'"
         )
     jars = Path(spec.origin).parent / "jars"
@@ -151,7 +151,7 @@ def check_port(config: Path) -> None:
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
-    if port.isdecimal() and not ports.is_free_soon(int(port), host):
+    if port.isdecimal() and not ports.becomes_free(int(port), host):
         raise BadConfig(f"{config}: another program uses port {port} of ZooKeeper")
 
 

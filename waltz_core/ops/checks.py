@@ -58,7 +58,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
             "Hint: `waltz-core cluster auto-assign` spreads them",
             (each,),
         )
-        for each in replica_steps.sharing_groups(cluster.assigned, cluster.groups)
+        for each in replica_steps.partitions_in_too_few_groups(cluster.assigned, cluster.groups)
         if each in chosen
     ]
 

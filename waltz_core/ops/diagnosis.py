@@ -4,7 +4,7 @@ It has no sockets and no clock, so that each finding can be tested without a clu
 
 Rules:
     1. A cause is reported, and its mere consequences are not: if a storage does not answer, there
-       is no finding that servers cannot reach it.
+       is not a finding that servers cannot reach it.
     2. Unknown is not wrong: of a process that could not be queried, only that is reported.
     3. The loss of a quorum is reported whatever the cause, since it stops appends.
     4. Findings are in the order of the table, and then of what they are about.
@@ -253,11 +253,13 @@ class _Cluster:
             return  # rule 1: their state cannot be seen from here
         self._check_speed()
         self._check_archive()
-        sharing_groups = replica_steps.sharing_groups(self._cluster.assigned, self._cluster.groups)
+        partitions_in_too_few_groups = replica_steps.partitions_in_too_few_groups(
+            self._cluster.assigned, self._cluster.groups
+        )
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
             _Partition(self._case, self._cluster, self, partition_id).check()
-            if partition_id in sharing_groups:
+            if partition_id in partitions_in_too_few_groups:
                 spread = self._spread(partition_id)
                 self._report(
                     "replicas-share-group", partition_id, partition=partition_id, spread=spread

@@ -17,7 +17,7 @@ Rules:
     1. A value is written only if it is of its type and nothing is lost, except that a float is
        rounded. An integer is also accepted as float and decimal, a text as uuid.
     2. Of a union, the first type that accepts the value is written; `float` is tried last.
-    3. A field that a value lacks has its default, otherwise null. A key that is no field is an
+    3. A field that a value lacks has its default, otherwise null. A key that is not a field is an
        error.
 """
 

@@ -40,7 +40,7 @@ class PayloadCodec(Protocol):
         """Return the bytes of a value; raises BadRequest."""
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the fields that are written; none if it is no record."""
+        """Return the names of the fields that are written; none if it is not a record."""
 
 
 class _Missing(NamedTuple):

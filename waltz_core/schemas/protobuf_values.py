@@ -17,7 +17,7 @@ Rules:
        default: Protobuf does not store whether it was set.
     2. A value is written only if it is of its type and nothing is lost (`strict_values.py`). A null
        is an absent field, and an error where the message could not state that it is absent. A key
-       that is no field is an error.
+       that is not a field is an error.
     3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, and
        `VALUES_MIN` in any case: each message in it may have many fields that are not in the bytes.
 """

@@ -174,7 +174,7 @@ class _Lookup:
             if key in known:
                 continue
             if len(known) >= REFERENCES_MAX:  # rule 3
-                raise BadFormat(f"{what} refers to over {REFERENCES_MAX} schemas")
+                raise BadFormat(f"{what}: expected at most {REFERENCES_MAX} referenced schemas")
             known[key] = None  # a schema that refers to itself
             part = self.version(subject, version)
             self._collect(part, known, what)

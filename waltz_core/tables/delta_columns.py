@@ -50,8 +50,9 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
     for part in fields:
         if _NO_NAME.search(part.name) or not part.name:
             raise BadConfig(
-                f"column {path + part.name!r}: Delta has no names with a space, a control "
-                "character or ,;{}()=, and none that start with __delta_rs_"
+                f"column {path + part.name!r}: Delta does not permit this name. Hint: "
+                "use a name without spaces, control characters and ,;{}()=, which does not start "
+                "with __delta_rs_."
             )
         if part.name.lower() in seen:
             none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""

@@ -3,7 +3,7 @@
 Rules:
     1. `Unavailable` and `Superseded` are errors that another attempt may avoid: of the network, of
        a store that is overloaded or restarts, and commits that another commit preceded. All others
-       are permanent, also unknown ones, and end the follower.
+       are permanent, including unknown ones, and end the follower.
     2. A message has the table and one sentence, without the library's stack, and the answer of an
        object store as status, code and text.
 """
@@ -122,8 +122,8 @@ def error_of(table: str, error: Exception) -> LibraryError:
     if found := _FOUND_TWICE.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
-            f"{found[1]}: partitions have no order. Hint: use a key that includes what "
-            "chooses the partition."
+            f"{found[1]}: partitions have no order. Hint: use a key that includes the "
+            "columns that determine the partition."
         )
     meaning = next(each for each in _MEANINGS if each.text.search(text))
     cause = meaning.cause or _shown(text)

@@ -9,7 +9,7 @@ Rules:
     2. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
        change of the row.
     3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
-    4. Columns that are found are committed with the batch that has their first value, also if it
+    4. Columns that are found are committed with the batch that has their first value, even if it
        has no other effect: the columns do not depend on the limits of batches.
     5. A type that Delta lacks is rejected before the library converts it. So are schemas that the
        library commits and cannot read again.

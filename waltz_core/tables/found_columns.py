@@ -3,7 +3,7 @@
 Rules:
     1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
        binary, list or struct. It is never a guess from several values.
-    2. A later value of another type is an error, also an integer in a column of doubles: which of
+    2. A later value of another type is an error, even an integer in a column of doubles: which of
        two values is first must not depend on the limits of batches.
     3. Null has no type, and an empty list or struct as first value is an error.
     4. New columns, and new fields of structs, are appended to the known ones.

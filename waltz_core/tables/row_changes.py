@@ -345,7 +345,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
         raise BadRequest(
             f"changes function {name}: expected columns of the table in its result without "
             f"transactions, found {_listed(found.names)}. Hint: return a table with all columns "
-            "also if there are no transactions, for example "
+            "even if there are no transactions, for example "
             "pyarrow.Table.from_pylist(rows, schema=...)."
         )
     try:

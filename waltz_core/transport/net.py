@@ -641,9 +641,7 @@ class Link:
     def _tick(self) -> None:
         """Enforce rules 5, 6 and 9, every `_TICK_S`."""
         if self.is_unauthorized:
-            self.abort(
-                f"the principal of the connection had no permission for {UNAUTHORIZED_S_MAX} s"
-            )
+            self.abort(f"the connection was still unauthorized after {UNAUTHORIZED_S_MAX} s")
             return
         if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit

@@ -54,7 +54,7 @@ def silence_of(info: bytes) -> int | None:
 
 
 def has_closed(sock: Socket) -> bool:
-    """Whether the peer has closed its side, also if not all of its bytes were read yet.
+    """Whether the peer has closed its side, even if not all of its bytes were read yet.
 
     False if the system does not report it.
     """

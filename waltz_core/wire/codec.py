@@ -81,7 +81,9 @@ def decode_hello(payload: Buffer) -> Hello:
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"the hello message cannot be decoded: {error}") from error
     if at != len(view):
-        raise RemoteProtocolError(f"hello message: {len(view) - at} bytes after its last field")
+        raise RemoteProtocolError(
+            f"hello message: expected no bytes after its last field, found {len(view) - at}"
+        )
     return Hello(versions=versions, text=values[0])
 
 
@@ -135,7 +137,8 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
         raise RemoteProtocolError(f"{plan.name}, version {version}: {error}") from error
     if at != len(payload):
         raise RemoteProtocolError(
-            f"{plan.name}, version {version}: {len(payload) - at} bytes after its last field"
+            f"{plan.name}, version {version}: expected no bytes after its last field, "
+            f"found {len(payload) - at}"
         )
     message: Message = plan.make(*values)
     return message

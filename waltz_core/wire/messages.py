@@ -123,7 +123,7 @@ class WireProtocol(Enum):
 
 
 class Reason(IntEnum):
-    """Why one row of an append is not in the log. COMMITTED is no rejection."""
+    """Why one row of an append is not in the log. COMMITTED is not a rejection."""
 
     COMMITTED = 0
     LOCK = 1  # final: the conflicting transaction is in the log
@@ -473,7 +473,7 @@ class AppendTimesResponse(ClientMessage):
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
-    Row i has the sequence number of the request ID plus i, also when earlier rows are rejected.
+    Row i has the sequence number of the request ID plus i, even when earlier rows are rejected.
     The mark applies to every row unless the batch has a mark column.
     """
 
@@ -542,7 +542,7 @@ class MountWriter(ClientMessage):
     """Mount a partition for writing (and, if wanted, its feed from the mark on).
 
     `connection_sequence` fences older connections of the same client id: the highest one wins for
-    the whole generation, also after its connection was closed. `high_water_mark` is the client's
+    the whole generation, even after its connection was closed. `high_water_mark` is the client's
     mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
     filter. `proof` is that of the client ID (`ClientIdResponse`).
     """

@@ -9,8 +9,9 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     2. `update_preimage` and `delete` have the payload's columns of the previous change of the key.
        The columns of the log are always those of the transaction that causes the row.
     3. A transaction is a change if its payload fits the schema and its key has no null. A delete
-       needs only the key. With `mode=FAILFAST` any other transaction is an error, with
-       `DROPMALFORMED` it is no change. So the rows depend on the log, not on where a read starts.
+       needs only the key. With `mode=FAILFAST` any other transaction is an error,
+       with `DROPMALFORMED` it is not a change. So the rows depend on the log, not on where a read
+       starts.
     4. A step of the state has about 8 MiB of previous payloads, and at most one batch of new ones.
 """
 
@@ -163,7 +164,7 @@ class ChangeFeed:
         """Return the changes of transactions (rule 3).
 
         Raises:
-            BadFormat: with `FAILFAST`: names the first transaction that is no change.
+            BadFormat: with `FAILFAST`: names the first transaction that is not a change.
         """
         found = self._transactions(batch)
         table = self._table(found)
@@ -200,7 +201,7 @@ class ChangeFeed:
         return [blake2b(each, digest_size=KEY_BYTES).digest() for each in keys]
 
     def _fail(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
-        """Raise the reason why a transaction is no change."""
+        """Raise the reason why a transaction is not a change."""
         place = f"partition {self._partition}, transaction {found.log['transaction_id'][row]}"
         if not found.log["data"][row].is_valid:
             raise BadFormat(

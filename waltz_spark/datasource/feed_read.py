@@ -69,7 +69,7 @@ class FeedReader:
         """Yield the rows.
 
         Raises:
-            BadFormat: a transaction is no change.
+            BadFormat: a transaction is not a change.
             Unavailable: there is no space for the state.
             The errors of `read`.
         """

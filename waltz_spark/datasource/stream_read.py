@@ -5,7 +5,7 @@ share only the offsets in the checkpoint.
 
 Rules:
     1. An offset has the mark of each partition (read up to there, inclusive) and the cluster's key
-       (`offsets.py`). A micro-batch reads the transactions between two offsets, also if it is
+       (`offsets.py`). A micro-batch reads the transactions between two offsets, even if it is
        planned several times.
     2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
        except by rule 4.

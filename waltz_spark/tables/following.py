@@ -306,7 +306,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     """Apply transactions to a table, each once; return the marks of the table.
 
     For a `foreachBatch` of yours. The rows and the marks after them are one commit. Rows up to the
-    marks of the table are dropped, so a repeated micro-batch writes no commit, also with a new
+    marks of the table are dropped, so a repeated micro-batch writes no commit, even with a new
     checkpoint directory.
 
         def each(df, batch):

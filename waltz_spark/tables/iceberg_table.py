@@ -272,7 +272,7 @@ class MergedIcebergTable:
                 self._session.sql(f"ALTER TABLE {self._name} DROP BRANCH IF EXISTS {name}")
 
     def _snapshots(self, limit: int) -> list[Row]:
-        """Return the newest snapshots, also those of other branches."""
+        """Return the newest snapshots, including those of other branches."""
         return self._session.sql(
             "SELECT snapshot_id, parent_id, operation, "  # noqa: S608 - the user's SQL
             f"summary['{_PROPERTY}'] AS marks, summary['total-records'] AS rows "

@@ -115,7 +115,7 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
 
 
 def parts_of_name(text: str) -> list[str]:
-    """Return the parts of the name of a table in SQL, without quotes; none if it is no name."""
+    """Return the parts of the name of a table in SQL, without quotes; none if it is not a name."""
     if _NAME.fullmatch(text) is None:
         return []
     parts = _PART.findall(text)

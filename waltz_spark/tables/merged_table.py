@@ -71,8 +71,8 @@ class MergedDeltaTable:
         key: the key columns.
 
     Raises:
-        BadConfig: it is no name, a key column is not declared, or a declared column has a reserved
-            name.
+        BadConfig: it is not a name, a key column is not declared, or a declared column has a
+            reserved name.
     """
 
     def __init__(

@@ -263,9 +263,9 @@ def _decrypted(record: "_Record", encryption: Encryption) -> bytes:
     payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
     if payload.data is None:
         raise BadRequest(
-            f"partition {partition}: an earlier attempt of this write has appended "
-            f"transaction {transaction_id}, whose payload cannot be read to compare it with "
-            f"the rows: {payload.error}"
+            f"partition {partition}: cannot compare the rows of this write with transaction "
+            f"{transaction_id}, which an earlier attempt has appended: its payload cannot be "
+            f"read: {payload.error}"
         )
     return payload.data
 

@@ -160,7 +160,7 @@ def file_name(task: int, attempt: int, write: str) -> str:
     return f"part-{task:05d}-{attempt}-{write}.parquet"
 
 
-def is_of(name: str, write: str) -> bool:
+def is_result_of(name: str, write: str) -> bool:
     """Whether a file has results of this write; a write's name may be the suffix of another's."""
     return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
@@ -175,7 +175,7 @@ def keep(results_path: str, names: list[str], write: str, summary: dict[str, obj
     selector = fs.FileSelector(place.path)
     for entry in place.system.get_file_info(selector):
         name = entry.base_name
-        if is_of(name.removeprefix(_HIDDEN), write) and name not in wanted:
+        if is_result_of(name.removeprefix(_HIDDEN), write) and name not in wanted:
             place.system.delete_file(entry.path)
     _conclude(place, summary)
 

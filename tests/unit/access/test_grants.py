@@ -100,9 +100,9 @@ def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlie
 def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted():
     """A request can name four million."""
     granted = GRANTS.of("ann")
-    assert list(granted.to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
-    assert list(granted.to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
-    assert list(GRANTS.of("stranger").to_check(all_of(READ), (3, 3))) == [3]
+    assert list(granted.partitions_to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
+    assert list(granted.partitions_to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
+    assert list(GRANTS.of("stranger").partitions_to_check(all_of(READ), (3, 3))) == [3]
 
 
 def test_grants_of_a_principal_and_its_groups_are_joined():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.patience import HANG_S
 from waltz_core.cli.client import client_check
-from waltz_core.cli.client.client_check import NumberedContext, faults_of, text_of
+from waltz_core.cli.client.client_check import NumberedContext, errors_in_transaction, text_of
 from waltz_core.cli.main import main
 from waltz_core.memory_waltz import MemoryWaltz
 
@@ -117,6 +117,6 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words
 
 @given(LARGE, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
-    found = faults_of(7, number - 1 - gap, number, text_of(number + difference))
+    found = errors_in_transaction(7, number - 1 - gap, number, text_of(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)
     assert all(each.startswith(f"partition 7, transaction {number}: expected ") for each in found)

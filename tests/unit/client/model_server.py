@@ -18,7 +18,7 @@ from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
-from waltz_core.server.read.feeds import pick
+from waltz_core.server.read.feeds import select_headers
 from waltz_core.wire import messages as m
 
 CLIENT = 7
@@ -331,7 +331,7 @@ class ModelWorld:
         headers = b"".join(FEED.pack(row.to_bytes(), header_of(row)) for row in rows)
         picked = b""
         if self.feed_values:
-            headers, picked = pick(headers, self.feed_values)
+            headers, picked = select_headers(headers, self.feed_values)
         self.answer(
             self.feed_link,
             m.FeedBatch(self.mount_id, first, len(rows), headers, 1, -1, bytes(16), picked),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.client.scenarios import feed_batch, req
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.server.read.feeds import pick
+from waltz_core.server.read.feeds import select_headers
 from waltz_core.wire.messages import FeedBatch
 
 ROWS = tuple(req(i, 0, 99) for i in range(1, 10))
@@ -86,7 +86,7 @@ def heads(values: list[int]) -> bytes:
 
 
 def filtered(first: int, values: list[int], wanted: tuple[int, ...]) -> FeedBatch:
-    headers, picked = pick(heads(values), wanted)
+    headers, picked = select_headers(heads(values), wanted)
     return FeedBatch(req(-1), first, len(values), headers, 1, -1, bytes(16), picked)
 
 

@@ -133,11 +133,11 @@ def test_one_replica_is_declared_and_decides_alone():
 
 def test_other_logs_with_more_or_later_data_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
-    assert rebuilding.losses(logs["B"], logs) == [
+    assert rebuilding.missing_in_chosen(logs["B"], logs) == [
         "replica C has store session 6 as its last one, but the chosen log has 5"
     ]
     lacking = "replica B has transactions 11..12, which the chosen log does not have"
-    assert rebuilding.losses(logs["A"], logs)[0] == lacking
+    assert rebuilding.missing_in_chosen(logs["A"], logs)[0] == lacking
 
 
 def test_ids_continue_above_all_allocated_ones():

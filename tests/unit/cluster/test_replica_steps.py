@@ -275,7 +275,7 @@ def test_spreading_is_even_and_over_groups(placed, count):
     for number, replicas in wanted.items():
         assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
         assert set(replicas) <= set(groups)
-    assert replica_steps.sharing_groups(wanted, groups) == []
+    assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
     assert replica_steps.spread(wanted, groups, count) == wanted, "what is even is left alone"
 
 
@@ -286,12 +286,12 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     wanted = replica_steps.spread(now, groups)
     loads = [sum(each in its for its in wanted.values()) for each in groups]
     assert max(loads) - min(loads) <= 1
-    assert replica_steps.sharing_groups(wanted, groups) == []
+    assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
 
 
 def test_partitions_with_replicas_in_one_group_are_listed():
     now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
-    assert replica_steps.sharing_groups(now, GROUPS) == [1, 2]
+    assert replica_steps.partitions_in_too_few_groups(now, GROUPS) == [1, 2]
 
 
 def test_missing_replicas_are_added_and_others_stay():

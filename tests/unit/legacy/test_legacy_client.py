@@ -342,7 +342,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
 ) -> None:
     original = mounted()
     assert translated(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
-    # What was on its way may still come, and other partitions go on.
+    # What was on its way may still come, and other partitions continue.
     assert original.note_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
     assert original.note_request(messages.FlushRequest(req(7)), late_s) is None

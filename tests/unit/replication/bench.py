@@ -156,7 +156,7 @@ class Bench:
                 return
 
     def run_for(self, ms):
-        """Go on, let time pass, and go on."""
+        """Continue, let time pass, and continue."""
         self.run()
         self.wait(ms)
         self.run()

@@ -81,7 +81,7 @@ def test_references_are_limited_and_a_circle_ends(registry):
     for each in range(REFERENCES_MAX + 1):
         more = [{"name": "n", "subject": f"s{each + 1}", "version": 1}]
         registry.put(f"s{each}", f'"{each}"', references=more)
-    with pytest.raises(BadFormat, match=f"refers to over {REFERENCES_MAX} schemas"):
+    with pytest.raises(BadFormat, match=f"expected at most {REFERENCES_MAX} referenced schemas"):
         client.version("s0", None, AVRO)
 
 

@@ -25,7 +25,12 @@ from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
-from waltz_core.server.process.host import Host, ReplicaInSync, ReplicaWaits, _PublishedCounters
+from waltz_core.server.process.host import (
+    Host,
+    ReplicaInSync,
+    ReplicaWaitReporter,
+    _PublishedCounters,
+)
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
@@ -115,7 +120,7 @@ def test_unchanged_figures_are_not_reported_again() -> None:
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
     """A late replica delays no other one, so nothing else would show that it hangs."""
     owed_since, metrics = {}, Metrics("server")
-    waits = ReplicaWaits(
+    waits = ReplicaWaitReporter(
         PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics
     )
 

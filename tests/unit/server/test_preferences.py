@@ -1,7 +1,7 @@
 """Preferred partitions of a server, while it is healthy and while it is not."""
 
 from waltz_core.cluster.znodes.model import ReplicaAssignments
-from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.preferences import Preferences, reachable_partitions
 
 
 def preferring(*partitions):
@@ -43,4 +43,4 @@ def test_a_changed_preference_ends_the_pause():
 def test_a_quorum_has_to_answer():
     assigned = ReplicaAssignments({"a": (0, 1), "b": (0, 1), "c": (0,), "d": (1,)})
     reached = {"a": True, "b": False, "c": True, "d": False}
-    assert within_reach((0, 1, 2), assigned.replicas_of, reached) == [0]
+    assert reachable_partitions((0, 1, 2), assigned.replicas_of, reached) == [0]

@@ -17,15 +17,15 @@ from waltz_spark.writer.results import (
     ResultFile,
     check_column_types,
     file_name,
-    is_of,
+    is_result_of,
     keep,
 )
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
 def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
-    assert is_of(file_name(3, 70_000, write), write)
-    assert is_of(file_name(123_456, 0, write), write)
+    assert is_result_of(file_name(3, 70_000, write), write)
+    assert is_result_of(file_name(123_456, 0, write), write)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
     ],
 )
 def test_results_of_other_writes_are_unchanged(name: str) -> None:
-    assert not is_of(name, "1")
+    assert not is_result_of(name, "1")
 
 
 def test_the_reserved_columns_are_those_of_results() -> None:

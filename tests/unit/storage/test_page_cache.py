@@ -18,7 +18,7 @@ def given_back(tail, *writes):
     """Write the given sizes at positions; return the released ranges: (start, size) of each."""
     found = []
     for at, size in writes:
-        tail.wrote(at, size)
+        tail.note_write(at, size)
         found.append(tail.take_old())
     assert tail.take_old() is None, "once"
     return [each for each in found if each is not None]

@@ -25,7 +25,7 @@ from waltz_core.storage.files.format import (
     encode_entry,
     segment_name,
 )
-from waltz_core.storage.files.segments import Segments, first_wrong
+from waltz_core.storage.files.segments import Segments, first_invalid_record
 from waltz_sim.world.simulated_disk import Survival
 
 RECORD_BYTES = 60
@@ -166,16 +166,16 @@ def test_appends_continue_in_a_new_file_and_the_old_one_is_left_alone():
 
 def test_the_first_wrong_record_is_found_for_every_kind_of_damage():
     run, lengths = make_run(4, [0, 10, 20, 5])
-    assert first_wrong(run, lengths, 4) is None
-    assert first_wrong(run, lengths, 5) == 0
+    assert first_invalid_record(run, lengths, 4) is None
+    assert first_invalid_record(run, lengths, 5) == 0
     bad = bytearray(run)
     bad[40 + 50 + 3] ^= 1
-    assert first_wrong(bytes(bad), lengths, 4) == 2
+    assert first_invalid_record(bytes(bad), lengths, 4) == 2
     short = lengths.copy()
     short[1] = 7
-    assert first_wrong(run, short, 4) == 1
+    assert first_invalid_record(run, short, 4) == 1
     gap, more = make_run(9, [5])
-    assert first_wrong(run + gap, np.append(lengths, more), 4) == 4
+    assert first_invalid_record(run + gap, np.append(lengths, more), 4) == 4
 
 
 def test_an_entry_of_another_place_is_not_trusted():

@@ -141,7 +141,7 @@ def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
     assert table.columns() == pa.schema([])
     assert not table.apply(changes(), up_to(0, -1))
     bad = pa.schema([("Id", pa.int64()), ("a b", pa.int64())])
-    with pytest.raises(BadConfig, match="Delta has no names with"):
+    with pytest.raises(BadConfig, match="Delta does not permit this name"):
         table.apply(changes((1, 1, 0, 1, False), schema=bad), up_to(1, -1))
     assert not path.exists()
     assert table.apply(changes((1, "a", 0.5, 0, 2, False)), up_to(2, -1))
@@ -346,10 +346,10 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
     ("names", "message"),
     [
         ([], "expected one or more columns"),
-        (["a b"], "Delta has no names with"),
-        ([""], "Delta has no names with"),
-        (["a\x00b"], "Delta has no names with"),
-        (["__delta_rs_source"], "none that start with __delta_rs_"),
+        (["a b"], "Delta does not permit this name"),
+        ([""], "Delta does not permit this name"),
+        (["a\x00b"], "Delta does not permit this name"),
+        (["__delta_rs_source"], "which does not start with __delta_rs_"),
         (["a", "A"], "differ in more than their case"),
         (["_Partition"], "differ in more than their case, and none of _deleted, _partition, _tr"),
     ],

@@ -190,7 +190,7 @@ def test_a_transaction_without_a_key_is_an_error(tmp_path: Path):
 
 
 def test_a_name_that_delta_lacks_is_an_error(tmp_path: Path):
-    with pytest.raises(BadConfig, match="column 'a b': Delta has no names"):
+    with pytest.raises(BadConfig, match="column 'a b': Delta does not permit this name"):
         followed(tmp_path / "t", [{"id": 1, "a b": 1}], [0])
 
 

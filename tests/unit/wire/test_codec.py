@@ -123,7 +123,7 @@ def test_a_view_of_larger_items_is_a_local_error():
         (b"", "an empty payload"),
         (b"\xff", "no message with type 255"),
         (b"\x07", "cannot be decoded"),
-        (b"\x07" + bytes(21), "1 bytes after its last field"),
+        (b"\x07" + bytes(21), "expected no bytes after its last field, found 1"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1), "a count of -1"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 5) + b"four", "a count of 5"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 2) + b"\xc3\x28", "utf-8"),

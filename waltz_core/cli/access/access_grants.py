@@ -53,7 +53,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
     "--accept-0.13",
     "accepts_0_13",
     is_flag=True,
-    help="also accept client IDs of Waltz 0.13 clients, which do not prove whose they are",
+    help="also accept client IDs of Waltz 0.13 clients, which have no proof of their principal",
 )
 @changes_access
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:

@@ -190,7 +190,7 @@ async def _verify(
 def _not_archived(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
     """Return a text if a part of the range is not archived, else ""; and whether to check nothing.
 
-    Without a range the manifest is checked, also if all of its objects have expired.
+    Without a range the manifest is checked, even if all of its objects have expired.
     """
     if recorded is None:
         return "no transaction is archived", True

@@ -194,7 +194,7 @@ class CheckCallbacks(AsyncCallbacks):
             return
         partition, data = transaction.partition_id, await transaction.data()
         last = self.marks[partition]
-        self.wrong += faults_of(partition, last, transaction.transaction_id, data)
+        self.wrong += errors_in_transaction(partition, last, transaction.transaction_id, data)
         self.marks[partition] = transaction.transaction_id
         self.seen_count += 1
         self._changed.set()
@@ -224,7 +224,7 @@ class CheckCallbacks(AsyncCallbacks):
             await self._changed.wait()
 
 
-def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
+def errors_in_transaction(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
     """Return what is wrong with a transaction that came after the one with ID `last`."""
     where = f"partition {partition}, transaction {transaction_id}"
     found = []

@@ -11,7 +11,7 @@ Rules (docs/decisions/056):
        does not matter: a storage had verified its objects before it was written.
     3. It must not end below the start of any replica's log. What a replica has removed is in the
        archive, so another one would have lost transactions.
-    4. Where manifests exist and none fits, the partition is refused, also if no log lacks anything:
+    4. Where manifests exist and none fits, the partition is refused, even if no log lacks anything:
        otherwise the archiver would begin again at 0, and collect what backups need.
     5. Only committed batches are archived. So a newer manifest that ends above the chosen log shows
        that this log lacks committed transactions: the partition is refused. With an older manifest,

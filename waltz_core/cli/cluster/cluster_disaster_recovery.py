@@ -192,7 +192,7 @@ async def _decide(
 ) -> Result:
     logs, (replica, archive, is_accepted) = answers.logs, requested
     chosen = _chosen(replica, partition_id, logs)
-    lost = rebuilding.losses(logs[chosen], logs)
+    lost = rebuilding.missing_in_chosen(logs[chosen], logs)
     lost += [
         f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
         for each, reason in answers.unanswered.items()

@@ -224,7 +224,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def close(self) -> None:
         """Wait for outcomes (rule 3), then close.
 
-        It may be called twice, also after a cancelled call: closing continues in the background,
+        It may be called twice, even after a cancelled call: closing continues in the background,
         and the second call waits for its end.
         """
         if self._root is None or (self._ending is not None and self._ending.done()):
@@ -499,7 +499,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
         The client does not encrypt it; see `Encryption.encrypt_column`.
 
-        With an `order`, rows enter the log in the order in which they were appended, also when
+        With an `order`, rows enter the log in the order in which they were appended, even when
         requests are lost; see `ReportOrder`.
 
         The future raises only if rows have no outcome of their own: TooLarge, BadRequest,

@@ -65,7 +65,7 @@ class RunnableContext(Protocol):
 
     @property
     def retries_max(self) -> int | None:
-        """How often it may be tried again; None for no limit."""
+        """Maximum number of further attempts; None for no limit."""
 
     @property
     def timeout_ms(self) -> int | None:
@@ -93,7 +93,7 @@ class LoopContext:
 
     @property
     def retries_max(self) -> int | None:
-        """How often it may be tried again; None for no limit."""
+        """Maximum number of further attempts; None for no limit."""
         return self._context.retries_max
 
     @property

@@ -193,8 +193,8 @@ def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowS
             )
         if part.name in nullable and not part.nullable:
             raise BadRequest(
-                f"argument schema: column {part.name!r} of the log is not nullable, but the "
-                "log may have nulls there. Hint: declare the column as nullable."
+                f"argument schema: column {part.name!r} is declared as not nullable, "
+                "but the log may have nulls in it. Hint: declare the column as nullable."
             )
     return schema
 

@@ -512,7 +512,7 @@ assert hasattr(sa.Connection, "_commit_impl")
 
 @contextmanager
 def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
-    """Reject calls that would end the transaction (rule 2), also if `apply` catches the error."""
+    """Reject calls that would end the transaction (rule 2), even if `apply` catches the error."""
     _guard.connection, _guard.broken, _guard.error = connection, None, None
     vars(connection)["_commit_impl"] = partial(_reject, "commit()")
     try:

@@ -172,7 +172,7 @@ class ServerLink:
         )
 
     def _is_waiting(self) -> bool:
-        return self._answers.are_awaited or any(each() for each in self._used_by.values())
+        return self._answers.has_waiting_callers or any(each() for each in self._used_by.values())
 
     def _take(self, received: list[Message]) -> None:
         self._watch.received()

@@ -146,7 +146,7 @@ class ZooKeeperDirectory:
 
     @classmethod
     def of(cls, connect: str, config: ClientConfig) -> Self:
-        """Return that of a client with these settings; raises BadConfig for the string."""
+        """Return the directory of a client with these settings; raises BadConfig for the string."""
         return cls(
             connect,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
@@ -341,7 +341,7 @@ class FixedDirectory:
 
     @classmethod
     def of(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
-        """Return that of a client with these settings."""
+        """Return the directory of a client with these settings."""
         return cls(
             layout,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,

@@ -23,7 +23,7 @@ class PendingRequests:
         self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
 
     @property
-    def are_awaited(self) -> bool:
+    def has_waiting_callers(self) -> bool:
         """Whether a caller waits for an answer."""
         return bool(self._waiting)
 

@@ -222,7 +222,7 @@ class WriteRequests:
         self, make: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse | None:
         """Return the answer of a server; None by rule 2."""
-        is_old, last = False, errors.Unavailable("no partition has a server that owns it")
+        is_old, last = False, errors.Unavailable("no partition has an owner")
         for address in self._addresses():
             try:
                 link = await self._links.get(address)

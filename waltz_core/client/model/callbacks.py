@@ -141,7 +141,7 @@ class AsyncCallbacks(ABC):
 
 
 def check_callbacks(callbacks: object, *, is_async: bool) -> None:
-    """Reject objects that are no callbacks, and callbacks for the other client.
+    """Reject objects that are not callbacks, and callbacks for the other client.
 
     A thread that calls an async function gets a coroutine, and nothing is applied.
 

@@ -337,7 +337,7 @@ class Applier:
                 exc_info=error,
             )
         try:
-            # A result that is no policy is the application's fault, too: it must not loop forever.
+            # A result that is not a policy is the application's fault, too: do not loop forever.
             return PoisonPolicy(
                 await self._consumer.uncaught(self._partition_id, transaction_id, error)
             )

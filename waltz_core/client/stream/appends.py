@@ -213,7 +213,7 @@ Post: TypeAlias = Callable[[Submission], None]
 
 
 class ReportOrder:
-    """Keeps one writer's batches of one partition in order, also when some of them are lost.
+    """Keeps one writer's batches of one partition in order, even when some of them are lost.
 
     `reported_count` counts the outcomes with lost rows that the client has reported,
     `processed_count` those that the writer has processed. While they differ, later batches are not

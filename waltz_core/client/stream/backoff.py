@@ -22,7 +22,7 @@ class Backoff:
 
     @property
     def stable_ms(self) -> int:
-        """After this long a connection counts as a success, also when it ends."""
+        """After this long a connection counts as a success, even when it ends."""
         return self._interval_ms_max
 
     def succeeded(self) -> None:

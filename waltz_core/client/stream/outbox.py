@@ -76,7 +76,7 @@ class Outbox:
         self._waiting.clear()
         return taken
 
-    def lose_following(
+    def fail_following(
         self, submission: Submission, outcome: BatchOutcome
     ) -> list[tuple[int, BatchOutcome]]:
         """Remove the submissions that must not overtake a lost one; return their outcomes."""

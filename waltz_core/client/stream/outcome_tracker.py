@@ -323,7 +323,7 @@ class OutcomeTracker:
         last = TransactionId(max(proven for _, proven in doubtful))
         return (first, last) if first <= last else None
 
-    def doubtful_below(self, first_available: TransactionId) -> list[Pending]:
+    def in_doubt_below(self, first_available: TransactionId) -> list[Pending]:
         """Return the proven submissions with rows in doubt that may be below the log's first ID."""
         return [
             pending

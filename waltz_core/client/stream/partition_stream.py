@@ -495,7 +495,7 @@ class PartitionStream:
         """The log begins after what must be read back: these rows have an unknown outcome."""
         if self._readback.below_start():
             self.failure = str(error)
-            for pending in self._tracker.doubtful_below(TransactionId(error.first_available)):
+            for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
                 self._end_pending(pending, "since the log begins after them", out)
             self._readback.begin(self._tracker.unresolved(), None)
         self._settle(now_ms, out)
@@ -599,7 +599,7 @@ class PartitionStream:
         out.append(SubmissionSettled(submission.token, outcome))
         out.extend(
             SubmissionSettled(*outcome_of_token)
-            for outcome_of_token in self._outbox.lose_following(submission, outcome)
+            for outcome_of_token in self._outbox.fail_following(submission, outcome)
         )
 
     def _report_rejection(
@@ -613,7 +613,7 @@ class PartitionStream:
             )
             out.extend(
                 SubmissionSettled(*settled)
-                for settled in self._outbox.lose_following(submission, lost)
+                for settled in self._outbox.fail_following(submission, lost)
             )
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:

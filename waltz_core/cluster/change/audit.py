@@ -1,6 +1,6 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-It has the user, time, command and outcome of each, also if the machine of the command is lost.
+It has the user, time, command and outcome of each, even if the machine of the command is lost.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.

@@ -190,7 +190,7 @@ def _members(
     return tuple([*first, *(name for name in ranked if name not in first)][:count])
 
 
-def losses(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]) -> list[str]:
+def missing_in_chosen(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]) -> list[str]:
     """Return what other replicas have that the chosen log lacks, as texts."""
     found: list[str] = []
     for name, log in logs.items():

@@ -271,7 +271,7 @@ class _Places:
             default=None,
         )
 
-    def worst_of(self, replicas: list[ReplicaId]) -> ReplicaId:
+    def replica_to_remove(self, replicas: list[ReplicaId]) -> ReplicaId:
         """Return the replica to remove: in a group with more than one, on the fullest storage."""
 
         def cost(each: ReplicaId) -> tuple[int, int]:
@@ -400,14 +400,14 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
             assert found is not None
             places.move(partition_id, None, found)
         while len(replicas) > count:
-            places.move(partition_id, places.worst_of(replicas), None)
+            places.move(partition_id, places.replica_to_remove(replicas), None)
     return places
 
 
 def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
     replicas = places.held[partition_id]
     while True:
-        removed = places.worst_of(replicas)
+        removed = places.replica_to_remove(replicas)
         others = [each for each in replicas if each != removed]
         found = places.best_for(others, [removed])
         if found is None:
@@ -434,7 +434,9 @@ def _move_one(places: _Places) -> bool:
     return False
 
 
-def sharing_groups(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId]:
+def partitions_in_too_few_groups(
+    now: Placement, groups: Mapping[ReplicaId, int]
+) -> list[PartitionId]:
     """Return the partitions whose replicas are in fewer groups than possible."""
     group_count = len(set(groups.values()))
     return [

@@ -3,7 +3,7 @@
 Rules (docs/decisions/055):
     1. A partition is new, and its marker has an archived mark: its log begins after that mark
        (`session_recovery.py`, rule 4). No server claims it before the root's data is written.
-    2. Client IDs, generations and sessions continue above all that were ever allocated, also after
+    2. Client IDs, generations and sessions continue above all that were ever allocated, even after
        the backup (`rebuilding.py`, rule 5). So no append, owner or batch is taken for an old one.
     3. A write that began after the restored end of a partition begins at that end. If a partition
        ends before the backup's mark, no write counts as done: a repetition finds its rows in the

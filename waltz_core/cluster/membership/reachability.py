@@ -43,7 +43,7 @@ class ReachReport:
     is_witness: bool = True
 
     def without_open_partition(self) -> "ReachReport":
-        """Return what a server publishes that is no witness (rule 1)."""
+        """Return what a server publishes that is not a witness (rule 1)."""
         return ReachReport(self.reached, is_witness=False)
 
     def to_bytes(self) -> bytes:

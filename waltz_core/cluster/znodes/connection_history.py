@@ -3,8 +3,8 @@
 Health checks use it, and the leader, which waits for servers that may register again.
 
 Rules:
-    1. A connection that is replaced within `ABSENCE_MS_MIN` is no outage: one node of the ensemble
-       has failed, which ends no session.
+    1. A connection that is replaced within `ABSENCE_MS_MIN` is not an outage: one node of the
+       ensemble has failed, which ends no session.
     2. The first connection of a process does not end an outage.
 """
 

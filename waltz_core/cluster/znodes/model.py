@@ -275,7 +275,7 @@ class PartitionMetadata:
 
     @staticmethod
     def from_bytes(data: bytes, partition_id: PartitionId) -> "PartitionMetadata":
-        """Decode; raises BadFormat, also when a state names another partition."""
+        """Decode; raises BadFormat, also if a state names another partition."""
         reader = _Reader(data, "PartitionMetadata")
         reader.version()
         generation = Generation(reader.int32("generation"))

@@ -3,7 +3,7 @@
 It handles nodes of unknown names, too: those of unfinished clusters and of later versions.
 
 Rules:
-    1. The root's data is deleted first: from then on it is no cluster, wherever the deletion stops.
+    1. The root's data is deleted first, so that it is not a cluster if the deletion stops early.
     2. Nodes are deleted deepest first, each at the version that was read. Nodes that are created or
        changed meanwhile are read again and deleted, too; nodes that keep reappearing are an error.
     3. Nodes outside of the root are not touched, nor is another cluster below it. A root without a

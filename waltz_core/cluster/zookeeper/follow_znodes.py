@@ -26,7 +26,7 @@ async def follow_readable(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
     take: Callable[[ViewT], None],
 ) -> Never:
-    """Follow nodes in ZooKeeper like `follow`, also after some that cannot be read (rule 1).
+    """Follow nodes in ZooKeeper like `follow`, even after some that cannot be read (rule 1).
 
     Raises:
         BadFormat, BadRequest: there was no view yet.

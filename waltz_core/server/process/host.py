@@ -124,7 +124,7 @@ class Host:
         self.partition_id = partition_id
         self.partition = partition
         self._take_append_times = store.take_append_times
-        self._waits = ReplicaWaits(partition_id, store.replica_waits_ms, services.metrics)
+        self._waits = ReplicaWaitReporter(partition_id, store.replica_waits_ms, services.metrics)
         self._services = services
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
@@ -366,7 +366,7 @@ class ReplicaInSync:
         self._before = in_sync
 
 
-class ReplicaWaits:
+class ReplicaWaitReporter:
     """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
 
     Args:

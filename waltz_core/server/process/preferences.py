@@ -64,7 +64,7 @@ class Preferences:
         return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
 
 
-def within_reach(
+def reachable_partitions(
     partitions: Collection[PartitionId],
     replicas_of: Callable[[PartitionId], tuple[ReplicaId, ...]],
     reached: Mapping[ReplicaId, bool],

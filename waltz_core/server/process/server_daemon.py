@@ -56,7 +56,7 @@ from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.failure_detector import FailureDetector
 from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.server.process.host import Host, ServerServices
-from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.preferences import Preferences, reachable_partitions
 from waltz_core.server.process.rebalancer import BalanceTimes, Rebalancer
 from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.session_open_limit import SessionOpenLimit
@@ -433,7 +433,7 @@ class Server:
             if not resumable:
                 continue
             reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
-            back = within_reach(resumable, self._assignments.replicas_of, reached)
+            back = reachable_partitions(resumable, self._assignments.replicas_of, reached)
             if back:
                 await self._restore_preferences(back)
 

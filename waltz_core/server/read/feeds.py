@@ -296,7 +296,7 @@ class Feed:
         headers: Buffer = memoryview(stretch.headers)[: count * FEED_HEADER_BYTES]
         picked = b""
         if context.header_values:
-            headers, picked = pick(headers, context.header_values)
+            headers, picked = select_headers(headers, context.header_values)
         message = FeedBatch(
             context.mount_id,
             context.next,
@@ -324,7 +324,7 @@ class Feed:
         out.append(SendToClient(context.connection, message, context.request.cost_bytes))
 
 
-def pick(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:
+def select_headers(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:
     """Return the headers with one of these values, and their offsets; no offsets for all."""
     heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
     offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))

@@ -234,7 +234,7 @@ class Reads:
         waiting = [request for job in self._jobs.values() for request in job.waiting]
         self._jobs.clear()
         self._ready.clear()
-        # Fetches under way count until they are answered, also after the release.
+        # Fetches under way count until they are answered, even after the release.
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
         self._is_open = False

@@ -128,7 +128,7 @@ class Disk(Protocol):
         """Rename a file, replacing an existing target."""
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is no error."""
+        """Remove a file; a missing one is not an error."""
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
@@ -302,12 +302,12 @@ class RealFile:
             if len(parts) == 1:
                 size = memoryview(parts[0]).nbytes
                 if os.pwritev(fd, parts, offset) == size:
-                    self._tail.wrote(offset, size)
+                    self._tail.note_write(offset, size)
                     return  # nearly always; otherwise the rest is written again
             left = [memoryview(part).cast("B") for part in parts if len(part)]
             while left:
                 written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
-                self._tail.wrote(offset, written)
+                self._tail.note_write(offset, written)
                 offset += written
                 left = _after(left, written)
         except OSError as error:

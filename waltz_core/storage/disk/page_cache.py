@@ -39,7 +39,7 @@ class RecentPages:
         self._first = self._start = -1
         self._end = 0
 
-    def wrote(self, offset: int, size: int) -> None:
+    def note_write(self, offset: int, size: int) -> None:
         """Note that bytes were written."""
         if self._start < 0 or offset > self._end:  # rule 2
             self._first = self._start = offset

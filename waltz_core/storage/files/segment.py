@@ -418,7 +418,7 @@ class Segment:
         offsets = self.bounds(first, last)
         size = int(offsets[-1] - offsets[0])
         data = self._opened()[0].pread(size, int(offsets[0]))
-        # Missing bytes read as zeros, which are no records: the caller's check finds them.
+        # Missing bytes read as zeros, which are not records: the caller's check finds them.
         return data.ljust(size, b"\0"), lengths_between(offsets)
 
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:

@@ -457,7 +457,7 @@ class Segments:
         while first <= last:
             end = self.fitting(first, last, _CRC_BLOCK_BYTES)
             records, lengths = self.read(first, end)
-            if first_wrong(records, lengths, first) is not None:
+            if first_invalid_record(records, lengths, first) is not None:
                 return None
             parts.append(raw_records.record_crcs(records, lengths))
             first = TransactionId(end + 1)
@@ -523,7 +523,9 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     return entries
 
 
-def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
+def first_invalid_record(
+    records: bytes | memoryview, lengths: I64, first: TransactionId
+) -> int | None:
     """Return the index of the first record that is incomplete, wrong or in the wrong place."""
     count, size = _before_short(lengths)
     run = memoryview(records)[:size]

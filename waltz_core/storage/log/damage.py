@@ -26,7 +26,7 @@ from waltz_core.records.record import TransactionId
 from waltz_core.storage.files.batch_checks import check_repaired
 from waltz_core.storage.files.format import IdRange, Slot
 from waltz_core.storage.files.id_ranges import add_damage, ranges_text, remove_damage
-from waltz_core.storage.files.segments import Segments, first_wrong
+from waltz_core.storage.files.segments import Segments, first_invalid_record
 
 I64 = npt.NDArray[np.int64]
 
@@ -49,11 +49,11 @@ def fill(
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
     if hole is None or not first <= last <= hole.last:
         raise BadRequest(
-            f"partition {slot.partition_id}: expected records for a damaged range, from its "
-            f"start on, found {first}..{last}; the damaged ranges are "
+            f"partition {slot.partition_id}: expected records that begin at the start of "
+            f"a damaged range, found {first}..{last}; the damaged ranges are "
             f"{ranges_text(slot.damaged) or 'none'}"
         )
-    bad = first_wrong(records, lengths, first)
+    bad = first_invalid_record(records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
             f"partition {slot.partition_id}: the copy of record {first + bad} is damaged or "

@@ -168,7 +168,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
-    # A sequence below that in the control file means "adopt", also after a crash on the way.
+    # A sequence below that in the control file means "adopt", even after a crash on the way.
     slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 

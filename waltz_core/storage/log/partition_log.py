@@ -548,14 +548,14 @@ class PartitionLog:
         slot = self.slot
         if slot.low_water_mark > start.transaction_id and not slot.suspect:
             raise DataLoss(
-                f"partition {self.partition_id}: cannot begin the log again after "
+                f"partition {self.partition_id}: cannot reset the log to begin after "
                 f"transaction {start.transaction_id}: the replica must keep records up to its "
                 f"low-water mark {slot.low_water_mark}"
             )
         if self.max_id >= start.transaction_id:
             raise BadRequest(
-                f"partition {self.partition_id}: cannot begin the log again after transaction "
-                f"{start.transaction_id}, because it continues to {self.max_id}"
+                f"partition {self.partition_id}: cannot reset the log to begin after transaction "
+                f"{start.transaction_id}, because it has transactions up to {self.max_id}"
             )
         self._files.count_all()
         mark = max(slot.low_water_mark, start.transaction_id)

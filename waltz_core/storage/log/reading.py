@@ -38,7 +38,7 @@ from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, Partiti
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import IdRange, Slot
 from waltz_core.storage.files.id_ranges import add_damage
-from waltz_core.storage.files.segments import Segments, first_wrong
+from waltz_core.storage.files.segments import Segments, first_invalid_record
 from waltz_core.wire.record_locations import FileLocation
 
 I64 = npt.NDArray[np.int64]
@@ -158,7 +158,7 @@ class LogReader:
             if unreadable is not None:
                 return unreadable
             records, lengths = self._segments.read(first, end)
-        bad = first_wrong(records, lengths, first)
+        bad = first_invalid_record(records, lengths, first)
         if bad is not None:
             return TransactionId(first + bad)
         chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)

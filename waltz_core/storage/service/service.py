@@ -410,7 +410,7 @@ class StorageService:
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
                 "unknown, because a control slot was lost. Hint: the replica accepts "
-                f"sessions from {promise.session_id + 1} on"
+                f"sessions from {promise.session_id + 1} on."
             )
         requested = Promise(session, message.nonce)
         if session <= promise.session_id and requested != promise:

@@ -74,7 +74,9 @@ STORAGE_ID_NAME: Final = "waltz-x.id"
 ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
 
 
-def in_turn(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+def call_in_sequence(
+    call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
+) -> None:
     """Call for one partition after the other."""
     for partition_id in partition_ids:
         call(partition_id)
@@ -117,7 +119,7 @@ class StorageEngine:
         partition_count: int,
         new_storage_id: bytes,
         reserve_bytes: int = 0,
-        for_each: ForEach = in_turn,
+        for_each: ForEach = call_in_sequence,
     ) -> "StorageEngine":
         """Open or create a storage directory and all partitions that are assigned to it.
 
@@ -194,7 +196,7 @@ class StorageEngine:
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
     def assign(self, partition_id: PartitionId) -> PartitionLog:
-        """Begin to hold a partition, durably, and open its log; repeating it is no error.
+        """Begin to hold a partition, durably, and open its log; repeating it is not an error.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -327,7 +329,7 @@ class StorageEngine:
         self.failed.pop(partition_id, None)
 
     def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
-        """Set durably whether a partition may be served; repeating it is no error.
+        """Set durably whether a partition may be served; repeating it is not an error.
 
         Raises:
             UnknownPartition, WaltzError: as `unassign`.
@@ -338,7 +340,7 @@ class StorageEngine:
             self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
 
     def mark_suspect(self, partition_id: PartitionId) -> None:
-        """Mark a replica as suspect, durably; repeating it is no error.
+        """Mark a replica as suspect, durably; repeating it is not an error.
 
         Raises:
             UnknownPartition: it is not held here.

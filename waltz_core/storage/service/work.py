@@ -380,7 +380,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
             lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
             log.repair(TransactionId(message.first), lengths, message.records)
         case _:
-            raise BadRequest(f"a storage does not accept {type(message).__name__} here")
+            raise BadRequest(f"{type(message).__name__} is not a request that changes a log")
     state = log.state()
     return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
 

@@ -83,7 +83,7 @@ class _Line(NamedTuple):
 
 
 class _Command(NamedTuple):
-    """An entry of the queue that is no line: open the file again, or end."""
+    """An entry of the queue that is not a line: open the file again, or end."""
 
     is_end: bool
 

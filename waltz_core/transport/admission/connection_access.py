@@ -210,7 +210,7 @@ class ConnectionAccess:
         if declared.scope is Scope.NAMED:
             named = own = message.named_partitions()
             if len(own) > 1:
-                named = self._granted.to_check(declared, own)
+                named = self._granted.partitions_to_check(declared, own)
         for partition in named or _NO_PARTITION:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
@@ -279,7 +279,7 @@ class ConnectionAccess:
         )
 
     def token_rejected(self, message: Credential, error: str) -> None:
-        """Write to the audit log that a token was not accepted, also with "report".
+        """Write to the audit log that a token was not accepted, even with "report".
 
         The line names the token if the port knows it: its peer has the secret.
         """
