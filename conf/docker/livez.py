@@ -1,0 +1,20 @@
+"""Exit with 0 if the daemon of this container answers /livez: the health check of the image."""
+
+import os
+import sys
+import urllib.request
+
+_ENDED_AFTER_S = 4
+
+
+def _is_alive(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=_ENDED_AFTER_S):
+            return True
+    except OSError:
+        return False
+
+
+# A container has one daemon, so one of the ports answers.
+_PORTS = (os.environ["WALTZ_SERVER_HTTP_PORT"], os.environ["WALTZ_STORAGE_HTTP_PORT"])
+sys.exit(not any(map(_is_alive, _PORTS)))

@@ -1,0 +1,105 @@
+"""What the packages in `conf/` contain: containers, units and manifests, with their settings."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tests.tidy.sources import ROOT
+from waltz_core.config import KINDS, ServerConfig, StorageConfig
+from waltz_core.config.settings import load
+
+DOCKER = ROOT / "conf" / "docker"
+SYSTEMD = ROOT / "conf" / "systemd"
+CHART = ROOT / "conf" / "helm" / "waltz"
+MANIFESTS = ROOT / "conf" / "kubernetes" / "waltz.yaml"
+DAEMONS = ("server", "storage")
+_ENV = re.compile(r"(?m)^ENV (.*)$")
+
+
+class Daemon(NamedTuple):
+    """A daemon of a package: its command, and the settings with which it starts."""
+
+    name: str
+    command: list[str]
+    config: ServerConfig | StorageConfig
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports at which it listens, by setting."""
+        names = ("port", "admin_port", "http_port")
+        return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
+
+
+@cache
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the documents of a YAML file."""
+    return [each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each]
+
+
+def image_variables() -> dict[str, str]:
+    """Return the variables that the image sets."""
+    found = _ENV.findall((DOCKER / "Dockerfile").read_text(encoding="utf-8"))
+    return dict(each.split("=", 1) for line in found for each in line.split())
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    """Return the services of the compose file."""
+    (content,) = documents(DOCKER / "compose.yaml")
+    return content["services"]
+
+
+def compose_daemons() -> Iterator[Daemon]:
+    """Yield the daemons of the compose file."""
+    for name, service in compose_services().items():
+        command = service.get("command", [])
+        if command[:1] in ([kind] for kind in DAEMONS):
+            yield _daemon(name, command, {**image_variables(), **service["environment"]}, None)
+
+
+def manifests(kind: str, path: Path = MANIFESTS) -> dict[str, dict[str, Any]]:
+    """Return the manifests of a kind, by name."""
+    return {each["metadata"]["name"]: each for each in documents(path) if each.get("kind") == kind}
+
+
+def pod_of(workload: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification of the pods of a stateful set or a job."""
+    return workload["spec"]["template"]["spec"]
+
+
+def kubernetes_daemons(directory: Path, path: Path = MANIFESTS) -> Iterator[Daemon]:
+    """Yield a daemon for each pod; `directory` is for the settings files."""
+    (settings,) = manifests("ConfigMap", path).values()
+    for name, text in settings["data"].items():
+        (directory / name).write_text(text, encoding="utf-8")
+    for name, found in manifests("StatefulSet", path).items():
+        (container,) = pod_of(found)["containers"]
+        for number in range(found["spec"]["replicas"]):
+            pod = f"{name}-{number}"
+            variables = {
+                each["name"]: each["value"].replace("$(POD_NAME)", pod)
+                for each in container["env"]
+                if "value" in each
+            }
+            option = container["args"][-1].removeprefix("--config=")
+            file = directory / Path(option).name
+            yield _daemon(pod, container["args"], {**image_variables(), **variables}, file)
+
+
+def tls_settings(path: Path = MANIFESTS) -> dict[str, object]:
+    """Return the TLS settings of the pods; empty: there are none."""
+    (settings,) = manifests("ConfigMap", path).values()
+    return tomllib.loads(settings["data"].get("tls.toml", ""))
+
+
+def _daemon(
+    name: str, command: list[str], variables: Mapping[str, str], file: Path | None
+) -> Daemon:
+    kind = KINDS[command[0]]
+    config = load(kind, path=file, environment=variables).config
+    assert isinstance(config, ServerConfig | StorageConfig)
+    return Daemon(name, command, config)

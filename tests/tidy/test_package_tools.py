@@ -1,0 +1,113 @@
+"""Each package in `conf/` is accepted by its own tool, if the tool is installed.
+
+No test builds an image, or starts a container, a unit or a pod.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.patience import HANG_S
+from tests.tidy.packages import (
+    CHART,
+    DAEMONS,
+    DOCKER,
+    MANIFESTS,
+    SYSTEMD,
+    documents,
+    kubernetes_daemons,
+)
+
+COMPOSE = DOCKER / "compose.yaml"
+# Each is a list of values that change what the chart writes.
+VARIANTS = {
+    "as written": [],
+    "without TLS": ["tls.secretName=", "settings.access=off", "settings.insecure_network=true"],
+    "with an auth file": ["zookeeper.authSecretName=waltz-zookeeper"],
+    "with larger values": [
+        "storage.replicas=6",
+        'storage.settings={"queue_bytes_max": 1000000000, "trust_fsync": false}',
+        "server.settings.balance=load",
+        "storage.volume.storageClassName=fast",
+        "imagePullSecrets[0].name=registry",
+        "server.nodeSelector.pool=waltz",
+    ],
+    "without the job": ["cluster.create=false"],
+}
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that must succeed; skip the test if it is not installed."""
+    name = str(words[0])
+    if shutil.which(name) is None:
+        pytest.skip(f"there is no {name}; docs/packages.md states where to get it")
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def rendered(*values: str) -> str:
+    options = [word for each in values for word in ("--set-json" if "{" in each else "--set", each)]
+    return run("helm", "template", "waltz", CHART, "--namespace", "waltz", *options).stdout
+
+
+def test_hadolint_accepts_the_dockerfile() -> None:
+    run("hadolint", DOCKER / "Dockerfile")
+
+
+def test_the_compose_file_has_the_schema() -> None:
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+def test_docker_compose_accepts_the_compose_file() -> None:
+    docker = shutil.which("docker")
+    if (
+        docker is None
+        or subprocess.run(
+            [docker, "compose", "version"], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("there is no docker compose")
+    run("docker", "compose", "--file", COMPOSE, "config", "--quiet")
+
+
+@pytest.mark.parametrize("kind", DAEMONS)
+def test_systemd_accepts_the_units(kind: str, tmp_path: Path) -> None:
+    name = f"waltz-{kind}.service"
+    text = (SYSTEMD / name).read_text(encoding="utf-8")
+    # It requires that the program exists.
+    unit = tmp_path / name
+    unit.write_text(text.replace("/opt/waltz/bin/waltz-core", sys.executable), encoding="utf-8")
+    # It also succeeds if it ignores a line that it does not understand.
+    assert name not in run("systemd-analyze", "verify", unit).stderr
+
+
+def test_systemd_accepts_the_user() -> None:
+    run("systemd-sysusers", "--dry-run", SYSTEMD / "waltz.sysusers")
+
+
+def test_kubernetes_accepts_the_manifests() -> None:
+    run("kubernetes-validate", "--strict", MANIFESTS)
+
+
+def test_helm_accepts_the_chart() -> None:
+    run("helm", "lint", "--strict", CHART)
+
+
+def test_the_manifests_are_those_of_the_chart() -> None:
+    assert sorted(documents(MANIFESTS), key=str) == sorted(
+        (each for each in yaml.safe_load_all(rendered()) if each), key=str
+    )
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_manifests_with_other_values_are_valid(values: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "waltz.yaml"
+    path.write_text(rendered(*values), encoding="utf-8")
+    for pod in kubernetes_daemons(tmp_path, path):
+        assert ("?" in pod.config.connect) == ("tls.secretName=" not in values)
+    run("kubernetes-validate", "--strict", path)

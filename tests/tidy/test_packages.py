@@ -1,0 +1,300 @@
+"""The packages in `conf/` fit the program: settings, commands, ports, probes and versions."""
+
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.commands import parsed
+from tests.tidy.packages import (
+    CHART,
+    DAEMONS,
+    DOCKER,
+    MANIFESTS,
+    SYSTEMD,
+    Daemon,
+    compose_daemons,
+    compose_services,
+    documents,
+    image_variables,
+    kubernetes_daemons,
+    manifests,
+    pod_of,
+    tls_settings,
+)
+from tests.tidy.sources import ROOT, text_of
+from waltz_core import __version__
+from waltz_core.config import KINDS, ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.config.declarations import render_toml
+from waltz_core.transport.tls import check_network
+
+FILES_MAX = 15
+PAGES = set(re.findall(r'"(/[a-z]+)": ', text_of("waltz_core/daemon_pages.py")))
+DEFAULT_PORTS = {
+    "server": {"port": ServerConfig(connect="z:1/w").port, "http_port": 15182},
+    "storage": {
+        "port": StorageConfig(connect="z:1/w", directory="d").port,
+        "admin_port": StorageConfig(connect="z:1/w", directory="d").admin_port,
+        "http_port": 15282,
+    },
+}
+UNITS = [SYSTEMD / f"waltz-{kind}.service" for kind in DAEMONS]
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> list[Daemon]:
+    return list(kubernetes_daemons(tmp_path_factory.mktemp("settings")))
+
+
+def unit_lines(unit: Path, name: str) -> list[str]:
+    return re.findall(rf"(?m)^{name}=(.*)$", unit.read_text(encoding="utf-8"))
+
+
+# --- Versions
+
+
+def test_versions_are_that_of_the_project() -> None:
+    (chart,) = documents(CHART / "Chart.yaml")
+    assert chart["appVersion"] == __version__
+    # Helm requires semantic versions.
+    assert chart["version"] == __version__.replace(".dev", "-dev.")
+    page = ROOT / "docs" / "packages.md"
+    files = (DOCKER / "Dockerfile", DOCKER / "compose.yaml", MANIFESTS, page)
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    tags = {
+        (path.name, tag)
+        for path, text in texts.items()
+        for tag in re.findall(r"waltz-spark(?:-notebook)?:([\w.-]+)", text)
+    }
+    assert tags == {(path.name, __version__) for path in files}
+
+
+def test_folders_are_small() -> None:
+    for folder in (DOCKER, SYSTEMD, CHART, CHART / "templates", MANIFESTS.parent):
+        assert 0 < len(list(folder.iterdir())) <= FILES_MAX
+
+
+def test_headers_state_what_is_not_run() -> None:
+    headers = [
+        DOCKER / "Dockerfile",
+        DOCKER / "compose.yaml",
+        CHART / "Chart.yaml",
+        MANIFESTS,
+        *UNITS,
+    ]
+    silent = [
+        path.name
+        for path in headers
+        if not re.search(r"# [^\n]*Not\s(# )?run:", path.read_text(encoding="utf-8"))
+    ]
+    assert silent == []
+
+
+# --- The image
+
+
+def test_the_build_copies_existing_files_and_what_the_wheel_needs() -> None:
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    copied = [
+        name
+        for line in re.findall(r"(?m)^COPY (?!--from)(.*)$", text)
+        for name in line.split()[:-1]
+    ]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    needed = re.findall(
+        r'"([\w./]+)"',
+        re.search(r"(?m)^only-include = (.*)$", text_of("pyproject.toml")).group(1),
+    )
+    assert set(needed) < set(copied)
+
+
+def test_exposed_ports_are_those_of_the_daemons() -> None:
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    exposed = re.findall(r"(?m)^EXPOSE (.*)$", text)[0]
+    ports = {port for each in DEFAULT_PORTS.values() for port in each.values()}
+    assert {int(port) for port in exposed.split()} == ports
+
+
+class _Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/livez" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_health_check_of_the_image_reads_livez(*, is_alive: bool) -> None:
+    with HTTPServer(("127.0.0.1", 0), _Pages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        port = server.server_port if is_alive else 1
+        ports = dict.fromkeys(image_variables(), "1") | {"WALTZ_STORAGE_HTTP_PORT": str(port)}
+        ran = subprocess.run([sys.executable, DOCKER / "livez.py"], env=ports, check=False)
+        server.shutdown()
+        thread.join()
+    assert ran.returncode == (0 if is_alive else 1)
+    assert "/livez" in PAGES
+
+
+# --- Compose
+
+
+def test_daemons_of_the_compose_file_have_valid_settings() -> None:
+    daemons = list(compose_daemons())
+    assert [each.command for each in daemons] == [["storage", "run"]] * 3 + [["server", "run"]] * 2
+    for each in daemons:
+        assert each.config.advertised_host == each.name
+        assert each.config.insecure_network
+        assert each.ports == DEFAULT_PORTS[each.command[0]]
+        assert parsed(each.command)
+
+
+def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
+    services = compose_services()
+    options = parsed(services["create"]["command"])
+    storages = [each for each in compose_daemons() if isinstance(each.config, StorageConfig)]
+    assert list(options["storage"]) == [address_of(each) for each in storages]
+    connects = {
+        service["environment"]["WALTZ_CONNECT"]
+        for name, service in services.items()
+        if not name.startswith("zookeeper")
+    }
+    assert {each.config.connect for each in storages} == connects
+    hosts = parse_connect_string(connects.pop()).hosts
+    assert list(hosts) == [f"{name}:2181" for name in services if name.startswith("zookeeper")]
+
+
+def test_names_in_the_compose_file_exist() -> None:
+    (content,) = documents(DOCKER / "compose.yaml")
+    for service in content["services"].values():
+        assert set(service.get("depends_on", ())) <= set(content["services"])
+        volumes = {each.split(":")[0] for each in service.get("volumes", ())}
+        assert volumes <= set(content["volumes"])
+        assert all(each.startswith("127.0.0.1:") for each in service.get("ports", ()))
+
+
+def address_of(storage: Daemon) -> str:
+    config = storage.config
+    assert isinstance(config, StorageConfig)
+    return f"{config.advertised_host}:{config.port}:{config.admin_port}"
+
+
+# --- systemd
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_units_start_existing_commands_as_their_user(unit: Path) -> None:
+    (start,) = unit_lines(unit, "ExecStart")
+    program, kind, *options = start.split()
+    assert program == "/opt/waltz/bin/waltz-core"
+    assert options == ["run", "--config", f"/etc/waltz/{kind}.toml"]
+    parsed([kind, "run"])
+    (user,) = unit_lines(unit, "User")
+    assert re.search(rf"(?m)^u {user} ", (SYSTEMD / "waltz.sysusers").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_units_permit_all_connections(unit: Path) -> None:
+    (limit,) = unit_lines(unit, "LimitNOFILE")
+    config = StorageConfig(connect="z:1/w", directory="d")
+    assert int(limit) > config.connections_max + config.open_files_max
+
+
+# --- Kubernetes
+
+
+def test_pods_have_valid_settings(pods: list[Daemon]) -> None:
+    assert [each.command[0] for each in pods] == ["server"] * 2 + ["storage"] * 3
+    for each in pods:
+        assert each.ports == DEFAULT_PORTS[each.command[0]]
+        assert each.config.http_host == each.config.listen_host == "0.0.0.0"
+        assert each.config.access == "on"
+        assert parsed(each.command[:2])
+        _, set_name, namespace, *domain = each.config.advertised_host.split(".")
+        assert each.config.advertised_host.startswith(f"{each.name}.")
+        assert set_name in manifests("Service")
+        assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
+
+
+def test_pods_use_tls_of_the_secret(pods: list[Daemon], tmp_path: Path) -> None:
+    files = tls_settings()
+    assert TlsConfig(**files).tls == "on"
+    for found in manifests("StatefulSet").values():
+        (container,) = pod_of(found)["containers"]
+        mounts = {each["mountPath"] for each in container["volumeMounts"]}
+        places = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
+        assert set(places) <= mounts
+    for each in pods:
+        place = Path(parse_connect_string(each.config.connect).tls)
+        assert place.as_posix() == "/etc/waltz/settings/tls.toml"
+        (tmp_path / place.name).write_text(render_toml("tls", files), encoding="utf-8")
+        connect = each.config.connect.replace(str(place.parent), str(tmp_path))
+        check_network(replace(each.config, connect=connect))
+
+
+def test_the_job_creates_the_cluster_of_the_storages(pods: list[Daemon]) -> None:
+    (job,) = manifests("Job").values()
+    (container,) = pod_of(job)["containers"]
+    options = parsed(container["args"])
+    storages = [address_of(each) for each in pods if isinstance(each.config, StorageConfig)]
+    assert list(options["storage"]) == [f"{each}:{group}" for group, each in enumerate(storages)]
+    (connect,) = {str(each.config.connect).partition("?")[0] for each in pods}
+    assert options["connect"] == connect
+
+
+def test_ports_and_probes_of_the_manifests() -> None:
+    for name, found in manifests("StatefulSet").items():
+        (container,) = pod_of(found)["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        expected = DEFAULT_PORTS[name.rpartition("-")[2]]
+        assert sorted(ports.values()) == sorted(expected.values())
+        (service,) = (each for each in manifests("Service").values() if selects(each, found))
+        assert {each["name"]: each["port"] for each in service["spec"]["ports"]} == ports
+        probes = {key: value for key, value in container.items() if key.endswith("Probe")}
+        assert {key: each["httpGet"]["path"] for key, each in probes.items()} == {
+            "startupProbe": "/livez",
+            "livenessProbe": "/livez",
+            "readinessProbe": "/readyz",
+        }
+        assert {each["httpGet"]["path"] for each in probes.values()} <= PAGES
+        assert {each["httpGet"]["port"] for each in probes.values()} == {"http"}
+
+
+def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> bool:
+    return service["spec"]["selector"] == found["spec"]["selector"]["matchLabels"]
+
+
+def test_members_are_found_before_they_are_ready() -> None:
+    for service in manifests("Service").values():
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"]
+
+
+def test_the_environment_of_pods_has_no_variables_of_services() -> None:
+    """WALTZ_SERVER_PORT of a service would be a setting."""
+    workloads = [*manifests("StatefulSet").values(), *manifests("Job").values()]
+    assert len(workloads) == 3
+    assert not any(pod_of(each)["enableServiceLinks"] for each in workloads)
+
+
+def test_each_stateful_set_has_a_disruption_budget() -> None:
+    budgets = manifests("PodDisruptionBudget")
+    for name, found in manifests("StatefulSet").items():
+        assert budgets[name]["spec"]["selector"] == found["spec"]["selector"]
+        assert budgets[name]["spec"]["maxUnavailable"] == 1
+
+
+def test_values_name_settings() -> None:
+    (values,) = documents(CHART / "values.yaml")
+    names = {kind: {*KINDS[kind].__dataclass_fields__} for kind in DAEMONS}
+    assert set(values["settings"]) <= names["server"] & names["storage"]
+    for kind in DAEMONS:
+        assert set(values[kind]["settings"]) <= names[kind]
