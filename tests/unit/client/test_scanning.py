@@ -212,7 +212,7 @@ def test_a_reader_of_a_closed_client_raises(client: WaltzClient):
         ),
         (
             {"schema": pa.schema([pa.field("commit_time", pa.timestamp("us", "UTC"), False)])},
-            "argument schema: column 'commit_time' of the log",
+            "argument schema: column 'commit_time' is declared as not nullable",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
         (
             "zk1:2181/waltz?",
             (
-                "'?': expected none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, also "
+                "'?': expected none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, optionally "
                 "with &token_file=FILE or"
             ),
         ),
