@@ -247,7 +247,8 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     log = world.log
     with pytest.raises(SessionFenced):
         log.reset(0, NO_LOG)
-    with pytest.raises(BadRequest, match="begin after transaction 47, because it has transactions up to 47"):
+    problem = "begin after transaction 47, because it has transactions up to 47"
+    with pytest.raises(BadRequest, match=problem):
         log.reset(1, end_of(log, 47))
     marked(world)
     log.prepare(2, NONCE)
