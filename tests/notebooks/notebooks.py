@@ -3,13 +3,16 @@
 import html
 import os
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import nbformat
 import psutil
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from tests.patience import HANG_S
 
@@ -90,9 +93,14 @@ def execute(name: str, place: Path) -> Execution:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     counts = [0]
+    # Unix sockets: another process can take a TCP port before the kernel binds it.
+    sockets = tempfile.mkdtemp(prefix="kernel-")  # a short path: a socket's has 107 bytes at most
+    config = Config({"ConnectionFileMixin": {"transport": "ipc", "ip": f"{sockets}/socket"}})
     client = NotebookClient(
         node,
+        config=config,
         timeout=HANG_S,
+        startup_timeout=HANG_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(working)}},
         on_cell_executed=lambda **_: counts.append(len(processes_of(temporary))),
@@ -101,6 +109,7 @@ def execute(name: str, place: Path) -> Execution:
         client.execute(env=env)
     finally:
         left = processes_of(temporary)
+        shutil.rmtree(sockets)
     directories = [path.name for path in temporary.glob("waltz-*") if (path / "logs").exists()]
     return Execution(Notebook(node), max(counts), left, directories)
 
