@@ -167,8 +167,7 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_replica_in_sync",
         _GAUGE,
         _REPLICA,
-        "1 if the assigned replica is in sync, otherwise 0. Without an open store session, it is "
-        "0.",
+        "1 if the assigned replica is in sync, otherwise 0. It is 0 without an open store session.",
     ),
     (
         "server_replica_wait_seconds",
