@@ -72,7 +72,7 @@ def test_columns_are_found_as_without_spark_wherever_batches_end(
     # Either follower continues it, with new columns.
     started(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
     waltz_spark.follow(spark, connect, table=str(table), **place)
-    started(connect, (0, {"id": 6, "newer": 2}))
+    started(connect, (0, {"id": 6, "newer": 2, "at": {"w": 0}}))
     assert without_spark(connect, table, {}).returncode == 0
     started(connect, (0, {"id": 7, "newest": b""}))
     waltz_spark.follow(spark, connect, table=str(table), **place)

@@ -17,6 +17,8 @@ Rules:
        different when they are read again are rejected.
     7. A table is created when its first changes are known, so a first batch that fails leaves no
        table.
+    8. If a merge adds fields to a struct, the library writes null for this struct in rows that the
+       merge keeps. So a commit with the marks of the table adds the fields before the merge.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
 from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
 from waltz_core.tables.follower import REMOVED, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.found_columns import LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 
@@ -175,6 +177,7 @@ class FollowedDeltaTable:
                 return True
             _check_partition_values(table, rows)
             if self._has_key(table):
+                before = self._add_fields(table, rows)
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
                 _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
@@ -195,6 +198,22 @@ class FollowedDeltaTable:
                 f"{', '.join(self.columns().names)}"
             )
         return not missing
+
+    def _add_fields(self, table: DeltaTable, rows: ArrowTable) -> int:
+        """Commit new fields of structs, if there are any (rule 8); return the version."""
+        version, known = table.version(), _schema_of(table)
+        shared = [name for name in rows.schema.names if name in known.names]
+        old, new = (
+            field_count(schema.field(name).type for name in shared)
+            for schema in (known, rows.schema)
+        )
+        if new > old:
+            assert self._state is not None, "marks() was called"
+            _append(table, rows.slice(0, 0), decode(self._state[1].metadata))
+            version += 1
+            if table.version() != version:
+                raise Superseded(f"table {self._uri}: another program has committed a version")
+        return version
 
     def _merge(self, table: DeltaTable, source: ArrowTable, marks: TableMarks) -> None:
         values = {_quoted(name): f"source.{_quoted(name)}" for name in source.schema.names[:-1]}
@@ -269,7 +288,7 @@ def _found_schema(changes: ArrowTable) -> ArrowSchema:
     return _with_place(found)
 
 
-def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks) -> None:
+def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
     """Commit rows, which may be none, and columns that the table lacks."""
     write_deltalake(
         table, rows, mode="append", schema_mode="merge", commit_properties=_properties(marks)
@@ -359,11 +378,14 @@ def _has_rows(table: DeltaTable) -> bool:
     return bool(counts.null_count or pc.sum(counts).as_py())
 
 
-def _properties(marks: TableMarks) -> CommitProperties:
+def _properties(marks: TableMarks | None) -> CommitProperties:
+    """Return the properties of a commit; a table of the user may have no marks yet."""
+    if marks is None:
+        return CommitProperties(max_commit_retries=0)  # rule 1
     return CommitProperties(
         custom_metadata={"userMetadata": encode(marks)},
         app_transactions=[Transaction(marks.application, marks.version)],
-        max_commit_retries=0,  # rule 1
+        max_commit_retries=0,
     )
 
 

@@ -7,7 +7,8 @@ Rules:
     1. The table is the checkpoint: before each batch, the follower reads the table marks. It skips
        a part of the log only if it has found no change there since it read the same marks.
     2. A batch is one commit, on top of the version of the table that the follower has read. If
-       another commit came first, the follower reads the table again.
+       another commit came first, the follower reads the table again. A table may commit new fields
+       of structs before the batch, with the marks that it has.
     3. A batch without changes writes no commit. The follower commits the marks alone when they have
        moved, and its last commit is old or it ends. At its end it also stores the start in a table
        of the user, which has no marks yet: the next run may have no start.
