@@ -11,12 +11,17 @@ Rules:
        count, too. Further connections are closed at once.
     3. The buffer for an incomplete head has `HEAD_BYTES_MAX`, and that for a body 64 KiB.
     4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests.
+    5. With `kept_connections_max` there are that many connections, and a connection has any number
+       of requests, of any duration. It is closed if a request does not arrive within
+       `RECEIVE_S_MAX`, if there is no request for `IDLE_S_MAX`, or if the client does not read a
+       response for `STALLED_S_MAX`.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Final
 
 from uvicorn.config import Config
@@ -31,12 +36,23 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 8 * 1024
 REQUEST_S_MAX: Final = 5.0
+RECEIVE_S_MAX: Final = 20.0
+IDLE_S_MAX: Final = 75
+STALLED_S_MAX: Final = 30.0
+CHECK_INTERVAL_S: Final = 1.0
 CLOSE_S_MAX: Final = 1.0
 _SILENT: Final = logging.Logger("uvicorn", logging.CRITICAL + 1)  # noqa: LOG001 - rule 4; no logger of the process
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[int]:
+async def serve_http(
+    app: "ASGIApp",
+    *,
+    host: str,
+    port: int,
+    kept_connections_max: int | None = None,
+    ssl: SSLContext | None = None,
+) -> AsyncIterator[int]:
     """Serve the pages of `app` while the block runs; yields the port (0: any free one).
 
     Raises:
@@ -52,16 +68,25 @@ async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[i
         proxy_headers=False,
         workers=1,  # otherwise the environment is read
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        timeout_keep_alive=IDLE_S_MAX,
     )
     config.load()
     state = ServerState()
-    state.default_headers = [(b"connection", b"close")]  # rule 1
     loop = asyncio.get_running_loop()
+
+    def connected() -> H11Protocol:
+        if kept_connections_max is None:
+            return _Connection(config, state, {}, loop)
+        return _KeptConnection(config, state, loop, kept_connections_max)
+
+    if kept_connections_max is None:
+        state.default_headers = [(b"connection", b"close")]  # rule 1
     try:
-        server = await loop.create_server(lambda: _Connection(config, state, {}, loop), host, port)
+        server = await loop.create_server(connected, host, port, ssl=ssl)
     except OSError as error:
+        name = "http_port" if kept_connections_max is None else "port"
         raise BadConfig(
-            f"setting http_port: the daemon cannot listen at {host}:{port}: {error.strerror}"
+            f"setting {name}: the daemon cannot listen at {host}:{port}: {error.strerror}"
         ) from None
     try:
         yield server.sockets[0].getsockname()[1]
@@ -79,7 +104,7 @@ async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[i
 
 
 class _Connection(H11Protocol):
-    """A connection with the limits of this module."""
+    """A connection with rules 1 and 2."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -94,4 +119,62 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
+        super().connection_lost(exc)
+
+
+class _KeptConnection(H11Protocol):
+    """A connection with rule 5."""
+
+    _check_timer: asyncio.TimerHandle | None = None
+    # Since when a request has been arriving, and since when the client has not read.
+    _receiving_since_s: float | None = None
+    _stalled_since_s: float | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        loop: asyncio.AbstractEventLoop,
+        connections_max: int,
+    ) -> None:
+        super().__init__(config, state, {}, loop)
+        self._connections_max = connections_max
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+        self.logger, self.access_log = _SILENT, False
+        super().connection_made(transport)
+        if max(len(self.connections), len(self.tasks)) > self._connections_max:
+            transport.abort()
+            return
+        self._receiving_since_s = self.loop.time()
+        self._check()
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiving_since_s is None:
+            self._receiving_since_s = self.loop.time()
+        super().data_received(data)
+        cycle = self.cycle
+        if cycle is not None and not cycle.more_body and not cycle.response_complete:
+            self._receiving_since_s = None
+
+    def pause_writing(self) -> None:
+        self._stalled_since_s = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stalled_since_s = None
+        super().resume_writing()
+
+    def _check(self) -> None:
+        now_s = self.loop.time()
+        receiving_s = now_s if self._receiving_since_s is None else self._receiving_since_s
+        stalled_s = now_s if self._stalled_since_s is None else self._stalled_since_s
+        if now_s - receiving_s > RECEIVE_S_MAX or now_s - stalled_s > STALLED_S_MAX:
+            self.transport.abort()
+        else:
+            self._check_timer = self.loop.call_later(CHECK_INTERVAL_S, self._check)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         super().connection_lost(exc)

@@ -46,7 +46,7 @@ from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.admission.port_limits import network_of
-from waltz_core.transport.token_source import TokenSource, token_source_in
+from waltz_core.transport.token_source import ForwardedToken, TokenSource, token_source_in
 
 _log = logging.getLogger(__name__)
 
@@ -133,11 +133,15 @@ class ListenContext(ssl.SSLContext):
 class DialContext(ssl.SSLContext):
     """A dialer's context; `token` is the place of its token, if it has one (rule 7)."""
 
-    token: TokenSource | None = None
+    token: TokenSource | ForwardedToken | None = None
 
 
-def dialing(config: TlsConfig, connect: str) -> DialContext | None:
+def dialing(
+    config: TlsConfig, connect: str, token: ForwardedToken | None = None
+) -> DialContext | None:
     """Return the context for outgoing connections; None: without TLS.
+
+    A `token` replaces the place of a token in the connect string.
 
     Raises:
         BadConfig: the connect string, a setting or a file is not valid; or there is a token, and no
@@ -145,7 +149,14 @@ def dialing(config: TlsConfig, connect: str) -> DialContext | None:
     """
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
-    return _client_context(_effective(config, place_in(connect)), token_source_in(connect))
+    source = token or token_source_in(connect)
+    return _client_context(_effective(config, place_in(connect)), source)
+
+
+def has_certificate(config: TlsConfig, connect: str) -> bool:
+    """Whether this process presents a certificate to the peers that it connects to."""
+    chosen = _effective(config, place_in(connect))
+    return chosen is not None and bool(chosen.tls_certificate)
 
 
 def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
@@ -381,7 +392,9 @@ def _read(place: str) -> TlsConfig:
     return replace(found, tls=found.tls or ON, **paths)
 
 
-def _client_context(chosen: TlsConfig | None, token: TokenSource | None) -> DialContext | None:
+def _client_context(
+    chosen: TlsConfig | None, token: TokenSource | ForwardedToken | None
+) -> DialContext | None:
     is_verified = chosen is not None and chosen.tls_verify != "nothing"
     if token is not None and not is_verified:
         raise BadConfig(
