@@ -81,7 +81,11 @@ LIBRARY_FILES = {
     "py4j": ("waltz_spark/session_errors.py",),
     "rich": ("waltz_core/cli/output.py", "waltz_core/cli/progress.py"),
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
-    "starlette": ("waltz_core/daemon_pages.py", "waltz_core/transport/http_port.py"),
+    "starlette": (
+        "waltz_core/daemon_pages.py",
+        "waltz_core/gateway/http_routes.py",
+        "waltz_core/transport/http_port.py",
+    ),
     "uvicorn": ("waltz_core/transport/http_port.py",),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.

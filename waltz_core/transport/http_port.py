@@ -25,7 +25,7 @@ from ssl import SSLContext
 from typing import TYPE_CHECKING, Final
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from waltz_core.errors import BadConfig
@@ -153,7 +153,7 @@ class _KeptConnection(H11Protocol):
         if self._receiving_since_s is None:
             self._receiving_since_s = self.loop.time()
         super().data_received(data)
-        cycle = self.cycle
+        cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.more_body and not cycle.response_complete:
             self._receiving_since_s = None
 
