@@ -15,7 +15,9 @@ Rules:
        all later ones.
     5. The outcomes are stored when the write is finished. Each later request gets them.
     6. The name of the run is the hash of the request, so a key cannot be used for two requests.
-    7. At most `ATTEMPTS_MAX` requests are processed at a time, and `REGISTRY_CHANGES_MAX` of them
+    7. Only the latest attempt may finish the write: a later one may append a transaction that a lock
+       had rejected before.
+    8. At most `ATTEMPTS_MAX` requests are processed at a time, and `REGISTRY_CHANGES_MAX` of them
        change the registry: concurrent changes repeat each other.
 """
 
@@ -28,7 +30,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason, TaskClaim
-from waltz_core.cluster.write_registry import WriteState
+from waltz_core.cluster.write_registry import TaskAttempt, WriteState
 from waltz_core.gateway.callers import Caller, Callers
 from waltz_core.gateway.http_appends import AppendAnswer, answer_of
 from waltz_core.gateway.json_errors import RequestRejected
@@ -126,7 +128,8 @@ class IdempotentAppends:
                 ) from None
             summary = _summary_of(outcomes, request)
             async with self._registry_changes:
-                return await caller.writes.finish(write, summary, self._retention_ms)
+                by = TaskAttempt(_TASK, claim.state.attempt)  # rule 7
+                return await caller.writes.finish(write, summary, self._retention_ms, by=by)
 
     async def _finished(self, caller: Caller, write: str) -> WriteState:
         state = await caller.writes.read(write)
