@@ -846,7 +846,7 @@ class GatewayConfig(TlsConfig, ZooKeeperConfig):
     )
     http_host: str = _http_host()
     http_port: int = _port(
-        15_382, "Port of the pages /livez, /readyz, /health and /metrics; 0 disables them."
+        0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
     connections_max: int = setting(
         1_024,

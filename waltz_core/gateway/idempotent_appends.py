@@ -15,8 +15,8 @@ Rules:
        all later ones.
     5. The outcomes are stored when the write is finished. Each later request gets them.
     6. The name of the run is the hash of the request, so a key cannot be used for two requests.
-    7. Only the latest attempt may finish the write: a later one may append a transaction that a lock
-       had rejected before.
+    7. Only the latest attempt may finish the write: a later one may append a transaction that a
+       lock had rejected before.
     8. At most `ATTEMPTS_MAX` requests are processed at a time, and `REGISTRY_CHANGES_MAX` of them
        change the registry: concurrent changes repeat each other.
 """
