@@ -57,6 +57,11 @@ class GatewayClient:
             self.response("POST", "/v1/transactions", body_of(*transactions), **named)
         )
 
+    def exchange(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Answer:
+        return self._answer(self.response(method, path, body, **headers))
+
     def post(self, body: bytes) -> Answer:
         return self._answer(self.response("POST", "/v1/transactions", body))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import uvloop
 
@@ -39,8 +39,8 @@ class _Phase(NamedTuple):
         return round(len(self.ids) / self.seconds)
 
 
-Append: TypeAlias = Callable[[int], Coroutine[None, None, tuple[int, int]]]
-Write: TypeAlias = Callable[[Append], Coroutine[None, None, None]]
+Append: TypeAlias = Callable[[int], Coroutine[Any, Any, tuple[int, int]]]
+Write: TypeAlias = Callable[[Append], Coroutine[Any, Any, None]]
 
 
 def gateway(load: BenchLoad, meter: Meter) -> Measured:
@@ -112,7 +112,7 @@ async def _over_http(
 
 
 async def _measured(
-    connected: Callable[[Write], Coroutine[None, None, None]], seconds: float
+    connected: Callable[[Write], Coroutine[Any, Any, None]], seconds: float
 ) -> _Phase:
     """Run `CONNECTIONS` writers for a time; each has one append in flight."""
     ids: list[tuple[int, int]] = []

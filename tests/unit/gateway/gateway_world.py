@@ -79,6 +79,12 @@ class TestCaller:
     async def post(self, body: bytes) -> Answer:
         return await asyncio.to_thread(self._client.post, body)
 
+    def exchange(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Answer:
+        """Send any request; call it on a thread."""
+        return self._client.exchange(method, path, body, headers)
+
     async def read_feed(self, path: str, line_count: int, **headers: str) -> list[bytes]:
         """Return the first lines of a feed, without empty ones; the connection is closed."""
 
@@ -127,6 +133,10 @@ class GatewayWorld:
         """Return the data of all transactions of a partition."""
         store = self.server.hosts[partition].store
         return [each.data for each in store.log.transactions()]
+
+    def transaction_count(self) -> int:
+        """Return the number of transactions in all partitions."""
+        return sum(len(self.log(partition)) for partition in range(PARTITION_COUNT))
 
     @contextlib.asynccontextmanager
     async def gateway(self, **settings: Any) -> AsyncIterator[MemoryGateway]:
