@@ -185,7 +185,7 @@ GROUPS: Mapping[str, GroupEntry] = {
     "gateway": GroupEntry(
         "run a gateway, which offers HTTP to applications in other languages",
         {
-            "gateway_command": {
+            "client.gateway_run": {
                 "run": "run a gateway (sample: conf/gateway.toml)",
             },
         },

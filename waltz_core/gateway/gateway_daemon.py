@@ -66,10 +66,10 @@ async def serve(
         callers = Callers(config.connect, client_config, directory)
         stack.push_async_callback(callers.close)
         metrics = Metrics("gateway", with_process=True)
-        routes = HttpRoutes(GatewayParts(config, client_config, callers, metrics))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        routes = HttpRoutes(GatewayParts(config, client_config, callers, metrics, tasks))
         metrics.set_source("waltz_gateway_callers", lambda: len(callers))
         metrics.set_source("waltz_gateway_feeds", lambda: routes.feed_count)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         background = [
             tasks.create_task(directory.follow(), name="directory"),
             tasks.create_task(callers.sweep(), name="sweep"),

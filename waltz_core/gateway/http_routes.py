@@ -7,11 +7,13 @@ Rules:
     3. An exception that is no `WaltzError` is logged and answered with status 500.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any, Final, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -49,6 +51,9 @@ from waltz_core.metrics import Metrics
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
 _log = logging.getLogger(__name__)
 
 RANGE_BYTES_MAX: Final = 1024 * 1024
@@ -65,6 +70,7 @@ class GatewayParts(NamedTuple):
     client_config: ClientConfig
     callers: Callers
     metrics: Metrics
+    tasks: asyncio.TaskGroup  # of the daemon
 
 
 class HttpRoutes:
@@ -210,16 +216,28 @@ class HttpRoutes:
         except BaseException:
             await stack.aclose()
             raise
-
-        async def events() -> AsyncIterator[bytes]:
-            async with stack:
-                async for event in reader.events(headers, encode):
-                    yield event
-
-        return StreamingResponse(events(), media_type=media, headers={"Cache-Control": "no-store"})
+        # As a task: what ends the response also cancels everything that the response awaits.
+        on_end = partial(self._parts.tasks.create_task, stack.aclose())
+        return _FeedResponse(reader.events(headers, encode), media, on_end)
 
     def _feed_ended(self) -> None:
         self.feed_count -= 1
+
+
+class _FeedResponse(StreamingResponse):
+    """A feed; `on_end` is called when the response ends, for whatever reason."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], media: str, on_end: Callable[[], object]
+    ) -> None:
+        super().__init__(events, media_type=media, headers={"Cache-Control": "no-store"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 def _start_of_feed(request: Request, query: Query) -> int:

@@ -49,7 +49,7 @@ class MemoryGateway:
         self.callers = Callers(world.connect, client_config, world)
         self.metrics = Metrics("gateway")
         self.routes = HttpRoutes(
-            GatewayParts(self.config, client_config, self.callers, self.metrics)
+            GatewayParts(self.config, client_config, self.callers, self.metrics, world.tasks)
         )
         self.url = ""
 
@@ -122,8 +122,9 @@ class TestCaller:
 class GatewayWorld:
     """The server; it is the `SharedDirectory` of the gateways."""
 
-    def __init__(self, server: MemoryServer, connect: str) -> None:
+    def __init__(self, server: MemoryServer, connect: str, tasks: asyncio.TaskGroup) -> None:
         self.server = server
+        self.tasks = tasks
         self.connect = connect
 
     def view(self) -> _MemoryDirectory:
