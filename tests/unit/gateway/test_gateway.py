@@ -282,7 +282,7 @@ def test_a_range_is_read_in_pieces():
     [
         ("/v1/partitions/1/transactions", 400),
         ("/v1/partitions/1/transactions?first=-1", 400),
-        ("/v1/partitions/1/transactions?first=0&frist=1", 400),
+        ("/v1/partitions/1/transactions?first=0&start=1", 400),
         ("/v1/partitions/4/transactions?first=0", 404),
         ("/v1/partitions/x/transactions?first=0", 400),
         ("/v1/partitions/1/feed", 400),

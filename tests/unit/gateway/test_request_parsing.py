@@ -135,7 +135,7 @@ QUERY = ("first", "last", "header", "linearizable")
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        ([("frist", "7")], lambda query: query),
+        ([("start", "7")], lambda query: query),
         ([("first", "7"), ("first", "8")], lambda query: query),
         ([("first", "x")], lambda query: query.number("first")),
         ([("first", "-1")], lambda query: query.number("first")),

@@ -17,7 +17,7 @@ CHUNK = bytes(1024 * 1024)
 
 
 class App:
-    """ "/" answers at once, "/wait" when `go` is set, "/endless" with bytes until it is cancelled."""
+    """Pages: one answers at once, `/wait` waits for `go`, and `/endless` never ends."""
 
     def __init__(self):
         self.go = asyncio.Event()
