@@ -81,7 +81,8 @@ class ClientAheadOfLog(UsageError):
 
     The client is connected to another cluster, or the log has lost data.
 
-    Action: Check the connect string. If the log was created again, also create the view again.
+    Action: Check the connect string. If the log was created again, also delete the view (the state
+    that the application has computed from the log), and build it again.
     """
 
     code = 13
@@ -106,7 +107,9 @@ class UnknownPartition(UsageError):
 
 
 class ClientNotOpen(UsageError, AttributeError):
-    """A client was used before it was opened. Until then, `hasattr` is false for its attributes.
+    """A client was used before it was opened.
+
+    Until then, the client has no attributes, so `hasattr` returns False for them.
 
     Action: Use the client inside its `with` or `async with` block.
     """
@@ -230,8 +233,8 @@ class TlsFailed(Unreachable):
 class AuthenticationFailed(Unreachable):
     """The peer rejects the token of this process, or the process cannot read its token.
 
-    Action: Check that the token file has a token of this cluster that is neither revoked nor
-    expired.
+    Action: Check the token in the token file: it must belong to this cluster, and be neither
+    revoked nor expired.
     """
 
     code = 33
@@ -265,10 +268,11 @@ class CoordinatorOutcomeUnknown(Unavailable):
 
 
 class ViewBehind(Unavailable):
-    """A context (a computed transaction) timed out before its callbacks had applied the log.
+    """A context timed out before the callbacks of the application had applied the log.
 
-    `applied` and `high_water_mark` are the positions of the callbacks and the log, and `rate_per_s`
-    is the number of transactions applied per second. The context is not in the log.
+    A context is code that computes a transaction; this transaction is not in the log. `applied` and
+    `high_water_mark` are the positions of the callbacks and the log, and `rate_per_s` is the number
+    of transactions that the callbacks apply per second.
 
     Action: Repeat the context when the view has caught up, or make its callbacks faster.
     """
@@ -291,7 +295,8 @@ class ArchiveUnavailable(Unavailable):
 class PermissionsNotLoaded(Unavailable):
     """The process has not read the permissions of the cluster yet.
 
-    Action: Wait. If it lasts, check the process's connection to ZooKeeper, and `access list`.
+    Action: Repeat the call after a pause. If it fails again, check the process's connection to
+    ZooKeeper, and run `waltz-core access list`.
     """
 
     code = 34
@@ -311,7 +316,7 @@ class SessionFenced(Superseded):
 
     `promised`, if known, is the number of the later session.
 
-    Action: None: the server claims a later session.
+    Action: None: the server opens a later session itself.
     """
 
     code = 41
@@ -322,7 +327,7 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The request names an earlier or later generation of the partition than the server owns.
+    """The request names another generation of the partition than the one that the server owns.
 
     The generation rises whenever the partition moves to another server.
 
@@ -335,11 +340,12 @@ class GenerationMismatch(Superseded):
 class LockFailed(Superseded):
     """Another transaction has written a lock of this one after the client's high-water mark.
 
-    If known, `conflicting` is the transaction that it conflicts with (or a later one), and
-    `high_water_mark` a mark of the log from which to compute the transaction again. For appends
-    that may depend on others, `pipelined_state` is the argument `pipelined` of the next `append`.
+    If known, `conflicting` is the ID of the transaction that has written the lock, or a later ID,
+    and `high_water_mark` is a mark that includes this transaction. After an `append` with the
+    argument `pipelined`, `pipelined_state` is the value of this argument for the next `append`.
 
-    Action: Apply the log up to `high_water_mark`, compute the transaction again, and append that.
+    Action: Apply the log up to `high_water_mark`, compute the transaction again, and append the
+    new transaction.
     """
 
     code = 43
@@ -423,14 +429,14 @@ class StorageIdMismatch(Damaged):
 class DataLoss(Damaged):
     """The log ends before a high-water mark that was reported earlier, or has changed before it.
 
-    Action: Check the connect string. Restore the lost storages before anything else is changed.
+    Action: Check the connect string. Restore the lost storages before you change anything else.
     """
 
     code = 66
 
 
 class ReplicaSuspect(Damaged):
-    """A replica's log is not trusted until it is repaired.
+    """A replica has lost data, or may have lost data. Its log is not trusted until it is repaired.
 
     Action: Wait for the repair; `waltz-core doctor` shows what prevents it.
     """

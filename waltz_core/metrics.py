@@ -84,8 +84,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         ("partition", "reason"),
         (
-            "Transactions that the server has rejected. Label reason: lock, lost, ahead, "
-            "not_mounted, generation, no_space, too_large or overloaded."
+            "Transactions that the server has not committed, by reason. Label reason: lock, "
+            "lost, ahead, not_mounted, generation, no_space, too_large or overloaded."
         ),
     ),
     (
@@ -167,21 +167,22 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         "server_replica_in_sync",
         _GAUGE,
         _REPLICA,
-        "1 if the assigned replica is in sync, otherwise 0; 0 also without an open store session.",
+        "1 if the assigned replica is in sync, otherwise 0. It is 0 without an open store session.",
     ),
     (
         "server_replica_wait_seconds",
         _GAUGE,
         _REPLICA,
-        "Age of the oldest unanswered request to a replica; 0 if it is less than a second.",
+        "Age of the oldest unanswered request to a replica; 0 if the age is less than a second.",
     ),
     (
         "server_false_rejections_ratio",
         _GAUGE,
         _ONE,
         (
-            "Estimated probability that a lock is rejected without a real conflict, because "
-            "the lock table has a fixed size; for a client that lags by 1,000 transactions."
+            "Estimated probability that a lock causes a rejection without a real conflict, for a "
+            "client that lags by 1,000 transactions. The cause is the fixed size of the lock "
+            "table."
         ),
     ),
     ("server_lock_table_bytes", _GAUGE, (), "Memory of the lock tables of all partitions."),
@@ -229,8 +230,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         _PRINCIPAL,
         (
-            "Bytes of requests of the principal, and of the ranges and feeds sent to it; only "
-            "for principals with limits."
+            "Bytes of requests from the principal, and of the ranges and feeds that the server "
+            "has sent to it; only for principals with limits."
         ),
     ),
     (
@@ -454,8 +455,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         _PRINCIPAL,
         (
-            "Bytes of requests of the principal, and of the ranges sent to it; only for "
-            "principals with limits."
+            "Bytes of requests from the principal, and of the ranges that the storage has sent "
+            "to it; only for principals with limits."
         ),
     ),
     (

@@ -1,4 +1,4 @@
-"""The coverage of a number of runs: a simulator without faults proves nothing.
+"""The coverage of a number of runs: which faults have fired, and which states have occurred.
 
 Tests, the command line and the processes of a swarm run seeds; all of them use these sums, and the
 same definition of sufficient coverage.

@@ -474,7 +474,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let an outsider ask ([A-E]) for session (\d+)": ScenarioRunner.outsider_requests,
     r"let an outsider append to ([A-E]) in session (\d+)": ScenarioRunner.outsider_appends,
     r"append (\d+)( at once)?": ScenarioRunner.append,
-    r"writes go on": ScenarioRunner.writes_continue,
+    r"writes continue": ScenarioRunner.writes_continue,
     r"writes end": ScenarioRunner.writes_end,
     r"replicas ([A-E ]+)": ScenarioRunner.replicas,
     r"give the partition to ([STU])": ScenarioRunner.give,

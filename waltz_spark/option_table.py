@@ -43,17 +43,17 @@ OPTIONS: tuple[Option, ...] = (
         "dataFormat",
         Purpose.BOTH,
         "none",
-        "Format of the payload: `msgpack`, `json`, `avro` or `protobuf`. When writing, the columns "
-        "that are not columns of the log are packed by name into `data`. When reading, `data` is "
-        "unpacked into the columns of your schema.",
+        "Format of the payload: `msgpack`, `json`, `avro` or `protobuf`. A write packs the "
+        "columns that are not columns of the log, by name, into `data`. A read unpacks `data` "
+        "into the columns of your schema.",
     ),
     Option(
         "schemaRegistry",
         Purpose.BOTH,
         "none",
-        "With `dataFormat=avro` or `protobuf`: the URL of a schema registry with Confluent's HTTP "
-        "API, `http://registry:8081`. You can list several URLs with commas: the first one that "
-        "answers is used.",
+        "With `dataFormat=avro` or `protobuf`: the URL of a schema registry with Confluent's "
+        "HTTP API, `http://registry:8081`. You can list several URLs, separated by commas. Waltz "
+        "uses the first one that answers.",
     ),
     Option(
         "schemaRegistryAuthFile",
@@ -65,63 +65,63 @@ OPTIONS: tuple[Option, ...] = (
         "encryptionKeys",
         Purpose.BOTH,
         "none",
-        "Where tasks find the encryption keys: a directory, or a function "
-        "`module:function`. Writing also needs `encryptionKeyId` or `encryptionKeyIdColumn`. "
-        "When reading, payloads are decrypted; if that fails, the payload is null and column "
-        "`data_error` has the reason.",
+        "Where tasks find the encryption keys: a directory, or a function `module:function`. A "
+        "write also needs `encryptionKeyId` or `encryptionKeyIdColumn`. A read decrypts the "
+        "payloads. If a payload cannot be decrypted, it is null, and column `data_error` has the "
+        "reason.",
     ),
     Option(
         "startingHighWaterMarks",
         Purpose.READ,
         "earliest (batch), latest (stream)",
-        "Where the read starts: `earliest`, `latest`, or JSON with the last transaction ID "
-        'to skip in each partition, `{"0": 41}`. A stream with a checkpoint continues '
-        "from the checkpoint instead.",
+        "Where the read starts: `earliest`, `latest`, or JSON with a mark for each partition. "
+        'With the mark `{"0": 41}`, the read of partition 0 starts after transaction 41. A '
+        "stream with a checkpoint continues from the checkpoint instead.",
     ),
     Option(
         "startingTimestamp",
         Purpose.READ,
         "none",
-        "Replaces startingHighWaterMarks: the read starts with the first transaction that "
-        "was committed at or after this time, `2026-11-21T10:00:00Z` (UTC if it has no "
-        "offset) or milliseconds since 1970.",
+        "A start time, instead of `startingHighWaterMarks`. The read starts with the first "
+        "transaction that was committed at or after this time: `2026-11-21T10:00:00Z` (UTC if it "
+        "has no offset), or milliseconds since 1970.",
     ),
     Option(
         "endingHighWaterMarks",
         Purpose.BATCH,
         "latest",
-        "Where the read ends: `latest`, or JSON with the last transaction ID to read in "
-        "each partition; it must name each partition that is read. `latest` is resolved "
-        "once, on the driver.",
+        "Where the read ends: `latest`, or JSON with the last transaction ID to read in each "
+        'partition, `{"0": 99}`. The JSON must name each partition that is read. The driver '
+        "determines `latest` once.",
     ),
     Option(
         "partitions",
         Purpose.BOTH,
         "all",
-        "Which partitions of the log to use: `0,3,5`. When writing, rows without a lock are "
-        "distributed over these partitions; a row that belongs to another partition is an "
-        "error.",
+        "The partitions of the log to read or write: `0,3,5`. A write distributes rows without a "
+        "lock over these partitions, and fails if a row belongs to another partition.",
     ),
     Option(
         "columns",
         Purpose.BOTH,
         "all",
-        "Which columns to fetch, in this order; without `data`, only the headers of the "
-        "transactions are fetched. In SQL also the columns of `INSERT INTO` a view.",
+        "The columns to read, in this order. Without `data` among them, tasks fetch only the "
+        "headers of the transactions. In SQL, the option also determines the columns of `INSERT "
+        "INTO` a view.",
     ),
     Option(
         "transactionIds",
         Purpose.READ,
         "all",
-        "Which transaction IDs to fetch, as ranges: `1000-1999,5000`. They apply to every "
-        "partition. IDs before the start of the read are not fetched.",
+        "The transaction IDs to read, as ranges: `1000-1999,5000`. They apply to every "
+        "partition. IDs before the start of the read are ignored.",
     ),
     Option(
         "headers",
         Purpose.READ,
         "all",
-        "Which application headers to fetch: `7,9`, and 1,000 at most. The server filters "
-        "the transactions.",
+        "The application headers of the transactions to read: `7,9`, at most 1,000 headers. The "
+        "server filters the transactions.",
     ),
     Option(
         "minPartitions",
@@ -139,24 +139,24 @@ OPTIONS: tuple[Option, ...] = (
         "maxTransactionsPerTrigger",
         Purpose.STREAM,
         str(TRIGGER_TRANSACTIONS_MAX),
-        "Maximum number of transactions of a micro-batch, distributed over the partitions in "
-        "proportion to their lag.",
+        "Maximum number of transactions of a micro-batch. They are distributed over the "
+        "partitions in proportion to the lag of each partition.",
     ),
     Option(
         "pollInterval",
         Purpose.STREAM,
         "100",
-        "Time in milliseconds for which the driver caches the high-water marks of the log, "
-        "because Spark requests them about 90 times a second. `0` disables the cache; use it "
-        "if `processAllAvailable` must see the latest writes.",
+        "Time in milliseconds for which the driver caches the high-water marks of the log. "
+        "Without a cache, Spark would request them about 90 times a second. `0` disables the "
+        "cache; use it if `processAllAvailable` must see the latest writes.",
     ),
     Option(
         "failOnDataLoss",
         Purpose.READ,
         "true",
-        "Whether the read fails if transactions are missing: if a mark is above the end of "
-        "the log, or if a start, an end or `transactionIds` is below the first available "
-        "transaction. `false` reads the transactions that exist. A start after the given end "
+        "Whether the read fails if transactions are missing. They are missing if a mark is above "
+        "the end of the log, or if a start, an end or `transactionIds` is below the first "
+        "available transaction. `false` reads the transactions that exist. A start after the end "
         "is always an error.",
     ),
     Option(
@@ -171,16 +171,16 @@ OPTIONS: tuple[Option, ...] = (
         "requiredColumns",
         Purpose.READ,
         "none",
-        "With `dataFormat`: columns that each payload must have, `id,amount`; the case does "
-        "not matter. A payload without one of them is handled as `mode` states; other "
-        "missing columns are null.",
+        "With `dataFormat`: columns that each payload must have, `id,amount`, in upper or lower "
+        "case. A payload without one of them is handled as option `mode` states. Other missing "
+        "columns are null.",
     ),
     Option(
         "changeFeed",
         Purpose.READ,
         "false",
-        "With `dataFormat` and `key`: `true` returns a change data feed, as Delta does: each "
-        "insert, update and delete of a row, and the previous content of the row. Column "
+        "With `dataFormat` and `key`: `true` returns a change data feed, as in Delta. It has "
+        "each insert, update and delete of a row, and the previous content of the row. Column "
         "`_change_type` of your schema is `insert`, `update_preimage`, `update_postimage` or "
         "`delete`.",
     ),
@@ -195,14 +195,14 @@ OPTIONS: tuple[Option, ...] = (
         "deleteHeaders",
         Purpose.READ,
         "none",
-        "With `changeFeed`: transactions with these application headers delete their row: `9`.",
+        "With `changeFeed`: the application headers of transactions that delete a row: `9`.",
     ),
     Option(
         "deleteWhere",
         Purpose.READ,
         "none",
-        "With `changeFeed`: transactions for which this holds delete their row. A comparison of a "
-        "column with a literal, `op = 'D'`, or a boolean column.",
+        "With `changeFeed`: the condition under which a transaction deletes a row. It is a "
+        "comparison of a column with a literal, `op = 'D'`, or a boolean column.",
     ),
     Option(
         "columnNameOfCorruptRecord",
@@ -223,51 +223,53 @@ OPTIONS: tuple[Option, ...] = (
         Purpose.READ,
         "replica",
         "Where tasks read: `replica` reads directly from a storage, and falls back to the "
-        "server; `server` always reads through the server, which is slower (5.6 times in a "
-        "trial).",
+        "server. `server` always reads through the server, which is slower (5.6 times in a "
+        "measurement).",
     ),
     Option(
         "archive",
         Purpose.READ,
         "none",
-        "The URL of the cluster's archive, as in `archive_url` of its storages. With it, "
-        "tasks read archived transactions directly from the object store, in parallel, with "
-        "the credentials in the environment of the workers. Without it, or if the archive "
-        "cannot be read, tasks read them from storages.",
+        "The URL of the cluster's archive, as in setting `archive_url` of the storages. With "
+        "this option, tasks read archived transactions directly and in parallel from the object "
+        "store. They use the credentials in the environment of the workers. Without this option, "
+        "or if a task cannot read the archive, the task reads from storages.",
     ),
     Option(
         "group",
         Purpose.READ,
         "none",
-        "The number of the group of storages near the tasks (`cluster add-storage "
-        "--group`). Tasks prefer storages of this group if these have a replica of the "
-        "partition.",
+        "The number of the group of storages near the tasks (`waltz-core cluster add-storage "
+        "--group`), for example in the same rack. Tasks prefer the storages of this group that "
+        "have a replica of the partition.",
     ),
     Option(
         "partitionBy",
         Purpose.WRITE,
         "the first lock, otherwise round-robin",
-        "For rows without a value in column `partition`: the column whose hash chooses the "
-        "partition.",
+        "The column whose hash selects the partition of a row, if the row has no value in column "
+        "`partition`.",
     ),
     Option(
         "schemaSubject",
         Purpose.WRITE,
         "none",
-        "With a schema registry: the subject of the schema that is written, `orders-value`.",
+        "With a schema registry: the subject (the name in the registry) of the schema with which "
+        "the write encodes payloads, `orders-value`.",
     ),
     Option(
         "schemaVersion",
         Purpose.WRITE,
         "Avro: a schema of the columns, Protobuf: `latest`",
-        "The version of the subject that is written, a number or `latest`. Without it, "
-        "`dataFormat=avro` makes a schema of the columns, and registers it before any task.",
+        "The version of the schema in `schemaSubject`, a number or `latest`. Without it, a write "
+        "with `dataFormat=avro` derives a schema from the columns, and registers it before any "
+        "task starts.",
     ),
     Option(
         "schemaMessage",
         Purpose.WRITE,
         "the first one",
-        "With `dataFormat=protobuf`: the full name of the message type that is written.",
+        "With `dataFormat=protobuf`: the full name of the message type of the payloads.",
     ),
     Option(
         "encryptionKeyId",
@@ -286,17 +288,19 @@ OPTIONS: tuple[Option, ...] = (
         "clientHighWaterMarks",
         Purpose.WRITE,
         "the high-water marks when the job started",
-        "JSON by partition: the high-water marks of the data from which the rows were computed.",
+        'JSON with a high-water mark for each partition, `{"0": 41}`: the end of the data from '
+        "which the rows were computed. Waltz rejects a row if one of its locks was written after "
+        "this mark.",
     ),
     Option(
         "onLockFailure",
         Purpose.WRITE,
         "fail",
         "What happens if a row is rejected because of a lock. `fail`: the job aborts at the "
-        "first rejected row and reports what is in the log. `reject`: the row is final, with "
-        "status REJECTED in the results. `retry`: the row has status RETRY in the results, "
-        "with the high-water mark from which to compute it again; with `recompute`, the task "
-        "computes it again at once.",
+        "first rejected row and reports what is in the log. `reject`: the row is not written, "
+        "and has status REJECTED in the results. `retry`: the row has status RETRY in the "
+        "results, with the high-water mark from which to compute it again. With `recompute`, the "
+        "task computes it again at once.",
     ),
     Option(
         "recompute",
@@ -310,7 +314,8 @@ OPTIONS: tuple[Option, ...] = (
         "maxRetries",
         Purpose.WRITE,
         "10",
-        "Maximum number of times that a row is recomputed, 1 to 1,000; after that, it is REJECTED.",
+        "Maximum number of times that a row is recomputed, 1 to 1,000. After that, the row has "
+        "status REJECTED.",
     ),
     Option(
         "retryBackoff",
@@ -330,8 +335,8 @@ OPTIONS: tuple[Option, ...] = (
         "resultsPath",
         Purpose.WRITE,
         "none",
-        "A directory for the outcome of every row, as Parquet files, on any file system "
-        "that pyarrow supports. Each write adds its files to the directory; concurrent "
+        "A directory for the outcome of every row, as Parquet files. It can be on any file "
+        "system that pyarrow supports. Each write adds its files to the directory; concurrent "
         "writes need separate directories.",
     ),
     Option(
@@ -344,7 +349,7 @@ OPTIONS: tuple[Option, ...] = (
         "batchSize",
         Purpose.WRITE,
         "4000",
-        "Number of rows in one append, 1 to 10,000 (and at most 4 MiB).",
+        "Number of rows in one append, 1 to 10,000. An append has at most 4 MiB.",
     ),
     Option(
         "maxInFlight", Purpose.WRITE, "8", "Number of appends that a task keeps in flight, 1 to 64."

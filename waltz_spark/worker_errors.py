@@ -1,4 +1,4 @@
-"""Transports errors from Spark workers to the user: as one sentence, and back as its class.
+"""Transports errors from Spark workers to the driver: as one sentence, with the class of the error.
 
 Spark sends an exception to the driver as text, with the worker's stack first. This module shortens
 the text in the worker, and recognizes the error in the driver.

@@ -97,5 +97,5 @@ def test_simultaneous_actions_are_listed_by_replica_name():
 
 
 def test_ids_of_a_load_have_names():
-    lines = outcome("> begin with A B C\n> writes go on\n> checkpoint\n> checkpoint")
+    lines = outcome("> begin with A B C\n> writes continue\n> checkpoint\n> checkpoint")
     assert "S opens session 2 with 0..h2" in lines

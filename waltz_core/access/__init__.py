@@ -1,4 +1,6 @@
-"""Access control: what the principal of a connection must be permitted (decision 048).
+"""Access control: the permissions that messages require, and the principals that have them.
+
+Decision 048 has the reasons.
 
 `requirements.py` has the verbs, and the words in which each message declares its requirement.
 `principals.py` maps a certificate to a principal, `tokens.py` has the secret of a token, and

@@ -121,7 +121,7 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
         "--connect",
         envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        help="the connect string, unless it is given as argument [default:  "
+        help="the connect string, if it is not an argument [default:  "
         f"${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)

@@ -59,7 +59,8 @@ def _fixed(function: SubcommandFunction) -> SubcommandFunction:
     "--archive",
     metavar="URL",
     help="archive the transactions at this URL, such as file:///tmp/archive (docs/archive.md); "
-    "later starts use it again [default: that of the previous start, none for a new cluster]",
+    "later starts use it again [default: the URL of the previous start; none for a new "
+    "cluster]",
 )
 @click.option(
     "--timeout-s",

@@ -44,7 +44,7 @@ GROUPS: Mapping[str, GroupEntry] = {
         "run a whole cluster on this machine: up, status, down",
         {
             "local_command": {
-                "up": "start the cluster; processes that already run stay as they are",
+                "up": "start the processes of the cluster that do not run yet",
                 "status": "show the processes of the cluster and whether they run",
                 "down": "stop the processes that `up` started; keep the data",
             },
@@ -65,8 +65,8 @@ GROUPS: Mapping[str, GroupEntry] = {
                 "protect": "restrict access to the cluster's znodes to the users in the auth file",
             },
             "cluster.cluster_list": {
-                "list": "list the clusters in a ZooKeeper, or below one of its znodes",
-                "show-key": "print the cluster key, the ID of the cluster that every storage has",
+                "list": "list the clusters in a ZooKeeper ensemble, or below one of its znodes",
+                "show-key": "print the cluster key: the ID of the cluster, which each storage has",
                 "delete": (
                     "delete a cluster's znodes from ZooKeeper; the storages keep their records"
                 ),
@@ -97,10 +97,12 @@ GROUPS: Mapping[str, GroupEntry] = {
             "cluster.cluster_preferences": {
                 "prefer": "make a server the preferred owner of some partitions",
                 "unprefer": "remove a server's preference for some partitions",
-                "audit": "list the changes by commands: user, time and outcome",
+                "audit": "list the changes that commands have made: user, time and outcome",
             },
             "cluster.cluster_disaster_recovery": {
-                "accept-replicas": "accept one replica's log if there is no trusted quorum",
+                "accept-replicas": (
+                    "make one replica's log the log of a partition that has no trusted quorum"
+                ),
                 "rebuild-metadata": "rebuild the znodes of a cluster from the data of its storages",
             },
         },
@@ -146,7 +148,9 @@ GROUPS: Mapping[str, GroupEntry] = {
                     "copy transactions up to the confirmed low-water mark from another "
                     "storage to a partition that is offline"
                 ),
-                "mark-suspect": "mark replicas as suspect, such as after a restore from a backup",
+                "mark-suspect": (
+                    "mark replicas as suspect, for example after a disk was restored from a copy"
+                ),
                 "re-seed": "delete the logs of replicas and copy them from the other replicas",
             },
             "storage.storage_scrub": {
@@ -215,7 +219,7 @@ GROUPS: Mapping[str, GroupEntry] = {
             },
             "access.access_views": {
                 "list": "show the permissions, the tokens, and the daemons that use them",
-                "check": "check whether a principal has a verb; exit code 1 if not",
+                "check": "check whether a principal may do what a verb permits",
             },
             "access.access_export": {
                 "export": "save the permissions to a file, including the secrets",
@@ -248,7 +252,7 @@ GROUPS: Mapping[str, GroupEntry] = {
                 "expire": "expire archived transactions, so that the log begins after them",
             },
             "archive.archive_unpin": {
-                "unpin": "remove the pin by which a restored cluster keeps objects",
+                "unpin": "remove the pin that keeps objects in the archive for a restored cluster",
             },
         },
         (
@@ -259,14 +263,14 @@ GROUPS: Mapping[str, GroupEntry] = {
         ),
     ),
     "disk": GroupEntry(
-        "show and verify the files of a storage, rebuild an index",
+        "show and verify the files of a storage, and rebuild indexes",
         {
             "disk.disk_control": {
                 "dump-control-file": "print the control files, also damaged ones",
             },
             "disk.disk_segment": {
                 "dump-segment": "print the records of segments, one per line",
-                "segment-statistic": "print sizes, transaction IDs, batches, sessions of segments",
+                "segment-statistic": "print sizes, IDs, batches and sessions of segments",
             },
             "disk.disk_verify": {
                 "verify": (
@@ -304,8 +308,8 @@ GROUPS: Mapping[str, GroupEntry] = {
                 "export": "write transactions as Parquet, CSV or JSON",
             },
             "client.client_check": {
-                "validate": "let clients write with one lock, check that all see the same log",
-                "produce": "append transactions as one client of `validate` does, without checks",
+                "validate": "let clients write with one lock, and check that all see one log",
+                "produce": "append the transactions of one client of `validate`, without checks",
                 "consume": "read and check the transactions of `client produce`",
             },
         },
@@ -335,7 +339,7 @@ GROUPS: Mapping[str, GroupEntry] = {
         },
     ),
     "backup": GroupEntry(
-        "save one consistent point in the log of all partitions, while the cluster runs",
+        "back up a running cluster: save the position of each log in the archive",
         "backup.backup_command",
         ("backup --connect zk1:2181/waltz/payments --output s3://bucket/backups/monday",),
     ),

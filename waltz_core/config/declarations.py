@@ -60,9 +60,9 @@ def _ms(default: int, doc: str, *, minimum: int = 1) -> Any:  # noqa: ANN401 - s
 def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `setting`
     return _ms(
         default,
-        "Time for which the process, when it starts, tries to connect to ZooKeeper, and for "
-        "which it repeats a request that ZooKeeper does not answer. If it is too long, a "
-        "wrong address is noticed late.",
+        "Time for which a starting process waits for ZooKeeper: it tries to connect, and repeats "
+        "requests without an answer. A client also waits at most this time for each later "
+        "answer. If it is too long, the process reports a wrong address late.",
     )
 
 
@@ -81,7 +81,8 @@ class ZooKeeperConfig(Config):
     )
     zookeeper_request_timeout_ms: int = _ms(
         10_000,
-        "Time that one request to ZooKeeper may take; after it, ZooKeeper counts as unavailable.",
+        "Time that one request to ZooKeeper may take. After this time, the process treats "
+        "ZooKeeper as unavailable.",
     )
 
 
@@ -109,15 +110,15 @@ class TlsConfig(Config):
     )
     tls_authorities: str = setting(
         "",
-        "A PEM file with the certificate authorities that this process trusts. If it is "
-        "empty, those of the operating system.",
+        "A PEM file with the certificate authorities that this process trusts. If it is empty, "
+        "the process trusts the authorities of the operating system.",
     )
     tls_verify: str = setting(
         "",
-        'How the certificate of the peer is verified: "name" (its authority and its host '
-        'name), "chain" (only its authority) or "nothing". If it is empty: "nothing" '
-        "if the connect string has ?tls=unverified and `tls_authorities` is empty, otherwise "
-        '"name".',
+        'How the certificate of the peer is verified: "name" (its authority and its host name), '
+        '"chain" (only its authority) or "nothing". If it is empty, "name" applies. Exception: '
+        '"nothing" applies if the connect string has ?tls=unverified and `tls_authorities` is '
+        "empty.",
     )
 
     def validate(self) -> None:
@@ -133,38 +134,38 @@ class TlsConfig(Config):
 def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         default,
-        "Whether the daemon, if it uses TLS, only accepts peers with a certificate that one "
-        "of `tls_authorities` has signed.",
+        "Whether the daemon requires a certificate of each peer that connects with TLS. One of "
+        "`tls_authorities` must have signed the certificate.",
     )
 
 
 def _access() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "off",
-        'Whether the daemon checks the permissions of its peers: "off", "report" or '
-        '"on". "on" rejects requests for which the peer has no permission, "report" '
-        "only logs them. Both need TLS. The token or the certificate of a connection "
-        "determines its principal; the daemon rejects invalid tokens. If a peer presents a "
-        "certificate, `tls_authorities` must verify it.",
+        'Whether the daemon checks the permissions of its peers: "off", "report" or "on". "on" '
+        'rejects requests for which the peer has no permission, "report" only logs them. Both '
+        "need TLS. The principal of a connection comes from its token, or from its certificate "
+        "if it has no token. The daemon rejects invalid tokens, and certificates that none of "
+        "`tls_authorities` has signed.",
     )
 
 
 def _tls_transition() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "For the switch of a running cluster to TLS; needs `tls`. If it is not empty, the "
-        'ports also accept plain TCP, from peers without a certificate. With "accept", the '
-        'daemon connects to others with plain TCP; with "dial", with TLS. If it is empty, '
-        "the daemon uses only TLS.",
+        'For the switch of a running cluster to TLS; requires `tls`. With "accept" or "dial", '
+        "the ports accept TLS and plain TCP; over plain TCP, peers have no certificate. With "
+        '"accept", the daemon itself connects to other processes with plain TCP, and with "dial" '
+        "with TLS. If it is empty, the daemon uses only TLS.",
     )
 
 
 def _insecure_network() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         False,  # noqa: FBT003 - the name explains it
-        "Whether the daemon may listen on a non-loopback address although `tls` or `access` "
-        'is not "on", or `tls_transition` is set. If true, every host that can connect may '
-        "read and write, so use it only in a private network.",
+        "Whether the daemon may listen on a non-loopback address without protection, that is, if "
+        '`tls` or `access` is not "on", or if `tls_transition` is set. If true, every host that '
+        "can connect may be able to read and write, so set it only in a private network.",
     )
 
 
@@ -179,27 +180,27 @@ def _http_host() -> Any:  # noqa: ANN401 - see `setting`
 def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "CN=(.+)",
-        "A regular expression that must match a whole name in a client certificate: "
-        "`CN=..`, `SUBJECT=..` (RFC 4514), `URI=..` or `DNS=..`. Its first group is the name "
-        "of the principal.",
+        "A regular expression that finds the principal in the certificate of a client. It must "
+        "match one whole name of the certificate: `CN=..`, `SUBJECT=..` (RFC 4514), `URI=..` or "
+        "`DNS=..`. Its first group is the name of the principal.",
     )
 
 
 def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
-        "The file of the audit log, to which the daemon writes administrative requests, "
-        "denied requests and revisions of the permissions as lines of JSON. If the file "
-        "cannot be written, the daemon rejects administrative requests. SIGHUP opens the "
-        "file again. Needs `access`. If it is empty, there is no audit log.",
+        "The file of the audit log, to which the daemon writes administrative requests, denied "
+        "requests and revisions of the permissions as lines of JSON. If the file cannot be "
+        "written, the daemon rejects administrative requests. On SIGHUP, the daemon opens the "
+        "file again. The audit log requires `access`. If it is empty, there is no audit log.",
     )
 
 
 def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         2_000,
-        "Number of TLS handshakes that one host may begin at once; the daemon closes "
-        "further connections. If it is too small, peers with many partitions connect slowly "
+        "Number of TLS handshakes that one host may begin at once. The daemon closes further "
+        "connections of this host. If it is too small, peers with many partitions connect slowly "
         "after a restart. If it is too large, a hostile host delays the requests of others.",
         minimum=10,
         maximum=1_000_000,
@@ -210,8 +211,8 @@ def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         100,
         "Number of TLS handshakes per second that one host may begin after its burst of "
-        "`handshake_burst_max`. Clients with the same IP address share it. Values that are "
-        "too small or too large have the same effects as for the burst.",
+        "`handshake_burst_max`. Clients with the same IP address share this limit. Values that "
+        "are too small or too large have the same effects as for `handshake_burst_max`.",
         minimum=1,
         maximum=1_000_000,
     )
@@ -256,19 +257,20 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
-        "The directory of the log. It belongs permanently to one storage of one cluster.",
+        "The directory of the storage's files. It belongs permanently to one storage of one "
+        "cluster.",
         example="data/storage",
     )
     listen_host: str = setting(
         "127.0.0.1",
-        'The address at which the storage listens; "0.0.0.0" for all addresses, which '
-        "requires `advertised_host`.",
+        'The address at which the storage listens. "0.0.0.0" means all addresses, and requires '
+        "`advertised_host`.",
     )
     port: int = _port(15_280, "Port for servers and readers; 0 uses any free port.")
     advertised_host: str = setting(
         "",
-        "The host name under which servers connect to the storage; it is part of the "
-        "storage's identity. If it is empty, `listen_host`.",
+        "The host name under which servers connect to the storage. It is part of the storage's "
+        "identity. If it is empty, the storage uses `listen_host`.",
     )
     admin_port: int = _port(15_281, "Port for administration requests; 0 uses any free port.")
     http_host: str = _http_host()
@@ -277,28 +279,28 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     segment_bytes_max: int = _bytes(
         1_000_000_000,
-        "Size of a segment file, after which the storage begins the next one. If it is too "
-        "small, there are many files and indexes. If it is too large, checks at the start "
-        "and copies of a segment take long.",
+        "Size of a segment file. When a segment exceeds this size, the storage begins the next "
+        "one. If it is too small, there are many files and indexes. If it is too large, checks "
+        "at the start and copies of a segment take long.",
         minimum=4 * KIB,
         maximum=2_000_000_000,
     )
     open_files_max: int = setting(
         64,
-        "Number of files that the storage keeps open, over all partitions; a segment has "
-        "three files. If it is too small, appends and reads that alternate between many "
-        "partitions reopen files. If it is too large, the process reaches the limit of the "
-        "operating system on open files, which connections need as well. Files with unsynced "
-        "writes stay open even over the limit, at most three for each partition.",
+        "Number of files that the storage keeps open, over all partitions; a segment has three "
+        "files. If it is too small, the storage reopens files often when appends and reads "
+        "alternate between many partitions. If it is too large, the process reaches the "
+        "operating system's limit on open files, which also applies to connections. Files with "
+        "unsynced writes stay open even over the limit, at most three for each partition.",
         minimum=8,
         maximum=65_536,
     )
     page_cache_bytes_max: int = _bytes(
         16 * MIB,
         "Number of recently appended bytes of each file that stay in the page cache after a "
-        "sync; the storage drops older pages from the cache. If it is too small, readers "
-        "that lag a little read from the disk. If it is too large, pages that no reader uses "
-        "fill the memory, and newer pages are evicted.",
+        "sync. The storage drops older pages from the cache. If it is too small, readers that "
+        "lag a little read from the disk. If it is too large, pages that no reader uses fill the "
+        "memory, and newer pages are evicted.",
         minimum=0,
     )
     reserve_bytes: int = _bytes(
@@ -311,10 +313,10 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     scrub_bytes_per_s: int = _bytes(
         4 * MIB,
-        "Rate at which the storage reads old records again, over all partitions, to find "
-        "silent corruption while other replicas can still repair it. 0 disables this scrub. "
-        "If it is too low, a terabyte takes weeks. If it is too high, reads and syncs wait "
-        "for it.",
+        "Rate at which the storage scrubs its logs, over all partitions: it reads old records "
+        "again to find silent corruption while other replicas can still repair it. If it is too "
+        "low, the scrub of a terabyte takes weeks. If it is too high, reads and syncs wait for "
+        "the scrub. 0: no scrub.",
         minimum=0,
         maximum=4 * GIB,
     )
@@ -326,15 +328,15 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - the name explains it
-        "Whether the disk really keeps what it reports as synced, even if the power fails. "
-        "If false, a replica is suspect after every restart of the machine, until it is "
-        "repaired.",
+        "Whether the disk keeps data that it has reported as synced, even if the power fails. If "
+        "false, every replica is suspect after an unclean stop of the storage, until a session "
+        "has repaired it.",
     )
     writer_thread_count: int = setting(
         4,
-        "Number of threads that write and sync; each partition uses one of them at a time. "
-        "If it is too small, partitions wait for each other's syncs. If it is too large, the "
-        "threads contend for the disk.",
+        "Number of threads that write and sync files. Each partition uses at most one of them at "
+        "a time. If it is too small, partitions wait for each other's syncs. If it is too large, "
+        "the threads contend for the disk.",
         minimum=1,
         maximum=64,
     )
@@ -355,17 +357,17 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     archive_object_bytes: int = _bytes(
         64 * MIB,
-        "Size of the records in one object of the archive. If it is too small, there are "
-        "many objects, which are slow to read. If it is too large, memory use grows, because "
-        "the storage keeps an object in memory until it is written and verified.",
+        "Size of the records in one object of the archive. If it is too small, there are many "
+        "objects, and reads of the archive are slow. If it is too large, memory use grows, "
+        "because the storage keeps an object in memory until it is written and verified.",
         maximum=GIB,
     )
     archive_age_ms: int = _ms(
         600_000,
-        "Once the oldest transaction that is not archived is older than this, the storage "
-        "writes an object even if it is smaller than `archive_object_bytes`. If it is too "
-        "short, there are many small objects. If it is too long, the archive lags when "
-        "appends are rare.",
+        "Maximum age of a transaction that is not archived. When a transaction is older, the "
+        "storage writes an object, even one smaller than `archive_object_bytes`. If it is too "
+        "short, there are many small objects. If it is too long, the archive lags when appends "
+        "are rare.",
         minimum=0,
     )
     archive_bytes_per_s: int = _bytes(
@@ -379,23 +381,24 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     local_retention_bytes: int = _bytes(
         0,
-        "Size of all logs of the storage above which it removes the oldest archived "
-        "segments. If it is too small, reads of older transactions wait for the archive. If "
-        "it is too large, the disk fills. 0: no limit.",
+        "Maximum size of all logs of the storage. Above this size, the storage removes its "
+        "oldest segments, if they are archived. If it is too small, reads of older transactions "
+        "wait for the archive. If it is too large, the disk fills. 0: no limit.",
         minimum=0,
     )
     local_retention_ms: int = setting(
         0,
-        "Age of transactions above which the storage removes their segment, if the segment "
-        "is archived. If it is too short, reads of older transactions wait for the archive. "
-        "If it is too long, the disk fills. 0: no limit.",
+        "Maximum age of transactions in the logs of the storage. When all transactions of a "
+        "segment are older, the storage removes the segment, if it is archived. If it is too "
+        "short, reads of older transactions wait for the archive. If it is too long, the disk "
+        "fills. 0: no limit.",
         minimum=0,
         maximum=100 * 365 * MS_MAX,
     )
     connections_max: int = setting(
         10_000,
-        "Maximum number of connections; the storage rejects further ones. A server has one "
-        "connection for each partition, and a second one while the partition moves.",
+        "Maximum number of connections; the storage rejects further ones. Servers need one "
+        "connection for each partition, and a second one while a partition moves.",
         minimum=4,
         maximum=100_000,
     )
@@ -434,16 +437,17 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",
-        'The address at which the server listens; "0.0.0.0" for all addresses, which '
-        "requires `advertised_host`.",
+        'The address at which the server listens. "0.0.0.0" means all addresses, and requires '
+        "`advertised_host`.",
     )
     port: int = _port(15_180, "Port for clients; 0 uses any free port.")
     advertised_host: str = setting(
         "",
-        "The host name under which clients connect to the server. If it is empty, `listen_host`.",
+        "The host name under which clients connect to the server. If it is empty, the server "
+        "uses `listen_host`.",
     )
     advertised_port: int = _port(
-        0, "The port under which clients connect to the server. If it is 0, `port`."
+        0, "The port under which clients connect to the server. If it is 0, the server uses `port`."
     )
     http_host: str = _http_host()
     http_port: int = _port(
@@ -452,9 +456,9 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     lock_slot_count: int = setting(
         1_048_573,
         "Number of slots in the lock table of a partition, 8 bytes each; preferably a prime "
-        "number. If it is too small, the server rejects appends of lagging clients although "
-        "there is no conflict. If it is too large, the server needs more memory, and moves "
-        "of partitions take longer.",
+        "number. If it is too small, different locks share slots more often, so the server "
+        "rejects appends of lagging clients without a conflict. If it is too large, the server "
+        "needs more memory, and moves of partitions take longer.",
         minimum=101,
         maximum=134_217_689,
     )
@@ -466,17 +470,17 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     lock_load_count_max: int = setting(
         1_000_000,
-        "Number of recent transactions whose locks a new owner loads from the storages; it "
-        "stops after 8 MiB of locks. If it is too small, the server rejects appends of "
-        "lagging clients after a move although there is no conflict. If it is too large, "
-        "moves of partitions take longer. 0: the new owner loads no locks.",
+        "Number of recent transactions whose locks a new owner of a partition loads from the "
+        "storages. It loads at most 8 MiB of locks. If it is too small, the new owner rejects "
+        "appends of lagging clients without a conflict. If it is too large, moves of partitions "
+        "take longer. 0: the new owner loads no locks.",
         minimum=0,
         maximum=100_000_000,
     )
     feed_cache_bytes: int = _bytes(
         64 * MIB,
-        "Memory for the headers of recent transactions, over all partitions. If it is too "
-        "small, the server reads from storages for feeds that lag a little.",
+        "Memory for the headers of recent transactions, over all partitions. If it is too small, "
+        "the server must read from storages to serve feeds that lag only a little.",
         minimum=MIB,
     )
     transaction_cache_bytes: int = _bytes(
@@ -524,15 +528,16 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     partition_in_flight_bytes_max: int = _bytes(
         4 * MIB,
-        "Maximum bytes of records that the server has sent to the replicas of a partition "
-        "and that a quorum has not synced yet. If it is too small, the disks idle between "
-        "syncs. If it is too large, latency grows, and the memory for each replica.",
+        "Maximum bytes of uncommitted records of a partition: the server has sent them to the "
+        "replicas, but no quorum has synced them yet. If it is too small, the disks idle between "
+        "syncs. If it is too large, latency grows, and the server needs more memory for each "
+        "replica.",
         minimum=64 * KIB,
     )
     partition_in_flight_batches_max: int = setting(
         64,
-        "Maximum number of batches that the server has sent to the replicas of a partition "
-        "and that a quorum has not synced yet.",
+        "Maximum number of uncommitted batches of a partition: the server has sent them to the "
+        "replicas, but no quorum has synced them yet.",
         minimum=1,
         maximum=65_536,
     )
@@ -554,17 +559,17 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     replica_lag_bytes_max: int = _bytes(
         16 * MIB,
-        "Bytes by which a replica may lag while the server still sends it the records from "
-        "memory; beyond that, the replica gets them from the logs of other replicas. If it "
-        "is too small, a short pause of a replica costs reads. If it is too large, each "
-        "replica needs more memory.",
+        "Bytes by which a replica may lag. Up to this limit, the server sends the missing "
+        "records from its memory; above it, the server copies them from the logs of other "
+        "replicas. If it is too small, a short pause of a replica causes reads from the disks of "
+        "other storages. If it is too large, the server needs more memory for each replica.",
         minimum=MIB,
     )
     checkpoint_interval_count: int = setting(
         250_000,
-        "Number of transactions after which the server raises the low-water marks of the "
-        "replicas. If it is too large, a recovery compares more batches. If it is too small, "
-        "the server opens new store sessions more often, each with a short pause.",
+        "Number of transactions after which the server opens a new store session, to raise the "
+        "low-water marks of the replicas. If it is too small, the short pauses of appends for a "
+        "new session are more frequent. If it is too large, a recovery compares more batches.",
         minimum=100,
         maximum=1_000_000_000,
     )
@@ -580,13 +585,14 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     range_bytes_max: int = _bytes(
         4 * MIB,
-        "Maximum bytes of records in one answer to a reader.",
+        "Maximum bytes of records in one answer of the server to a read of a range.",
         minimum=64 * KIB,
         maximum=8 * MIB,
     )
     group: int = _group(
-        "The number of the group of storages in which this server runs. The server prefers "
-        "storages of this group for reads. -1: it reads from all storages in turn."
+        "The group of storages to which this server belongs, for example the number of its rack. "
+        "The server prefers storages of this group for reads. -1: no group; the server reads "
+        "from all storages in turn."
     )
     partition_storage_reads_max: int = setting(
         8,
@@ -596,27 +602,28 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     remembered_clients_max: int = setting(
         262_144,
-        "Number of disconnected clients of one partition for which the server remembers the "
-        "latest connection, so that it can reject older connections of the same client ID.",
+        "Maximum number of disconnected clients that the server remembers for each partition. "
+        "For each client, it remembers the latest connection, so that it can reject older "
+        "connections of the same client ID.",
         minimum=1_024,
         maximum=100_000_000,
     )
     retry_interval_ms_min: int = _ms(
         50,
-        "The first pause before the server tries to connect to a replica again. If it is "
-        "too short, attempts are wasted.",
+        "The first pause before the server tries to connect to a replica again. If it is too "
+        "short, the server tries again without success more often.",
     )
     retry_interval_ms_max: int = _ms(
         2_000,
-        "The longest pause before the server tries to connect to a replica again. If it is "
-        "too long, a storage that runs again stays unused.",
+        "The longest pause before the server tries to connect to a replica again. If it is too "
+        "long, the server uses a restarted storage late.",
     )
     quorum_timeout_ms: int = _ms(
         12_000,
-        "Time without a quorum after which the server assigns a partition to another "
-        "server; also the time within which a replica must answer. If it is too short, slow "
-        "disks make partitions move. If it is too long, a server that cannot connect to "
-        "storages keeps its partitions.",
+        "If a partition has no quorum for this time, the server assigns the partition to another "
+        "server. It is also the time within which a replica must answer a request. If it is too "
+        "short, slow disks make partitions move. If it is too long, a server that cannot connect "
+        "to storages keeps its partitions for a long time.",
         minimum=100,
     )
     slow_append_ms: int = _ms(
@@ -628,25 +635,25 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     archive_interval_ms: int = _ms(
         0,
-        "Pause between attempts to archive the committed transactions of a partition; the "
-        "storages need an `archive_url`. If it is too short, storages check their logs "
-        "without need. If it is too long, the archive lags, and old segments are removed "
-        "late. 0: nothing is archived.",
+        "Pause between attempts to archive the committed transactions of a partition. The "
+        "storages must have an `archive_url`. If it is too short, storages check their logs "
+        "without need. If it is too long, the archive lags, and the storages remove old segments "
+        "late. 0: the server archives nothing.",
         minimum=0,
     )
     archive_retention_ms: int = _ms(
         0,
-        "Age at which archived transactions expire: the log then begins after them, and "
-        "their objects are deleted a day later. If it is too short, readers lose transactions "
-        "that they still need. 0: archived transactions never expire.",
+        "Age at which archived transactions expire. The log then begins after the expired "
+        "transactions, and their objects are deleted a day later. If it is too short, readers "
+        "lose transactions that they still need. 0: archived transactions never expire.",
         minimum=0,
     )
     high_water_mark_staleness_ms_max: int = _ms(
         2_000,
-        "Maximum staleness of a high-water mark that the server returns: an answer of a "
-        "quorum of replicas confirms the mark for this time. If it is too long, a server "
-        "that has lost its partitions returns old marks. If it is too short, the server "
-        "queries the replicas more often.",
+        "Maximum staleness of a high-water mark that the server returns. When a quorum of "
+        "replicas has confirmed the server's session, the server returns its mark without a "
+        "further query for this time. If it is too short, the server queries the replicas more "
+        "often. If it is too long, a server that has lost a partition returns old marks.",
     )
     balance: str = setting(
         "count",
@@ -655,21 +662,21 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     balance_interval_ms: int = _ms(
         5_000,
-        "How often servers publish their loads and consider moves, if `balance` is "
-        '"load". If it is too short, ZooKeeper has more load.',
+        "Interval at which servers publish their loads and consider moves, if `balance` is "
+        '"load". If it is too short, the servers write to ZooKeeper more often.',
         minimum=50,
     )
     balance_window_ms: int = _ms(
         30_000,
-        "Time over which the server averages the load of a partition. If it is too short, "
-        "short peaks move partitions. If it is too long, the servers respond late to a "
+        "Time over which the server averages the load of a partition. If it is too short, short "
+        "peaks of load make partitions move. If it is too long, the servers respond late to a "
         "lasting change.",
         minimum=50,
     )
     balance_cooldown_ms: int = _ms(
         600_000,
-        "Minimum time for which a partition stays at a server after it was moved because of "
-        "its load. If it is too short, partitions with varying loads move to and fro.",
+        "Minimum time for which a partition stays at a server after it was moved because of its "
+        "load. If it is too short, partitions with varying loads move too often.",
         minimum=50,
     )
     session_wait_ms_max: int = _ms(
@@ -721,13 +728,13 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     kind: ClassVar[str] = "client"
 
     server_connect_timeout_ms: int = _ms(
-        5_000, "Time that a connection to a server may take to be established."
+        5_000, "Maximum time for opening a connection to a server."
     )
     request_timeout_ms: int = _ms(
         30_000,
-        "Time after which the outcome of an append is unknown if no server has answered. If "
-        "it is too short, outcomes are unknown whenever a partition moves. If it is too "
-        "long, an application notices a fault late.",
+        "Time for which the client tries to get the outcome of an append. After this time, the "
+        "client reports the outcome as unknown. If it is too short, outcomes are unknown "
+        "whenever a partition moves. If it is too long, an application notices a fault late.",
         minimum=100,
     )
     mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
@@ -741,9 +748,9 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     )
     in_flight_count_max: int = setting(
         20_000,
-        "Maximum number of transactions of one partition that wait for their outcome; over "
-        "the limit, `submit` waits. If it is too small, latency limits the throughput. If it "
-        "is too large, memory use grows, and locks are checked against older marks.",
+        "Maximum number of transactions of one partition that wait for their outcome; over the "
+        "limit, `submit` waits. If it is too small, latency limits the throughput. If it is too "
+        "large, memory use grows, and appends have older marks, so locks reject them more often.",
         minimum=1,
         maximum=10_000_000,
     )
@@ -769,13 +776,15 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     )
     range_bytes_max: int = _bytes(
         4 * MIB,
-        "Bytes of records that the client requests at once when it reads.",
+        "Maximum bytes of records that the client requests from a server or storage in one read "
+        "of a range. A longer read consists of several requests.",
         minimum=64 * KIB,
         maximum=8 * MIB,
     )
     group: int = _group(
-        "The number of the group of storages in which this client runs. The client prefers "
-        "replicas of this group for reads of ranges. -1: any group."
+        "The group of storages to which this client belongs, for example the number of its rack. "
+        "The client prefers replicas of this group for reads of ranges. -1: no group; the client "
+        "uses any replica."
     )
     feed_prefetch_count_max: int = setting(
         100_000,
@@ -788,9 +797,9 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
     encryption_keys: str = setting(
         "",
-        "Where the client finds the keys of encrypted payloads: a directory with a file for "
-        'each key, or a function "module:function". If it is empty, the client neither '
-        "encrypts nor decrypts payloads.",
+        "The source of the keys for encrypted payloads: a directory with a file for each key, or "
+        'a function in the form "module:function". If it is empty, the client neither encrypts '
+        "nor decrypts payloads.",
     )
     encryption_key_id: str = setting(
         "",
@@ -799,8 +808,8 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     )
     encryption_required: bool = setting(
         False,  # noqa: FBT003 - the name explains it
-        "Whether the client returns None, with a reason, for a payload that is not "
-        "encrypted. If false, it returns the payload.",
+        "Whether the client rejects payloads that are not encrypted: it then returns None and a "
+        "reason instead of the payload. If false, it returns them.",
     )
 
     def validate(self) -> None:

@@ -461,16 +461,15 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "metadata-lost",
             "partition {partition} has records, but ZooKeeper has lost the partition's "
-            "metadata. Hint: rebuild all znodes of the cluster, for which all storages must "
-            "answer. Stop all servers and storages, and delete the old znodes. Then start "
-            "the storages, run the last command, and start the servers while it waits for "
-            "them.",
+            "metadata. Hint: rebuild all znodes of the cluster; all storages must answer. "
+            "Stop all servers and storages, and delete the old znodes. Then start the "
+            "storages, run the last command, and start the servers while it waits for them.",
             "{rebuild}",
         ),
         _row(
             "rebuilding-unfinished",
-            "partition {partition} is not served until `cluster rebuild-metadata` has "
-            "completed, which was interrupted",
+            "partition {partition} is not served, because `cluster rebuild-metadata` was "
+            "interrupted before it had completed",
             "{rebuild}",
         ),
     ),

@@ -46,7 +46,7 @@ def check_schema(schema: ArrowSchema) -> None:
 
 
 def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
-    seen = set(reserved)
+    seen = {name: name for name in reserved}
     for part in fields:
         if _NO_NAME.search(part.name) or not part.name:
             raise BadConfig(
@@ -54,13 +54,13 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
                 "use a name without spaces, control characters and ,;{}()=, which does not start "
                 "with __delta_rs_."
             )
-        if part.name.lower() in seen:
+        if (known := seen.get(part.name.lower())) is not None:
             none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
             raise BadConfig(
                 f"column {path + part.name!r}: expected names that differ in more than their "
-                f"case{none_of}"
+                f"case{none_of}, found {part.name!r} and {known!r}. Hint: rename the column."
             )
-        seen.add(part.name.lower())
+        seen[part.name.lower()] = part.name
 
 
 def _check_nested(kind: pa.DataType, path: str, level: int) -> None:

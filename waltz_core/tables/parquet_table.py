@@ -344,14 +344,15 @@ def _rows(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
 
 def with_place(schema: ArrowSchema) -> ArrowSchema:
     """Return the columns of a table, with those of the place; raises BadConfig (reserved names)."""
-    seen = set(_RESERVED)
+    seen = {name: name for name in _RESERVED}
     for name in schema.names:
-        if name.lower() in seen:
+        if (known := seen.get(name.lower())) is not None:
             raise BadConfig(
                 f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted(_RESERVED))}"
+                f"{', '.join(sorted(_RESERVED))}, found {name!r} and {known!r}. Hint: rename the "
+                "column."
             )
-        seen.add(name.lower())
+        seen[name.lower()] = name
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
 
 

@@ -138,7 +138,7 @@ class SessionInfoRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoResponse(AdminMessage):
-    """The marks in the control file; the log ended at the local one when it was set."""
+    """The marks in the control file. The local mark is the end of the log when they were set."""
 
     code = 10
     requires = ANSWER

@@ -235,7 +235,7 @@ class MountOutcome(ClientMessage):
 
 @value(frozen=True, slots=True)
 class MountResponse(ClientMessage):
-    """The feed has reached the log's mark and nothing older of this client is in flight."""
+    """The feed has reached the log's mark, and older appends of this client are final."""
 
     code = 1
     requires = ANSWER
@@ -436,7 +436,7 @@ class PartitionsHealthRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class PartitionsHealthResponse(ClientMessage):
-    """Partition ID to whether its store session is open."""
+    """For each partition of the server, whether its store session is open."""
 
     code = 22
     requires = ANSWER
@@ -539,7 +539,7 @@ class Predecessors(ClientMessage):
 
 @value(frozen=True, slots=True)
 class MountWriter(ClientMessage):
-    """Mount a partition for writing (and, if wanted, its feed from the mark on).
+    """Mount a partition for writing. With `wants_feed`, also start its feed after the mark.
 
     `connection_sequence` fences older connections of the same client id: the highest one wins for
     the whole generation, even after its connection was closed. `high_water_mark` is the client's
@@ -559,7 +559,7 @@ class MountWriter(ClientMessage):
 
 @value(frozen=True, slots=True)
 class Mounted(ClientMessage):
-    """The partition accepts this connection's appends; the client's older ones are final."""
+    """The partition accepts appends of this connection; older appends of the client are final."""
 
     code = 67
     requires = ANSWER
@@ -820,7 +820,7 @@ class RegistryOperation(IntEnum):
 
 @value(frozen=True, slots=True)
 class RegistryRequest(ClientMessage):
-    """Carry out an operation on an exactly-once write; sent again if there is no answer.
+    """Read or change the record of an exactly-once write; sent again if there is no answer.
 
     A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
     are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. With an
@@ -904,7 +904,7 @@ class SuccessResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Prepare(StorageMessage):
-    """Fence: promise the session, end older ones, sync the log, then answer with its state.
+    """Promise the session, end older ones, sync the log, and return the state of the replica.
 
     `storage_id` is the registered one, or 16 zeros if none is registered yet.
     """
@@ -1090,7 +1090,7 @@ class Repair(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LineageResponse(StorageMessage):
-    """Batches in order, and the chain before the first (the newest ones, if not all fit)."""
+    """The requested batches in order (if not all fit, the newest), and the chain before them."""
 
     code = 76
     requires = ANSWER
@@ -1230,7 +1230,7 @@ class SetArchived(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ResetLog(StorageMessage):
-    """Drop all records; the empty log starts after `last`, the end of the archived records.
+    """Drop all records: the empty log then starts after `last`, which the archive has.
 
     Rejected unless the log ends before `last`, and is suspect or has no confirmed mark above it.
     """

@@ -112,7 +112,7 @@ def test_a_daemons_options_show_their_defaults(capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "(required, such as 127.0.0.1:2181/waltz/local)" in output
     assert "Port for clients; 0 uses any free port. (default 15180)" in output
-    assert "If it is empty, `listen_host`. (default empty)" in output
+    assert "If it is empty, the server uses `listen_host`. (default empty)" in output
 
 
 @pytest.fixture

@@ -350,8 +350,8 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
         ([""], "Delta does not permit this name"),
         (["a\x00b"], "Delta does not permit this name"),
         (["__delta_rs_source"], "which does not start with __delta_rs_"),
-        (["a", "A"], "differ in more than their case"),
-        (["_Partition"], "differ in more than their case, and none of _deleted, _partition, _tr"),
+        (["a", "A"], r"in more than their case, .*, found 'A' and 'a'\. Hint: rename the column"),
+        (["_Partition"], "and none of _deleted, _partition, _transaction_id, found '_Partition'"),
     ],
 )
 def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):

@@ -90,7 +90,8 @@ export.details = (
 @click.option(
     "--yes",
     is_flag=True,
-    help="replace the permissions; without it, only show those of the file and of the cluster",
+    help="replace the permissions; without --yes, only show the permissions of the file and of "
+    "the cluster",
 )
 @force_option
 @with_wait

@@ -62,7 +62,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
 @click.option(
     "--yes",
     is_flag=True,
-    help="expire the transactions; without it, only show which ones would expire",
+    help="expire the transactions; without --yes, only show which ones would expire",
 )
 @options.timeout_s()
 @options.as_json

@@ -42,7 +42,7 @@ TITLES: Final = (
 archive_url = click.option(
     "--archive",
     metavar="URL",
-    help="the URL of the archive, as in `archive_url` [default: that of the storages]",
+    help="the URL of the archive, as in `archive_url` [default: the archive of the storages]",
 )
 
 

@@ -46,9 +46,9 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
 
 
 unpin.details = (
-    "A restored cluster pins the objects of the cluster that was backed up: while the pin "
-    "exists, no storage deletes them. `archive status` lists the pins. Use the command if "
-    "the restored cluster will never run again, or if its restore was interrupted. If the "
-    "restored cluster still uses the objects, it would lose transactions; the command can "
-    "detect such a cluster only if it is in the same ZooKeeper."
+    "A restored cluster uses the archived objects of the cluster that was backed up. A pin, a file "
+    "in the archive, prevents that storages delete these objects. `archive status` lists the pins. "
+    "Use the command if the restored cluster will never run again, or if its restore was "
+    "interrupted. Otherwise the restored cluster can lose transactions. The command refuses to "
+    "remove the pin of an existing cluster only if this cluster is in the same ZooKeeper."
 )

@@ -78,7 +78,8 @@ class FollowCommand(NamedTuple):
 @click.option(
     "--format",
     type=options.NamedChoice(TABLE_FORMATS),
-    help="format of the table; parquet only gains rows, and has no key [default: delta]",
+    help="format of the table; a parquet table has no key, and the follower only adds rows to it "
+    "[default: delta]",
 )
 @click.option(
     "--key",
@@ -92,7 +93,7 @@ class FollowCommand(NamedTuple):
     "--encryption-keys",
     metavar="KEYS",
     default="",
-    help="where the keys of encrypted payloads are: a directory with a file for each key, or "
+    help="source of the keys for encrypted payloads: a directory with a file for each key, or "
     "module:function [default: payloads are not decrypted]",
 )
 @click.option(
@@ -124,7 +125,8 @@ class FollowCommand(NamedTuple):
 @click.option(
     "--changes",
     metavar="MODULE:FUNCTION",
-    help="a Python function that returns the changes of transactions and decides about deletes",
+    help="a Python function that returns the changes (inserts, updates and deletes) of "
+    "transactions",
 )
 @click.option(
     "--follower",
@@ -135,18 +137,19 @@ class FollowCommand(NamedTuple):
 @click.option(
     "--start-marks",
     metavar="JSON",
-    help="start of a new table: the mark of each partition before its first transaction, for "
-    'example {"0": 41} [default: the first available transaction]',
+    help="start of a new table: for each partition, the last transaction ID to skip, for example "
+    '{"0": 41} [default: the first available transaction]',
 )
 @click.option(
     "--start-time",
     metavar="TIME",
-    help="start of a new table: a commit time with a time zone",
+    help="start of a new table: the commit time of its first transactions, with a time zone",
 )
 @click.option(
     "--until",
     type=options.NamedChoice(["now"]),
-    help="end at the marks of the log at the start [default: continue until interrupted]",
+    help="end when the table has all transactions that were in the log at the start [default: "
+    "continue until interrupted]",
 )
 @click.option(
     "--batch-transactions",
@@ -215,9 +218,10 @@ def follow(chosen: FollowCommand) -> int:
 
 
 follow.details = (
-    "Each batch of transactions is one commit, which also has the marks of the log, so the table "
-    "equals a replay of the log whenever the command is killed. A repeated command continues at "
-    f"the marks of the table. Types of payload columns: {payload_columns.TYPES_TEXT}."
+    "Each batch of transactions is one commit of the table. The commit also contains the marks up "
+    "to which the table contains the log. So the table is correct even if the command is killed at "
+    "any time, and a repeated command continues at the marks of the table. "
+    f"Types of payload columns: {payload_columns.TYPES_TEXT}."
 )
 
 

@@ -109,7 +109,7 @@ class _Answers:
 )
 @archive_url
 @click.option(
-    "--yes", is_flag=True, help="accept the log; without it, only show what could be lost"
+    "--yes", is_flag=True, help="accept the log; without --yes, only show what could be lost"
 )
 @changes()
 async def accept_replicas(
@@ -402,7 +402,8 @@ class FormerCluster(NamedTuple):
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="a storage among these that is lost permanently; repeat the option for each",
+    help="a storage, also named with --storage, that is lost permanently; repeat the option for "
+    "each",
 )
 @click.option(
     "--cluster-key", type=click.UUID, help="the cluster key, as `cluster show-key` prints it"

@@ -73,7 +73,7 @@ class SegmentChoice(NamedTuple):
     is_flag=True,
     help="print the records [default without -m, -r and --batches: header, records and batches]",
 )
-@click.option("--batches", is_flag=True, help="print the batches, which the .chn file describes")
+@click.option("--batches", is_flag=True, help="print the batches, from the .chn file")
 @click.option(
     "-t",
     "--transaction",

@@ -83,10 +83,11 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"The doctor changes nothing. It reports each problem that is still there after "
-    f"{RECHECK_AFTER_S:g} s, with a command that repairs it; in the command, replace the words in "
-    "capitals. The exit code is 0 if there is no problem, and 1 if there are problems or the "
-    "cluster could not be queried. docs/doctor.md lists all findings."
+    "The doctor changes nothing. If it finds problems, it checks the cluster again after "
+    f"{RECHECK_AFTER_S:g} s, and reports the problems that remain. For each problem, it prints a "
+    "command that repairs it; replace the words in capitals in this command. The exit code is 0 if "
+    "there is no problem, and 1 if there are problems or the cluster could not be queried. "
+    "docs/doctor.md lists all findings."
 )
 
 

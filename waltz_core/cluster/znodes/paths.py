@@ -57,9 +57,13 @@ ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create", _PUBLIC),
     Znode("R/ids", "persistent", "nothing", "cluster create", _PUBLIC),
     Znode(
-        "R/ids/client", "persistent", "int32, last allocated ID", "older clients, once", _MEMBERS
+        "R/ids/client",
+        "persistent",
+        "int32, last allocated ID",
+        "each client of an earlier version, once",
+        _MEMBERS,
     ),
-    Znode("R/ids/server", "persistent", "int32, last allocated ID", "every server, once", _MEMBERS),
+    Znode("R/ids/server", "persistent", "int32, last allocated ID", "each server, once", _MEMBERS),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the leader", _PUBLIC),
     Znode(
         "R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server", _PUBLIC
@@ -77,7 +81,7 @@ ZNODES = (
         "R/x/partition/P",
         "persistent",
         "PartitionMarker",
-        "the owner of P, with its metadata",
+        "the owner of P, together with its PartitionMetadata",
         _MEMBERS,
     ),
     Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage", _MEMBERS),
@@ -120,16 +124,26 @@ ZNODES = (
         "R/x/applied/NAME",
         "ephemeral",
         "applied revision (JSON)",
-        "the daemon, at each revision",
+        "the daemon, for each revision",
         _MEMBERS,
     ),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load", _MEMBERS),
-    Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds", _MEMBERS),
+    Znode(
+        "R/x/load/ID",
+        "ephemeral",
+        "loads (JSON)",
+        "the server with this ID, every few seconds",
+        _MEMBERS,
+    ),
     Znode(
         "R/x/reach", "persistent", "nothing", "the first server with an open partition", _MEMBERS
     ),
     Znode(
-        "R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, in each session", _MEMBERS
+        "R/x/reach/ID",
+        "ephemeral",
+        "reach report (JSON)",
+        "the server with this ID, in each ZooKeeper session",
+        _MEMBERS,
     ),
     Znode(
         "R/x/audit",
