@@ -174,9 +174,8 @@ def in_gateway_world(
             with patch.object(server_in_memory, "listen", partial(listen, ssl=context)):
                 await server.start()
             try:
-                await scenario(
-                    GatewayWorld(server, CONNECT + (authorities and f"?tls={authorities}"))
-                )
+                place = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
+                await scenario(GatewayWorld(server, place, tasks))
             finally:
                 await server.stop()
 
