@@ -87,6 +87,9 @@ class Callers:
         except errors.AuthenticationFailed:
             caller.is_over = True
             raise
+        except errors.Unavailable:
+            await self.check_token(caller)
+            raise
         finally:
             caller.request_count -= 1
             caller.idle_since_s = self._loop.time()
@@ -94,6 +97,20 @@ class Callers:
                 del self._callers[caller.key]
             if not caller.request_count and self._callers.get(caller.key) is not caller:
                 await caller.close()
+
+    async def check_token(self, caller: Caller) -> None:
+        """Check the token of a caller whose request failed as unavailable (rule 3).
+
+        Raises:
+            AuthenticationFailed: a server rejects it. The client itself waits for a valid one.
+        """
+        if caller.token is None:
+            return
+        try:
+            await _present(caller.client)
+        except errors.AuthenticationFailed:
+            caller.is_over = True
+            raise
 
     @contextlib.asynccontextmanager
     async def own_client(

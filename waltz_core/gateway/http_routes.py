@@ -149,6 +149,8 @@ class HttpRoutes:
                 answer = await append_all(caller.client, placed(rows, self._turn % count))
         caller.is_over |= any(_ends_client(each) for each in answer.errors)
         self._count(answer)
+        if answer.status == 503 and len(answer.errors) == len(rows):
+            await self._parts.callers.check_token(caller)
         return _json(answer.fields, answer.status, answer.headers)
 
     def _count(self, answer: AppendAnswer) -> None:

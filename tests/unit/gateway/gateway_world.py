@@ -104,12 +104,15 @@ class TestCaller:
     async def read_feed_until_its_end(
         self, path: str, then: Callable[[], None], **headers: str
     ) -> list[bytes]:
-        """Return all lines of a feed; `then` is called after the first two."""
+        """Return all lines of a feed; `then` is called after the first transaction."""
         loop = asyncio.get_running_loop()
 
         def read() -> list[bytes]:
             response = self._client.response("GET", path, **headers)
-            lines = [response.readline(), response.readline()]
+            lines = [response.readline()]
+            while b"transaction_id" not in lines[-1]:
+                assert lines[-1]
+                lines.append(response.readline())
             loop.call_soon_threadsafe(then)
             return [*lines, *response]
 
