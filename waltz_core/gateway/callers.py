@@ -87,6 +87,8 @@ class Callers:
         except errors.AuthenticationFailed:
             caller.is_over = True
             raise
+        except errors.OutcomeUnknown:
+            raise  # whatever the reason is, the caller must repeat the request
         except errors.Unavailable:
             await self.check_token(caller)
             raise

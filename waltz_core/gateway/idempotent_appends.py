@@ -46,6 +46,8 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 RESEND_DELAY_S: Final = 0.05
 _PREFIX: Final = "http-"
 _TASK: Final = 0
+# After one of these, some transactions may be in the log.
+_INTERRUPTIONS: Final = (errors.Unavailable, errors.Superseded, errors.PermissionDenied)
 
 
 class _Rejection(NamedTuple):
@@ -114,22 +116,32 @@ class IdempotentAppends:
                 return await self._finished(caller, write)
             if claim.state.runs[0] != request:  # rule 6
                 raise _key_reused()
-            outcomes: dict[int, TransactionId | _Rejection] = {}
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    for partition in sorted({row.partition for row in rows}):
-                        own = [at for at, row in enumerate(rows) if row.partition == partition]
-                        task = _PartitionTask(client, claim, partition, [rows[at] for at in own])
-                        found = await task.append()
-                        outcomes |= {own[at]: each for at, each in found.items()}
-            except TimeoutError:
-                raise errors.OutcomeUnknown(
-                    f"the append was not complete within {self._timeout_s:g} s"
-                ) from None
-            summary = _summary_of(outcomes, request)
-            async with self._registry_changes:
-                by = TaskAttempt(_TASK, claim.state.attempt)  # rule 7
-                return await caller.writes.finish(write, summary, self._retention_ms, by=by)
+                outcomes = await self._append_parts(client, claim, rows)
+                summary, by = (
+                    _summary_of(outcomes, request),
+                    TaskAttempt(_TASK, claim.state.attempt),
+                )
+                async with self._registry_changes:  # rule 7
+                    return await caller.writes.finish(write, summary, self._retention_ms, by=by)
+            except _INTERRUPTIONS as error:
+                raise errors.OutcomeUnknown(f"the append was interrupted: {error}") from error
+
+    async def _append_parts(
+        self, client: AsyncWaltzClient, claim: TaskClaim, rows: Sequence[NewTransaction]
+    ) -> dict[int, TransactionId | _Rejection]:
+        """Append the transactions of each partition; return the outcomes by position."""
+        outcomes: dict[int, TransactionId | _Rejection] = {}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for partition in sorted({row.partition for row in rows}):
+                    own = [at for at, row in enumerate(rows) if row.partition == partition]
+                    task = _PartitionTask(client, claim, partition, [rows[at] for at in own])
+                    found = await task.append()
+                    outcomes |= {own[at]: each for at, each in found.items()}
+        except TimeoutError:
+            raise errors.OutcomeUnknown(f"it has taken longer than {self._timeout_s:g} s") from None
+        return outcomes
 
     async def _finished(self, caller: Caller, write: str) -> WriteState:
         state = await caller.writes.read(write)
