@@ -40,7 +40,7 @@ class _Phase(NamedTuple):
 
 
 Append: TypeAlias = Callable[[int], Coroutine[Any, Any, tuple[int, int]]]
-Write: TypeAlias = Callable[[Append], Coroutine[Any, Any, None]]
+WriterRun: TypeAlias = Callable[[Append], Coroutine[Any, Any, None]]
 
 
 def gateway(load: BenchLoad, meter: Meter) -> Measured:
@@ -63,7 +63,7 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
             partition = number % count
             return partition, await (await client.append(payload, partition=partition))
 
-        async def with_client(write: Write) -> None:
+        async def with_client(write: WriterRun) -> None:
             await write(append)
 
         python = await _measured(with_client, load.seconds)
@@ -86,7 +86,7 @@ async def _over_http(
 ) -> _Phase:
     data = base64.b64encode(payload).decode("ascii")
 
-    async def connected(write: Write) -> None:
+    async def connected(write: WriterRun) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
         async def append(number: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ async def _over_http(
 
 
 async def _measured(
-    connected: Callable[[Write], Coroutine[Any, Any, None]], seconds: float
+    connected: Callable[[WriterRun], Coroutine[Any, Any, None]], seconds: float
 ) -> _Phase:
     """Run `CONNECTIONS` writers for a time; each has one append in flight."""
     ids: list[tuple[int, int]] = []

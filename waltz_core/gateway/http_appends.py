@@ -25,7 +25,7 @@ _OUTCOME: TypeAlias = "TransactionId | errors.WaltzError"
 _SEVERITY: Final = (500, 504, 401, 403, 503, 429, 413, 404, 400, 409)
 
 
-class AppendAnswer(NamedTuple):
+class AppendResponseBody(NamedTuple):
     """The answer to a request: its status, headers and JSON, and the errors in it."""
 
     status: int
@@ -34,7 +34,9 @@ class AppendAnswer(NamedTuple):
     errors: list[errors.WaltzError]
 
 
-async def append_all(client: AsyncWaltzClient, rows: Sequence[NewTransaction]) -> AppendAnswer:
+async def append_all(
+    client: AsyncWaltzClient, rows: Sequence[NewTransaction]
+) -> AppendResponseBody:
     """Append the transactions; return the answer."""
     sent: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
     for row in rows:
@@ -66,7 +68,7 @@ async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Fut
     )
 
 
-def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendAnswer:
+def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendResponseBody:
     """Return the answer for partitions and outcomes."""
     shown = [
         {"partition": partition, **fields_of(outcome)}
@@ -76,10 +78,10 @@ def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendAnswer:
     ]
     found = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
     if not found:
-        return AppendAnswer(200, {}, {"outcomes": shown}, [])
+        return AppendResponseBody(200, {}, {"outcomes": shown}, [])
     worst = min(found, key=_severity)
     fields = fields_of(worst) | {"outcomes": shown}
-    return AppendAnswer(status_of(worst), headers_of(worst), fields, found)
+    return AppendResponseBody(status_of(worst), headers_of(worst), fields, found)
 
 
 def _severity(error: errors.WaltzError) -> int:

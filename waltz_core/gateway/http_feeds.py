@@ -54,7 +54,7 @@ def feed_config(config: ClientConfig) -> ClientConfig:
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 
-class FeedReader:
+class HttpFeed:
     """Receives the feed of one partition after a mark, and yields its events."""
 
     is_batched = True

@@ -26,11 +26,11 @@ from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.gateway import openapi
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendAnswer, append_all
+from waltz_core.gateway.http_appends import AppendResponseBody, append_all
 from waltz_core.gateway.http_feeds import (
     EVENT_STREAM,
     JSON_LINES,
-    FeedReader,
+    HttpFeed,
     as_json_line,
     as_server_sent_event,
     feed_config,
@@ -40,7 +40,7 @@ from waltz_core.gateway.idempotent_appends import IdempotentAppends
 from waltz_core.gateway.json_errors import RequestRejected, fields_of, headers_of, status_of
 from waltz_core.gateway.request_parsing import (
     BodyMemory,
-    Query,
+    HttpQuery,
     check_key,
     check_number,
     check_partition,
@@ -60,7 +60,7 @@ RANGE_BYTES_MAX: Final = 1024 * 1024
 # After these errors the client's stream of the partition continues.
 _HARMLESS: Final = (errors.Superseded, errors.Unavailable, errors.UsageError)
 
-Handler: TypeAlias = Callable[[Request, Caller], Awaitable[Response]]
+HttpHandler: TypeAlias = Callable[[Request, Caller], Awaitable[Response]]
 
 
 class GatewayParts(NamedTuple):
@@ -93,7 +93,7 @@ class HttpRoutes:
 
     def app(self) -> Starlette:
         """Return the application."""
-        handlers: dict[str, Handler] = {
+        handlers: dict[str, HttpHandler] = {
             "append": self._append,
             "marks": self._marks,
             "range": self._range,
@@ -106,7 +106,7 @@ class HttpRoutes:
         routes.append(Route(openapi.DOCUMENT_PATH, _document))
         return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
 
-    def _guarded(self, name: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, name: str, handler: HttpHandler) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint with its caller, its errors and its metrics."""
 
         async def endpoint(request: Request) -> Response:
@@ -129,7 +129,7 @@ class HttpRoutes:
 
         return endpoint
 
-    async def _answered(self, request: Request, handler: Handler) -> Response:
+    async def _answered(self, request: Request, handler: HttpHandler) -> Response:
         authorization = request.headers.get("authorization")
         async with self._parts.callers.request_of(authorization) as caller:
             return await handler(request, caller)
@@ -153,7 +153,7 @@ class HttpRoutes:
             await self._parts.callers.check_token(caller)
         return _json(answer.fields, answer.status, answer.headers)
 
-    def _count(self, answer: AppendAnswer) -> None:
+    def _count(self, answer: AppendResponseBody) -> None:
         outcomes = answer.fields["outcomes"]
         committed = sum("transaction_id" in each for each in outcomes)
         self._parts.metrics.add("waltz_gateway_appended_transactions_total", committed)
@@ -213,7 +213,7 @@ class HttpRoutes:
             config = feed_config(self._parts.client_config)
             client = await stack.enter_async_context(self._parts.callers.own_client(caller, config))
             await client.open()
-            reader = FeedReader(client, partition, mark)
+            reader = HttpFeed(client, partition, mark)
             await reader.check()
         except BaseException:
             await stack.aclose()
@@ -242,7 +242,7 @@ class _FeedResponse(StreamingResponse):
             self._on_end()
 
 
-def _start_of_feed(request: Request, query: Query) -> int:
+def _start_of_feed(request: Request, query: HttpQuery) -> int:
     """Return the mark after which a feed begins; `Last-Event-ID` is a later one than `from`."""
     text = request.headers.get("last-event-id")
     if text:
@@ -265,8 +265,8 @@ def _partition(request: Request, caller: Caller) -> int:
     return check_partition(number, caller.client.partition_count)
 
 
-def _query(request: Request, known: tuple[str, ...]) -> Query:
-    return Query(request.query_params.multi_items(), known)
+def _query(request: Request, known: tuple[str, ...]) -> HttpQuery:
+    return HttpQuery(request.query_params.multi_items(), known)
 
 
 def _ends_client(error: errors.WaltzError) -> bool:

@@ -32,7 +32,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason, TaskClaim
 from waltz_core.cluster.write_registry import TaskAttempt, WriteState
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendAnswer, answer_of
+from waltz_core.gateway.http_appends import AppendResponseBody, answer_of
 from waltz_core.gateway.json_errors import RequestRejected
 from waltz_core.gateway.request_parsing import NewTransaction, placed
 from waltz_core.records import raw_records
@@ -72,7 +72,7 @@ class IdempotentAppends:
 
     async def append(
         self, caller: Caller, key: str, rows: Sequence[NewTransaction]
-    ) -> AppendAnswer:
+    ) -> AppendResponseBody:
         """Append the transactions once; return the answer, which is the same each time.
 
         Raises:
@@ -273,7 +273,9 @@ def _summary_of(outcomes: Mapping[int, TransactionId | _Rejection], request: str
     }
 
 
-def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) -> AppendAnswer:
+def _answer_in(
+    state: WriteState, rows: Sequence[NewTransaction], request: str
+) -> AppendResponseBody:
     """Return the answer of a finished write."""
     summary = state.summary
     if not summary:

@@ -376,7 +376,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
     async def scenario(_world, gateway, client):
         await client.append(*(row("x" * 10_000) for _ in range(60)))
         async with Opening(gateway.callers.new_client(None)) as own:
-            reader = http_feeds.FeedReader(own, 1, -1)
+            reader = http_feeds.HttpFeed(own, 1, -1)
             events = reader.events((), http_feeds.as_json_line)
             assert await anext(events) == b'{"mark":-1}\n'
             lines = (await anext(events)).splitlines()
