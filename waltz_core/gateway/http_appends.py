@@ -25,7 +25,7 @@ _OUTCOME: TypeAlias = "TransactionId | errors.WaltzError"
 _SEVERITY: Final = (500, 504, 401, 403, 503, 429, 413, 404, 400, 409)
 
 
-class AppendResponseBody(NamedTuple):
+class AppendReply(NamedTuple):
     """The answer to a request: its status, headers and JSON, and the errors in it."""
 
     status: int
@@ -34,9 +34,7 @@ class AppendResponseBody(NamedTuple):
     errors: list[errors.WaltzError]
 
 
-async def append_all(
-    client: AsyncWaltzClient, rows: Sequence[NewTransaction]
-) -> AppendResponseBody:
+async def append_all(client: AsyncWaltzClient, rows: Sequence[NewTransaction]) -> AppendReply:
     """Append the transactions; return the answer."""
     sent: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
     for row in rows:
@@ -68,7 +66,7 @@ async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Fut
     )
 
 
-def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendResponseBody:
+def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendReply:
     """Return the answer for partitions and outcomes."""
     shown = [
         {"partition": partition, **fields_of(outcome)}
@@ -78,10 +76,10 @@ def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendResponseBody:
     ]
     found = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
     if not found:
-        return AppendResponseBody(200, {}, {"outcomes": shown}, [])
+        return AppendReply(200, {}, {"outcomes": shown}, [])
     worst = min(found, key=_severity)
     fields = fields_of(worst) | {"outcomes": shown}
-    return AppendResponseBody(status_of(worst), headers_of(worst), fields, found)
+    return AppendReply(status_of(worst), headers_of(worst), fields, found)
 
 
 def _severity(error: errors.WaltzError) -> int:

@@ -26,7 +26,7 @@ from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.gateway import openapi
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendResponseBody, append_all
+from waltz_core.gateway.http_appends import AppendReply, append_all
 from waltz_core.gateway.http_feeds import (
     EVENT_STREAM,
     JSON_LINES,
@@ -153,7 +153,7 @@ class HttpRoutes:
             await self._parts.callers.check_token(caller)
         return _json(answer.fields, answer.status, answer.headers)
 
-    def _count(self, answer: AppendResponseBody) -> None:
+    def _count(self, answer: AppendReply) -> None:
         outcomes = answer.fields["outcomes"]
         committed = sum("transaction_id" in each for each in outcomes)
         self._parts.metrics.add("waltz_gateway_appended_transactions_total", committed)

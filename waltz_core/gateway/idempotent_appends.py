@@ -32,7 +32,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason, TaskClaim
 from waltz_core.cluster.write_registry import TaskAttempt, WriteState
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendResponseBody, answer_of
+from waltz_core.gateway.http_appends import AppendReply, answer_of
 from waltz_core.gateway.json_errors import RequestRejected
 from waltz_core.gateway.request_parsing import NewTransaction, placed
 from waltz_core.records import raw_records
@@ -70,9 +70,7 @@ class IdempotentAppends:
         self._attempts = asyncio.Semaphore(ATTEMPTS_MAX)
         self._registry_changes = asyncio.Semaphore(REGISTRY_CHANGES_MAX)
 
-    async def append(
-        self, caller: Caller, key: str, rows: Sequence[NewTransaction]
-    ) -> AppendResponseBody:
+    async def append(self, caller: Caller, key: str, rows: Sequence[NewTransaction]) -> AppendReply:
         """Append the transactions once; return the answer, which is the same each time.
 
         Raises:
@@ -273,9 +271,7 @@ def _summary_of(outcomes: Mapping[int, TransactionId | _Rejection], request: str
     }
 
 
-def _answer_in(
-    state: WriteState, rows: Sequence[NewTransaction], request: str
-) -> AppendResponseBody:
+def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) -> AppendReply:
     """Return the answer of a finished write."""
     summary = state.summary
     if not summary:
