@@ -22,7 +22,7 @@ from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.config.host_names import is_loopback
 from waltz_core.daemon_pages import Health, HealthCallback, serve_pages
 from waltz_core.gateway.callers import Callers
-from waltz_core.gateway.http_routes import GatewayParts, HttpRoutes
+from waltz_core.gateway.http_routes import GatewayParts, GatewayRoutes
 from waltz_core.gateway.shared_directory import SharedDirectory
 from waltz_core.metrics import Metrics
 from waltz_core.transport import net
@@ -67,7 +67,7 @@ async def serve(
         stack.push_async_callback(callers.close)
         metrics = Metrics("gateway", with_process=True)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        routes = HttpRoutes(GatewayParts(config, client_config, callers, metrics, tasks))
+        routes = GatewayRoutes(GatewayParts(config, client_config, callers, metrics, tasks))
         metrics.set_source("waltz_gateway_callers", lambda: len(callers))
         metrics.set_source("waltz_gateway_feeds", lambda: routes.feed_count)
         background = [

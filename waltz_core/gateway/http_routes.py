@@ -40,7 +40,7 @@ from waltz_core.gateway.idempotent_appends import IdempotentAppends
 from waltz_core.gateway.json_errors import RequestRejected, fields_of, headers_of, status_of
 from waltz_core.gateway.request_parsing import (
     BodyMemory,
-    HttpQuery,
+    UrlParameters,
     check_key,
     check_number,
     check_partition,
@@ -73,7 +73,7 @@ class GatewayParts(NamedTuple):
     tasks: asyncio.TaskGroup  # of the daemon
 
 
-class HttpRoutes:
+class GatewayRoutes:
     """The operations of one gateway."""
 
     def __init__(self, parts: GatewayParts) -> None:
@@ -242,7 +242,7 @@ class _FeedResponse(StreamingResponse):
             self._on_end()
 
 
-def _start_of_feed(request: Request, query: HttpQuery) -> int:
+def _start_of_feed(request: Request, query: UrlParameters) -> int:
     """Return the mark after which a feed begins; `Last-Event-ID` is a later one than `from`."""
     text = request.headers.get("last-event-id")
     if text:
@@ -265,8 +265,8 @@ def _partition(request: Request, caller: Caller) -> int:
     return check_partition(number, caller.client.partition_count)
 
 
-def _query(request: Request, known: tuple[str, ...]) -> HttpQuery:
-    return HttpQuery(request.query_params.multi_items(), known)
+def _query(request: Request, known: tuple[str, ...]) -> UrlParameters:
+    return UrlParameters(request.query_params.multi_items(), known)
 
 
 def _ends_client(error: errors.WaltzError) -> bool:

@@ -233,7 +233,7 @@ def check_key(key: str | None) -> str | None:
     )
 
 
-class HttpQuery:
+class UrlParameters:
     """The query parameters of a request (rule 1)."""
 
     def __init__(self, given: Sequence[tuple[str, str]], known: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from tests.unit.cluster.test_coordinator import with_cluster
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.gateway.callers import Callers
-from waltz_core.gateway.http_routes import GatewayParts, HttpRoutes
+from waltz_core.gateway.http_routes import GatewayParts, GatewayRoutes
 from waltz_core.memory_waltz import _MemoryDirectory
 from waltz_core.metrics import Metrics
 from waltz_core.server.process import server_in_memory
@@ -48,7 +48,7 @@ class MemoryGateway:
         )
         self.callers = Callers(world.connect, client_config, world)
         self.metrics = Metrics("gateway")
-        self.routes = HttpRoutes(
+        self.routes = GatewayRoutes(
             GatewayParts(self.config, client_config, self.callers, self.metrics, world.tasks)
         )
         self.url = ""

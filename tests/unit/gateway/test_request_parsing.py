@@ -11,7 +11,7 @@ from waltz_core.gateway.json_errors import RequestRejected, fields_of, headers_o
 from waltz_core.gateway.request_parsing import (
     TRANSACTIONS_MAX,
     BodyMemory,
-    HttpQuery,
+    UrlParameters,
     check_key,
     parse_transactions,
     placed,
@@ -122,7 +122,7 @@ def test_a_key_is_optional():
 
 
 def test_query_parameters_are_checked():
-    query = HttpQuery([("first", "7"), ("header", "-1,8"), ("linearizable", "true")], QUERY)
+    query = UrlParameters([("first", "7"), ("header", "-1,8"), ("linearizable", "true")], QUERY)
     assert query.number("first") == 7
     assert query.number("last") is None
     assert query.headers() == (-1, 8)
@@ -146,7 +146,7 @@ QUERY = ("first", "last", "header", "linearizable")
     ],
 )
 def test_a_wrong_query_is_rejected(given, read):
-    assert status_of(rejection(lambda: read(HttpQuery(given, QUERY)))) == 400
+    assert status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
 
 
 async def parts(*found):
