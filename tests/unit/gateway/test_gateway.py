@@ -381,7 +381,6 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
             assert await anext(events) == b'{"mark":-1}\n'
             lines = (await anext(events)).splitlines()
             await until(reader._batches.full)
-            await asyncio.sleep(0.05)
             assert own._partitions[1].mark < 10
             while len(lines) < 60:
                 lines += (await anext(events)).splitlines()
