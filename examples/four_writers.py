@@ -37,7 +37,7 @@ from waltz_core.client import (
     BatchOutcome,
     Callbacks,
     PoisonPolicy,
-    Reason,
+    RowOutcomeCode,
     Transaction,
     TransactionBuilder,
     TransactionContext,
@@ -331,8 +331,10 @@ def _decide(pending: Pending) -> None:
         for each, reason, transaction_id in zip(
             last_try, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
         ):
-            each.why = Reason(reason).name
-            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REJECTED}.get(reason, LOST)
+            each.why = RowOutcomeCode(reason).name
+            each.outcome = {RowOutcomeCode.COMMITTED: OK, RowOutcomeCode.LOCK: REJECTED}.get(
+                reason, LOST
+            )
             each.transaction_id = transaction_id
         return
     last_try[0].outcome, last_try[0].transaction_id = OK, int(result)

@@ -186,7 +186,7 @@ def wire_tables() -> dict[str, str]:
         "client-messages": message_table(WireProtocol.CLIENT, messages.ClientMessage),
         "storage-messages": message_table(WireProtocol.STORAGE, messages.StorageMessage),
         "admin-messages": message_table(WireProtocol.ADMIN, admin_messages.AdminMessage),
-        "reasons": members(messages.Reason),
+        "reasons": members(messages.RowOutcomeCode),
         "mount-states": members(messages.MountState),
         "range-forms": members(messages.RangeForm),
         "error-codes": error_codes(),

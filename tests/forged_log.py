@@ -70,7 +70,7 @@ def forge(cluster: LocalCluster, last: int) -> None:
 
 
 async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
-    async with zookeeper_session.connected(connect) as coordinator:
+    async with zookeeper_session.open_session(connect) as coordinator:
         store = (await coordinator.read_cluster()).store
         assignment = (await coordinator.read_replica_assignment()).partitions
         marker = PartitionMarker(MarkerState.OPEN, SESSION)

@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 
 from tests.storage_model import ROOT, World
-from waltz_core.offline.verify import Verified, verify
+from waltz_core.offline.verify import VerificationResult, verify
 from waltz_core.storage.files.format import encode_storage_id
 from waltz_sim.world.simulated_disk import SimDisk
 
@@ -42,7 +42,7 @@ def sample_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
     return write_to_directory(world.disk, target), world
 
 
-def verified(path: Path, **options) -> Verified:
+def verified(path: Path, **options) -> VerificationResult:
     """Verify a directory."""
     return verify(path, options.get("partitions"), options.get("limit", LIMIT))
 

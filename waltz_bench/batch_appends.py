@@ -18,7 +18,7 @@ import numpy.typing as npt
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
+from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST
@@ -140,7 +140,7 @@ async def _lane(
         now = time.perf_counter()
         ledger.latencies_s.append(now - sent)
         ledger.answered_s.append(now)
-        committed = outcome.reasons == Reason.COMMITTED
+        committed = outcome.reasons == RowOutcomeCode.COMMITTED
         ids = outcome.transaction_ids[committed]
         ledger.ids.setdefault(partition, []).append(ids)
         ledger.acknowledged += len(ids)
@@ -277,7 +277,7 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
                     partition, payload, count, client_high_water_mark=mark
                 )
                 outcome = await answer
-                rejected += int((outcome.reasons == Reason.LOCK).sum())
+                rejected += int((outcome.reasons == RowOutcomeCode.LOCK).sum())
                 requested += count
             rates[str(lag)] = rejected / requested
             rows += requested

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
-from waltz_core.client import AsyncWaltzClient, RangeForm, Reason
+from waltz_core.client import AsyncWaltzClient, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
 
@@ -140,7 +140,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) 
         now = time.perf_counter()
         run.answered_s.append(now)
         run.latencies_s.append(now - sent_s)
-        is_in = outcome.reasons == Reason.COMMITTED
+        is_in = outcome.reasons == RowOutcomeCode.COMMITTED
         run.ids += outcome.transaction_ids[is_in].tolist()
         run.rejected += int((~is_in).sum())
         mark = outcome.high_water_mark

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.znodes.interface import SessionState
 from waltz_core.cluster.znodes.model import UNRESOLVED
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records import batches
 from waltz_core.records.batches import encode_append
@@ -108,7 +108,7 @@ class _FailoverRun:
         except WaltzError:
             lane.unknown.update(rows)
             return []
-        is_in = outcome.reasons == Reason.COMMITTED
+        is_in = outcome.reasons == RowOutcomeCode.COMMITTED
         if is_in.any():
             lane.answered_s.append(time.perf_counter())
         lane.acknowledged.update(row for row, is_there in zip(rows, is_in, strict=True) if is_there)
@@ -318,7 +318,7 @@ async def _measured(
         )
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
-        connected(load.connect) as coordinator,
+        open_session(load.connect) as coordinator,
     ):
         run = _FailoverRun(meter.cluster, client, coordinator)
         await run.await_whole()

@@ -26,8 +26,8 @@ import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.cli.output import print_error
-from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append
@@ -179,7 +179,7 @@ class _ManyPartitionsRun:
         """Wait until live servers own all partitions."""
         ports = {each.port for each in self.cluster.members if each.kind == "server"}
         until = time.perf_counter() + START_S_MAX
-        async with connected(self.cluster.connect) as coordinator:
+        async with open_session(self.cluster.connect) as coordinator:
             while time.perf_counter() < until:
                 view = await coordinator.read_servers()
                 if view.is_settled and {each.port for each in view.servers.values()} == ports:
@@ -211,7 +211,7 @@ class _ManyPartitionsRun:
             except WaltzError:
                 self.unknown[partition] = self.unknown.get(partition, 0) + 1
             else:
-                if (outcome.reasons == Reason.COMMITTED).all():
+                if (outcome.reasons == RowOutcomeCode.COMMITTED).all():
                     self.acknowledged[partition] = self.acknowledged.get(partition, 0) + 1
                     return
             await asyncio.sleep(POLL_INTERVAL_S)

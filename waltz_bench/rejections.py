@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import PartitionId
@@ -42,7 +42,7 @@ PARTITION = 0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
 # The reasons that count as a decision about locks.
-_DECIDED = (Reason.COMMITTED, Reason.LOCK)
+_DECIDED = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
 
 
 class _RejectionRun:
@@ -84,7 +84,7 @@ class _RejectionRun:
         rejected = requested = 0
         for _ in range(ROUNDS):
             outcome = await self._append(mark, is_writer=False)
-            rejected += int((outcome.reasons == Reason.LOCK).sum())
+            rejected += int((outcome.reasons == RowOutcomeCode.LOCK).sum())
             requested += self._batch_rows
         return rejected / requested
 
@@ -110,7 +110,7 @@ class _RejectionRun:
                 )
             except WaltzError:
                 continue
-            if all(Reason(each) in _DECIDED for each in set(outcome.reasons.tolist())):
+            if all(RowOutcomeCode(each) in _DECIDED for each in set(outcome.reasons.tolist())):
                 self.rows += count
                 return outcome
         raise Unavailable(
@@ -162,7 +162,7 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
         )
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
-        connected(load.connect) as coordinator,
+        open_session(load.connect) as coordinator,
     ):
         run = _RejectionRun(meter.cluster, client, coordinator, load.batch_rows)
         await run.await_whole()

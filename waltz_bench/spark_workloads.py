@@ -44,7 +44,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
     """Write `--rows` rows of `--payload` bytes with append locks; then count them in the log."""
     spark = session("waltz bench", master="local[2]")
     try:
-        spark.dataSource.register(Ceiling)
+        spark.dataSource.register(MemorySource)
         table = _table(spark, load).cache()
         _write(table, load)  # rows and processes are ready before the clock starts
         _drain(table)
@@ -62,7 +62,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
     """Read `--rows` rows of one partition into Spark; it is filled first if it has fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
-        spark.dataSource.register(Ceiling)
+        spark.dataSource.register(MemorySource)
         missing = load.rows - 1 - snapshot(spark, load.connect).high_water_marks[PARTITION]
         if missing > 0:
             table = _table(spark, load, missing).withColumn("partition", F.lit(PARTITION))
@@ -70,7 +70,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         view = snapshot(spark, load.connect)
         reader = view.reader().option("endingHighWaterMarks", f'{{"{PARTITION}": {load.rows - 1}}}')
         log = reader.option("partitions", PARTITION).load(load.connect)
-        made = spark.read.format("waltz_ceiling")
+        made = spark.read.format("waltz_memory_source")
         memory = made.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
             _take(frame)  # workers are connected, and the JVM has compiled the code
@@ -125,7 +125,7 @@ def _take(frame: DataFrame) -> None:
 
 
 def _drain(table: DataFrame) -> None:
-    table.write.format("waltz_ceiling").mode("append").save()
+    table.write.format("waltz_memory_source").mode("append").save()
 
 
 def _table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
@@ -164,13 +164,13 @@ class _IdRangePartition(InputPartition):
     last: int
 
 
-class Ceiling(DataSource):
+class MemorySource(DataSource):
     """A source of batches like the log's, from memory, and a sink that discards rows."""
 
     @classmethod
     def name(cls) -> str:
         """Return the name of the format."""
-        return "waltz_ceiling"
+        return "waltz_memory_source"
 
     def schema(self) -> str:
         """Return the log's columns."""

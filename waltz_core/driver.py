@@ -116,9 +116,9 @@ class Driver(Generic[EventT, EffectT]):
             self._timer.cancel()
         self._timer_at_ms = wake_at_ms
         delay_ms = max(0, wake_at_ms - self._clock())
-        self._timer = self._loop.call_later(delay_ms / 1000, self._timer_fired)
+        self._timer = self._loop.call_later(delay_ms / 1000, self._on_timer)
 
-    def _timer_fired(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self.post(Wakeup())
 

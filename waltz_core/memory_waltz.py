@@ -33,7 +33,7 @@ from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.client.links.identities import ClientIdentitiesInMemory
 from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, DeliveryRun
-from waltz_core.client.stream.append_errors import reason_of
+from waltz_core.client.stream.append_errors import outcome_code_of
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.server.process.log_in_memory import StoredTransaction
@@ -131,7 +131,7 @@ class MemoryWaltz:
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> WaltzClient:
         """Open a client, like `WaltzClient(connect, config)` for a cluster."""
-        client = WaltzClient.wrapping(lambda: self.async_client(config, client_id=client_id))
+        client = WaltzClient.wrap(lambda: self.async_client(config, client_id=client_id))
         self._clients.append(client)
         return client
 
@@ -212,7 +212,7 @@ class MemoryWaltz:
         `request_timeout_ms`. Raises BadRequest for an error with which no append fails.
         """
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
-        if not is_outcome and reason_of(error) is None:
+        if not is_outcome and outcome_code_of(error) is None:
             raise errors.BadRequest(
                 "argument of fail_next_append: expected an error class that an append can "
                 f"raise, found {type(error).__name__}"

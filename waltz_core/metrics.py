@@ -570,16 +570,16 @@ class Metrics:
     def value(self, name: str, **labels: str | int) -> float:
         """Return the value of a counter or gauge; 0 if it was never set."""
         assert name in self._live
-        self._settle()
+        self._add_counter_growth()
         texts = {key: str(value) for key, value in labels.items()}
         return self._registry.get_sample_value(name, texts) or 0.0
 
     def page(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
-        self._settle()
+        self._add_counter_growth()
         return generate_latest(self._registry)
 
-    def _settle(self) -> None:
+    def _add_counter_growth(self) -> None:
         """Add the growth to the counters."""
         for (name, *labels), amount in self._counted.items():
             if amount:

@@ -34,8 +34,8 @@ from waltz_core.wire.messages import (
     AppendRaw,
     AppendResult,
     Prepare,
-    Reason,
     Repair,
+    RowOutcomeCode,
     SetLowWaterMark,
     Truncate,
 )
@@ -328,7 +328,7 @@ class MilestoneRecorder(Checks):
 
 
 def _outcome(reason: int) -> str:
-    return "in the log" if reason == Reason.COMMITTED else Reason(reason).name
+    return "in the log" if reason == RowOutcomeCode.COMMITTED else RowOutcomeCode(reason).name
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:

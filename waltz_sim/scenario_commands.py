@@ -29,7 +29,7 @@ from waltz_core.wire.admin_messages import (
     ReSeed,
     SetAvailable,
 )
-from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
+from waltz_core.wire.messages import AppendRaw, Nack, Prepare, RowOutcomeCode, StorageMessage
 from waltz_sim.cluster.administration import Operator
 from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
@@ -381,7 +381,7 @@ class ScenarioRunner:
         count = len(self.cluster.workload.ended(effect.token))
         if not self.recorder.names_ids:
             self.recorder.last_added_us = self.cluster.world.now_us
-        elif (effect.outcome.reasons == Reason.LOST).any():
+        elif (effect.outcome.reasons == RowOutcomeCode.LOST).any():
             self._append(count)
 
     def _rejected(self, effect: client_events.SubmissionRejected) -> None:

@@ -31,7 +31,7 @@ def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
     return Encryption.of(options.encryption_keys, is_required=is_required)
 
 
-def decrypted(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa.Array]:
+def decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa.Array]:
     """Return the columns of a batch of one partition, with `ERROR_COLUMN` (rule 3).
 
     Args:
@@ -59,7 +59,7 @@ class PayloadEncryptor:
         self._encryption = Encryption.of(options.encryption_keys)
         self._key_id = options.encryption_key_id
 
-    def sealed(self, append: pa.RecordBatch, partition: int) -> pa.RecordBatch:
+    def encrypt_columns(self, append: pa.RecordBatch, partition: int) -> pa.RecordBatch:
         """Return the append columns of rows of one partition with envelopes, without their CRCs.
 
         Raises:

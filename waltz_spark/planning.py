@@ -75,7 +75,7 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
     if options.starting == "latest":
         return dict(marks)
     assert not isinstance(options.starting, str)
-    return _given(options, options.starting, marks, "startingHighWaterMarks")
+    return _given_marks(options, options.starting, marks, "startingHighWaterMarks")
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
@@ -86,7 +86,7 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
     """
     if isinstance(options.ending, str):
         return dict(marks)
-    return _given(options, options.ending, marks, "endingHighWaterMarks")
+    return _given_marks(options, options.ending, marks, "endingHighWaterMarks")
 
 
 def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
@@ -109,13 +109,13 @@ def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[i
             )
 
 
-def _given(
+def _given_marks(
     options: ReadOptions, given: Marks, marks: Mapping[int, int], name: str
 ) -> dict[int, int]:
     found: dict[int, int] = {}
     if missing := sorted(marks.keys() - given.keys()):
         raise BadConfig(
-            f"option {name!r} has no high-water mark for partition {listed(missing)}: "
+            f"option {name!r} has no high-water mark for partition {parts_text(missing)}: "
             f"expected marks for {len(marks)} partitions, found {len(given)}. Hint: add a "
             'mark for each partition ("3": -1 means before the first transaction), or '
             "choose partitions with option 'partitions'."
@@ -135,7 +135,7 @@ def _given(
     return found
 
 
-def listed(parts: Sequence[object]) -> str:
+def parts_text(parts: Sequence[object]) -> str:
     """Return the first ten parts as text, for an error."""
     shown = ", ".join(map(str, parts[:10]))
     return shown if len(parts) <= 10 else f"{shown}, ..."
@@ -159,7 +159,7 @@ def spans(
     return found
 
 
-def split(
+def split_spans(
     whole: Sequence[TransactionRange], *, task_count_min: int, per_task_max: int
 ) -> list[TransactionRange]:
     """Split spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.

@@ -55,12 +55,12 @@ def client_at(layout: ClusterLayout) -> WaltzClient:
 
 def _first_at(layout: ClusterLayout) -> WaltzClient:
     client = WaltzClient.at(layout)
-    settle("connect")
+    freeze_long_lived("connect")
     return client
 
 
 @functools.cache
-def settle(_work: str) -> None:
+def freeze_long_lived(_work: str) -> None:
     """Exclude long-lived objects from later garbage collections; once for each kind of work.
 
     Spark collects garbage after every task, and the imported objects would take 40 ms each time.

@@ -90,7 +90,7 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
         plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
         return plain
     found = _SENTENCE.findall(str(failure))
-    return _made(*found[-1]) if found else None
+    return _make_error(*found[-1]) if found else None
 
 
 def trailing_error(text: str) -> errors.WaltzError | None:
@@ -98,10 +98,10 @@ def trailing_error(text: str) -> errors.WaltzError | None:
     found = list(_SENTENCE.finditer(text))
     if not found or _ANSWERED.search(text, found[-1].end()):
         return None
-    return _made(*found[-1].groups())
+    return _make_error(*found[-1].groups())
 
 
-def _made(name: str, sentence: str) -> errors.WaltzError | None:
+def _make_error(name: str, sentence: str) -> errors.WaltzError | None:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.WaltzError)):
         return None

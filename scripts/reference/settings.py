@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.reference.markdown import cell, code, table
 from waltz_core.config.declarations import KINDS, TlsConfig, ZooKeeperConfig
-from waltz_core.config.settings import Config, literal
+from waltz_core.config.settings import Config, toml_literal
 
 SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
 # Part of a name -> unit; the first that fits counts.
@@ -61,7 +61,7 @@ def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
     for user in users:
         (its,) = [setting for setting in fields(user) if setting.name == each.name]
         default: Any = its.default
-        shown = "empty" if default == "" else code(literal(each.name, default))
+        shown = "empty" if default == "" else code(toml_literal(each.name, default))
         kinds.setdefault(shown, []).append(user.kind)
     if len(kinds) == 1:
         return next(iter(kinds))

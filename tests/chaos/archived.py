@@ -28,7 +28,7 @@ from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, ListedFile
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.records.record import PartitionId
 
 AGE_MS = 2 * GRACE_MS
@@ -111,7 +111,7 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
 
     async def read() -> dict[int, ArchivedMark]:
         found = {}
-        async with connected(cluster.connect) as coordinator:
+        async with open_session(cluster.connect) as coordinator:
             for partition in range(cluster.world.partitions):
                 marker = (await coordinator.read_partition(PartitionId(partition))).marker
                 if marker is not None and marker.archived is not None:

@@ -92,14 +92,13 @@ NOT_NEEDED = {
     "log_recovery.open_log > file_system.make_with_parents#1": "`StorageEngine.open` has synced "
     "that directory",
     "segment.copy_index > file_system.create_durably#4": "the new segment's names are synced next",
-    "segments.renew > segment.create > file_system.create_durably#3": "the old files of an empty "
-    "segment "
-    "are as good as the new ones",
+    "segments.continue_in_new_file > segment.create > file_system.create_durably#3": "the old "
+    "files of an empty segment are as good as the new ones",
     "log_recovery.open_log#2": "the second slot has the same content; this one prevents that a "
     "directory that is being changed is marked clean where syncs are not trusted",
-    "segments.renew > segment.sync#1": "nothing trusts it; it is for 0.13, which does not "
-    "cut where the next segment begins (test_layout.py)",
-    "segments.renew > segment.sync#2": "as the line before",
+    "segments.continue_in_new_file > segment.sync#1": "nothing trusts it; it is for 0.13, which "
+    "does not cut where the next segment begins (test_layout.py)",
+    "segments.continue_in_new_file > segment.sync#2": "as the line before",
     "disk_space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
     "disk_space.release#1": "it makes space usable: a file system may free it only when the "
@@ -137,9 +136,10 @@ ANY_ORDER = {
     "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
     "rename",
     "segment.create > file_system.create_durably#4": "names, and unacknowledged records",
-    "log_recovery._begin > file_system.create_durably#2": "what is in the files; each before its "
-    "own rename",
-    "log_recovery._begin > file_system.create_durably#4": "names, and an unacknowledged promise",
+    "log_recovery._create_log > file_system.create_durably#2": "what is in the files; each before "
+    "its own rename",
+    "log_recovery._create_log > file_system.create_durably#4": "names, and an unacknowledged "
+    "promise",
     "segment.write_again#4": "records, index and batches: acknowledged when all are synced",
     "segment.write_again#5": "as the line before",
     "segment.write_again#6": "batches, and a slot that confirms no more than was acknowledged",

@@ -21,7 +21,7 @@ from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
 from waltz_core.archive.file_names import TEMPORARY
-from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect_garbage
 from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
 from waltz_core.archive.manifest_jobs import BatchRun, ExpiryJob, UploadJob
 from waltz_core.archive.upload import expire, upload
@@ -95,9 +95,9 @@ class Owner:
         made = expire(self.store, KEY, job, now_ms=NOW_MS)
         self._record(first=made.first, manifest=made.name, crc=made.file_crc)
 
-    def collect(self):
+    def collect_garbage(self):
         job = GarbageCollectionJob(*self._origin(), self.recorded.named)
-        return collect(self.store, KEY, job, now_ms=LATER_MS)
+        return collect_garbage(self.store, KEY, job, now_ms=LATER_MS)
 
 
 def archived(recorder):
@@ -108,11 +108,11 @@ def archived(recorder):
         first.archive(is_recorded=False)
         for _ in range(4):
             first.archive()
-        assert first.collect().file_count > 0
+        assert first.collect_garbage().file_count > 0
         second = Owner(recorder, 2, first.recorded)
         second.archive()
         second.expire(before=sum(COUNTS) * 3)
-        assert second.collect().file_count > 0
+        assert second.collect_garbage().file_count > 0
         second.archive()
     return recorder
 
@@ -123,7 +123,7 @@ def started_again(directory, recorder, changes, recorded, session):
     with again.recording():
         owner = Owner(again, session, recorded)
         owner.archive()
-        owner.collect()
+        owner.collect_garbage()
     return again, owner.recorded
 
 

@@ -58,7 +58,7 @@ class Place:
         self.recorder = Recorder(directory / "recorded", changes)
         self.zookeeper = RecordedZooKeeper(self.recorder)
         self.backup = directory / "backup"
-        monkeypatch.setattr(change_commands, "connected", lambda _connect: self)
+        monkeypatch.setattr(change_commands, "open_command_session", lambda _connect: self)
 
     async def __aenter__(self):
         return self.zookeeper.coordinator(PLACE)

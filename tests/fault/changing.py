@@ -11,7 +11,7 @@ from tests.commands import run_command
 from tests.fault.load import Scenario, command, segments, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.cluster.change.storage_changes import StorageLayout
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster
 from waltz_core.local.ports import is_free
 
@@ -70,7 +70,7 @@ def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], Stora
     """Change the storages in ZooKeeper directly, without a command."""
 
     async def write() -> None:
-        async with connected(cluster.connect) as coordinator:
+        async with open_session(cluster.connect) as coordinator:
             await coordinator.storages.change(change)
 
     asyncio.run(write())

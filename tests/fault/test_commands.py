@@ -26,7 +26,7 @@ from tests.patience import HANG_S, PATIENT
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.record import PartitionId, ReplicaId
 
@@ -299,7 +299,7 @@ def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluste
 
 def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
     async def main() -> None:
-        async with connected(cluster.connect) as coordinator:
+        async with open_session(cluster.connect) as coordinator:
             partitions = {
                 ReplicaId(name): tuple(map(PartitionId, each)) for name, each in held.items()
             }

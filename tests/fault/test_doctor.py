@@ -35,7 +35,7 @@ from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import PartitionMetadata
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster
 from waltz_core.local.zookeeper_process import find_java
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -292,7 +292,7 @@ def lose_metadata(cluster: LocalCluster) -> None:
     """Empty the metadata znode of one partition."""
 
     async def write() -> None:
-        async with connected(cluster.connect) as coordinator:
+        async with open_session(cluster.connect) as coordinator:
             old = await coordinator.read_partition(PartitionId(1))
             assert old.marker is not None
             await coordinator.write_partition(

@@ -210,7 +210,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
     try:
         ended = [(each.communicate(timeout=HANG_S), each.returncode) for each in starts]
         assert [code for _, code in ended] == [0, 0], ended
-        ports = [LocalCluster(each)._loaded().ports for each in places]
+        ports = [LocalCluster(each)._load_state().ports for each in places]
         assert len(set().union(*ports)) == sum(map(len, ports))
     finally:
         for start in starts:
@@ -227,15 +227,15 @@ def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     directory.mkdir()
     made._load_or_create()
     made._release_ports()
-    before = made._loaded().ports
+    before = made._load_state().ports
     with ExitStack() as stack:
         for port in before:
             stack.enter_context(taken(port))
         again = LocalCluster(directory)
         stack.callback(again.down)
         again.prepare()
-        assert not again._loaded().ports & before
-    assert len(again._loaded().ports) == len(before)
+        assert not again._load_state().ports & before
+    assert len(again._load_state().ports) == len(before)
 
 
 def test_a_port_base_determines_all_ports(directory: Path):
@@ -247,11 +247,11 @@ def test_a_port_base_determines_all_ports(directory: Path):
     assert f"--port-base {base}: another program uses port {base + 3}. Hint: choose" in sentence
     assert not (directory / "cluster.json").exists()
     up(directory, *ONE_STORAGE, "--port-base", str(base))
-    assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
+    assert LocalCluster(directory)._load_state().ports == set(range(base, base + 6))
     sentence = refused(local(directory, "up", "--port-base", "20000"))
     assert f"--port-base: the cluster in {directory} was created with {base}, which" in sentence
     assert local(directory, "down").returncode == 0
-    server = LocalCluster(directory)._loaded().members[-1]
+    server = LocalCluster(directory)._load_state().members[-1]
     for port in (server.http_port, server.port):
         with taken(port):
             sentence = refused(local(directory, "up"))
@@ -259,7 +259,7 @@ def test_a_port_base_determines_all_ports(directory: Path):
             f"another program uses port {port} of {server.name}. The process cannot use another "
             "port, because the cluster "
         ) in sentence
-        assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
+        assert LocalCluster(directory)._load_state().ports == set(range(base, base + 6))
 
 
 def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):

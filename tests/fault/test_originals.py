@@ -16,7 +16,7 @@ from tests.original_client import OriginalClient, Req
 from tests.patience import HANG_S
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 from waltz_core.transport import net
@@ -71,7 +71,7 @@ class Scenario:
 @contextlib.asynccontextmanager
 async def originals(connect: str, count: int) -> AsyncIterator[Scenario]:
     scenario = Scenario()
-    async with connected(connect) as coordinator, contextlib.AsyncExitStack() as stack:
+    async with open_session(connect) as coordinator, contextlib.AsyncExitStack() as stack:
         for number in range(count):
             counters = Counters()
             client_id = await coordinator.next_client_id()

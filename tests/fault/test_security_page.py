@@ -277,7 +277,7 @@ def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
     with application(cluster.connect, journal):
         journal.await_progress()
         page.run()
-        cluster._loaded().auth_file = str(files / "members.auth")
+        cluster._load_state().auth_file = str(files / "members.auth")
         restart_daemons(cluster, page.settings(), journal)
         assert "tls.plain_tcp_accepted" not in logs(cluster)
         page.run()

@@ -18,7 +18,7 @@ from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import ConnectionSuperseded, LockFailed
 from waltz_core.local import LocalCluster, running
 
@@ -55,7 +55,7 @@ def run(*words: str, code: int = 0) -> Any:
 
 def in_zookeeper(connect: str, work: Callable[[Coordinator], Awaitable[T]]) -> T:
     async def go() -> T:
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             return await work(coordinator)
 
     return asyncio.run(go())

@@ -48,7 +48,7 @@ class Rolling:
     def restart_all(self, auth: str, load: Load) -> None:
         """Restart storages and servers, one after the other, with this content of their file."""
         self.members_file.write_text(auth)
-        self.cluster._loaded().auth_file = str(self.members_file)
+        self.cluster._load_state().auth_file = str(self.members_file)
         for member in self.cluster.members:
             if member.kind != "zookeeper":
                 self.restart(member.name, load)

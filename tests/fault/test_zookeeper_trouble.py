@@ -23,7 +23,7 @@ from tests.fault.load import Load, Scenario, role, shown, wait_until
 from tests.patience import HANG_S, PATIENT, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, CoordinatorUnavailable, WaltzError
 from waltz_core.local import LocalCluster, Member, running
@@ -63,7 +63,7 @@ def servers_view(cluster: LocalCluster) -> ServersView:
         deadline = time.monotonic() + HANG_S
         while True:
             try:
-                async with connected(cluster.connect) as coordinator:
+                async with open_session(cluster.connect) as coordinator:
                     return await coordinator.read_servers()
             except CoordinatorUnavailable:
                 if time.monotonic() > deadline:
@@ -324,7 +324,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
     connect = f"{place}?auth={auth_file}"
-    cluster._loaded().auth_file = str(auth_file)
+    cluster._load_state().auth_file = str(auth_file)
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGTERM)
         cluster.start(name)

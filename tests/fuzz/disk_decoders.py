@@ -41,7 +41,7 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
-    _bound,
+    _bound_crc,
     decode_entry,
     decode_storage_id,
     encode_entry,
@@ -135,14 +135,14 @@ def sealed_block(data: bytes) -> bytes:
 
 def read_blocks(data: bytes) -> None:
     """Read a run of blocks from its end, as the next owner does."""
-    run = lock_blocks.Blocks(data)
-    block = run.below(LogEnd(9, CHAIN), 10)
+    run = lock_blocks.LockBlockReader(data)
+    block = run.block_ending_at(LogEnd(9, CHAIN), 10)
     for _ in range(10):
         if block is None:
             return
         assert len(block.distances) in (0, len(block.locks) // 4)
         _writers(block)
-        block = run.below(block.end_before, 10)
+        block = run.block_ending_at(block.end_before, 10)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def sealed_lineage(content: bytes) -> bytes:
     for number, at in enumerate(range(LINEAGE_HEADER_BYTES, len(content), LINEAGE_ENTRY_BYTES)):
         entry = content[at : at + LINEAGE_ENTRY_BYTES]
         whole = len(entry) == LINEAGE_ENTRY_BYTES
-        made.append(sealed(entry, _bound(segment_crc, number)) if whole else entry)
+        made.append(sealed(entry, _bound_crc(segment_crc, number)) if whole else entry)
     return b"".join(made)
 
 
@@ -307,7 +307,7 @@ DECODERS = (
         decode_lineage_entry,
         DAMAGED,
         lambda: [encode_entry(LineageEntry(3, 9, 2, NOW_MS, CHAIN), 2, **BOUND)],
-        partial(sealed, before=_bound(BOUND["segment_crc"], BOUND["position"])),
+        partial(sealed, before=_bound_crc(BOUND["segment_crc"], BOUND["position"])),
     ),
     Decoder("storage-id", id_of_storage, DAMAGED, lambda: [encode_storage_id(CHAIN)], sealed),
     Decoder("lock-blocks", read_blocks, (), runs_of_blocks, sealed_block),

@@ -30,7 +30,7 @@ from waltz_core.replication.replica_repair import (
     verify_batches,
     verify_records,
 )
-from waltz_core.server.read.reads import _checked, _Key
+from waltz_core.server.read.reads import _check_range, _Key
 from waltz_core.transport import client_hello
 from waltz_core.wire import codec, messages
 from waltz_core.wire.codec import FRAME_HEADER
@@ -344,7 +344,7 @@ def check_storage_range(data: bytes) -> None:
     if not isinstance(message, messages.RangeBytes):
         return
     uses = [
-        partial(_checked, message, _Key(message.first, QUERY_LAST, 1 << 20, form))
+        partial(_check_range, message, _Key(message.first, QUERY_LAST, 1 << 20, form))
         for form in (RangeForm.WHOLE, RangeForm.HEADERS)
         if message.form == form
     ]
@@ -382,7 +382,7 @@ def take_feed(data: bytes) -> None:
         return
     for header_values in ((), (7, 8)):
         cursor = FeedCursor(1_000)
-        cursor.want(-1, header_values)
+        cursor.start_after(-1, header_values)
         cursor.take(message)
 
 

@@ -9,7 +9,7 @@ from tests.fuzz.decoder import Decoder
 from tests.fuzz.mutations import TEXT_WORDS
 from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, framed
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, frame_json
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.audit import AuditEntry
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
@@ -135,7 +135,7 @@ def backups() -> list[bytes]:
 
 
 def sealed_frame(data: bytes) -> bytes:
-    """Return the bytes of `manifest.framed` with the CRC of their rest."""
+    """Return the bytes of `manifest.frame_json` with the CRC of their rest."""
     _, _, body = data.partition(b"\n")
     return b"%08x\n%s" % (crc32(body), body)
 
@@ -151,9 +151,9 @@ def sealed_backup(data: bytes) -> bytes:
             for stated, page in zip(head["pages"], pages, strict=False):
                 stated["file_crc"] = crc32(page)
             files["pages"] = [page.decode() for page in pages]
-            files["head"] = framed(head).decode()
+            files["head"] = frame_json(head).decode()
             files["crc"] = crc32(files["head"].encode())
-        return framed(values)
+        return frame_json(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return sealed_frame(data)
 

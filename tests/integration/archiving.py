@@ -14,7 +14,7 @@ from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.raw_records import I64, Buffer
 from waltz_core.records.record import PartitionId
@@ -98,7 +98,7 @@ def recorded_in(cluster: LocalCluster) -> ArchivedMark | None:
     """Return what ZooKeeper records as archived."""
 
     async def read() -> ArchivedMark | None:
-        async with connected(cluster.connect) as coordinator:
+        async with open_session(cluster.connect) as coordinator:
             marker = (await coordinator.read_partition(PartitionId(0))).marker
             return None if marker is None else marker.archived
 

@@ -19,7 +19,7 @@ from tests.integration.archiving import (
     recorded_in,
 )
 from tests.patience import HANG_S
-from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect
+from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect_garbage
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ArchivedMark
@@ -79,7 +79,7 @@ def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> N
     )
     job = GarbageCollectionJob(LATER_SESSION, bytes(16), 0, recorded)
     now_ms = time.time_ns() // 1_000_000 + EXPIRY_GRACE_MS
-    collect(archive.store, cluster_key, job, now_ms=now_ms)
+    collect_garbage(archive.store, cluster_key, job, now_ms=now_ms)
 
 
 def object_names(archive: Archive) -> set[str]:

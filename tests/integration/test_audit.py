@@ -54,7 +54,7 @@ class Audited:
         is_admin = protocol is WireProtocol.ADMIN
         member = self.access.cluster.member("storage-1" if is_admin else "server-1")
         port = member.admin_port if is_admin else member.port
-        context = tls.dialing(ClientConfig(), self.access.connect("administer"))
+        context = tls.dial_context(ClientConfig(), self.access.connect("administer"))
 
         async def ask() -> Message:
             link = await net.dial(protocol, f"127.0.0.1:{port}", ssl=context)

@@ -18,7 +18,7 @@ from waltz_core.client import (
     BYTES,
     Callbacks,
     RangeForm,
-    Reason,
+    RowOutcomeCode,
     Transaction,
     TransactionBuilder,
     TransactionContext,
@@ -288,7 +288,7 @@ def load(
             ids = [outcome] if count == 1 else outcome.transaction_ids.tolist()
             reasons = [0] if count == 1 else outcome.reasons.tolist()
             for row, transaction_id, reason in zip(rows, ids, reasons, strict=True):
-                counts[Reason(reason).name] += 1
+                counts[RowOutcomeCode(reason).name] += 1
                 lie.append((partition, transaction_id if reason == 0 else None, row))
 
 

@@ -10,7 +10,7 @@ from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_admin import fill
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.ports import free_port
-from waltz_core.cli.doctor.doctor_probes import _Storage
+from waltz_core.cli.doctor.doctor_probes import _StorageProbe
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -43,7 +43,7 @@ async def probed(address, admin_port, partitions=CLUSTER.partitions):
         layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
-    return await _Storage(seen, replica, TIMEOUT_S, None).probe()
+    return await _StorageProbe(seen, replica, TIMEOUT_S, None).probe()
 
 
 def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, monkeypatch, released):

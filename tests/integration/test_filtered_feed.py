@@ -104,7 +104,7 @@ async def bytes_of_a_feed(
             async with asyncio.timeout(HANG_S):
                 applier = c._partitions[partition].applier
                 assert applier is not None
-                await applier.reached(last)
+                await applier.wait_until_applied(last)
         await counter.closed()
     return counter.bytes
 

@@ -152,7 +152,7 @@ async def asked(access: Access, protocol: WireProtocol) -> None:
     name, request, principal = PORTS[protocol]
     member = access.cluster.member(name)
     port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
-    context = tls.dialing(ClientConfig(), access.connect(principal))
+    context = tls.dial_context(ClientConfig(), access.connect(principal))
     link = None
     while link is None:
         with contextlib.suppress(Unreachable):
@@ -260,7 +260,7 @@ def test_announced_frames_without_their_bytes_take_no_memory(
     header = codec.FRAME_HEADER.pack(protocol.magic, protocol.versions[-1], STATED_BYTES)
 
     async def hold() -> None:
-        context = tls.dialing(ClientConfig(), access.connect(tenant))
+        context = tls.dial_context(ClientConfig(), access.connect(tenant))
         links = [
             await net.dial(protocol, f"127.0.0.1:{member.port}", ssl=context, timeout_s=HANG_S)
             for _ in range(TENANTS_COUNT)

@@ -113,7 +113,7 @@ async def denied_requests(
 ) -> set[Message]:
     """Send requests, each on a connection of its own; return those that were denied."""
     denied = set()
-    context = tls.dialing(ClientConfig(), connect)
+    context = tls.dial_context(ClientConfig(), connect)
     for request in wanted:
         link = await net.dial(protocol, address, ssl=context)
         link.send(request)
@@ -161,7 +161,7 @@ class Reader:
     """A connection to the storage that has received record locations, and its ticket."""
 
     def __init__(self, access: Access, principal: str, replicas: ReplicaSet) -> None:
-        self._context = tls.dialing(ClientConfig(), access.connect(principal))
+        self._context = tls.dial_context(ClientConfig(), access.connect(principal))
         self._replicas = replicas
         self.ticket = b""
 
@@ -182,7 +182,7 @@ class Reader:
         name = socket_name_of(self._replicas.cluster_key, address, with_tickets=True)
         request = encode_segment(partition, 0, ticket)
         try:
-            os.close(descriptor_passing.take(name, request, timeout_s=HANG_S))
+            os.close(descriptor_passing.request_descriptor(name, request, timeout_s=HANG_S))
         except Unreachable as error:
             if "not available" not in str(error):
                 raise
@@ -250,7 +250,7 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
 ):
     async def read() -> int:
         """Return how many chunks were read from files."""
-        context = tls.dialing(ClientConfig(), access.connect("read"))
+        context = tls.dial_context(ClientConfig(), access.connect("read"))
         made = ReplicaReader(MINE, replicas, None, first=0, timeout_s=HANG_S, ssl=context)
         chunk = await made.fetch(RangeQuery(0, 0))
         assert chunk.count == made.from_replica_count == 1
@@ -404,7 +404,7 @@ class Peer:
 
     def __init__(self, access: Access, principal: str) -> None:
         self._address = f"127.0.0.1:{access.cluster.member('server-1').port}"
-        self._context = tls.dialing(ClientConfig(), access.connect(principal))
+        self._context = tls.dial_context(ClientConfig(), access.connect(principal))
         self._generation = owner(access).generation
 
     def ask(self, *requests: ClientMessage) -> ClientMessage:

@@ -153,7 +153,7 @@ async def follow(access: Access, partition: int) -> tuple[float, list[int]]:
     async with AsyncWaltzClient.connect(connect) as client:
         owner = await client.directory.owner(PartitionId(partition), after_failure=False)
     link = await net.dial(
-        WireProtocol.CLIENT, owner.address, ssl=tls.dialing(ClientConfig(), connect)
+        WireProtocol.CLIENT, owner.address, ssl=tls.dial_context(ClientConfig(), connect)
     )
     link.send(messages.ClientIdRequest(ReqId(-1, 0, -1, -1)))
     (issued,) = await link.receive()

@@ -28,7 +28,13 @@ from waltz_core.server.process import server_daemon
 from waltz_core.server.process.server_daemon import Server
 from waltz_core.transport import net
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, WireProtocol
+from waltz_core.wire.messages import (
+    LATEST_MARK,
+    ClientMessage,
+    RangeForm,
+    RowOutcomeCode,
+    WireProtocol,
+)
 
 ROOT = "/waltz/test"
 CLUSTER_KEY = UUID(int=7)
@@ -355,7 +361,7 @@ def test_every_invalid_request_gets_an_error() -> None:
             assert answer.error_code == errors.BadRequest.code
             refused = await client.append(2)
             assert isinstance(refused, messages.AppendResult)
-            assert bytes(refused.reasons) == bytes([Reason.NOT_MOUNTED] * 2)
+            assert bytes(refused.reasons) == bytes([RowOutcomeCode.NOT_MOUNTED] * 2)
 
     run(main())
 

@@ -22,7 +22,7 @@ from tests.integration.test_storage_daemon import (
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.client.links.storage_admin import admin_connection
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.wire import codec
@@ -297,7 +297,7 @@ def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
     config = config_for(tmp_path, connect=connect, port=port, admin_port=admin_port)
 
     async def main():
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             await coordinator.create_cluster(new_cluster(address))
             async with serving(config, None), admin_of(admin_port) as admin:
                 await until_served(address, 5)

@@ -25,7 +25,7 @@ from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.config import StorageConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -506,7 +506,7 @@ def test_a_storage_serves_the_partitions_that_zookeeper_assigns_to_it(tmp_path, 
     config = config_for(tmp_path / "data", connect=connect, port=port)
 
     async def main():
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             with pytest.raises(errors.BadConfig):
                 await serve(config, stop=asyncio.Event())  # there is no cluster yet
             await coordinator.create_cluster(new_cluster(address))
@@ -545,7 +545,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
     config = config_for(tmp_path / "data", connect=connect, port=port)
 
     async def main():
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             await coordinator.create_cluster(new_cluster(address))
             async with serving(config, None):
                 before = await coordinator.read_storage_ids()
@@ -600,7 +600,7 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
     other = ReplicaId("127.0.0.1:1")
 
     async def main():
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             await coordinator.create_cluster(new_cluster(address))
             async with serving(config, None):
                 assert await is_served(address, 6)
@@ -716,7 +716,7 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
             await asyncio.Event().wait()  # ZooKeeper does not answer
 
         monkeypatch.setattr(Coordinator, "follow_replica_assignment", follow)
-        async with connected(connect) as coordinator:
+        async with open_session(connect) as coordinator:
             await coordinator.create_cluster(new_cluster("127.0.0.1:1"))
         ready = []
         async with asyncio.TaskGroup() as tasks:
@@ -859,7 +859,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         query = ArchiveQuery(LaneRequest(1, read), mark, errors.BeforeLogStart("", 9))
 
         def was_read(found):
-            storage._was_read(query, found)
+            storage._archive_read_done(query, found)
             return storage._archive_state().read_damage
 
         assert was_read(outcome) == damage

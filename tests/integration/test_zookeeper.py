@@ -84,7 +84,7 @@ def test_scenario(scenario, zookeeper):
 
 def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
     async def run():
-        async with zookeeper_session.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
+        async with zookeeper_session.open_session(f"{zookeeper}/deep/down/cluster") as coordinator:
             assert coordinator.where == f"{zookeeper}/deep/down/cluster"
             assert coordinator.session_state is SessionState.CONNECTED
             with pytest.raises(errors.BadConfig, match="is no cluster at /deep/down/cluster"):
@@ -98,7 +98,7 @@ def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
 def test_the_session_timeout_is_the_agreed_one(zookeeper):
     async def run():
         # The server ticks every 500 ms and allows 2 to 20 ticks.
-        async with zookeeper_session.connected(
+        async with zookeeper_session.open_session(
             f"{zookeeper}/a", session_timeout_ms=60_000
         ) as coordinator:
             assert coordinator.session_timeout_ms == 10_000
@@ -208,7 +208,7 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
     hosts = f"zk-2.example.com:2181,{zookeeper.replace('127.0.0.1', 'localhost')}"
 
     async def run():
-        async with zookeeper_session.connected(
+        async with zookeeper_session.open_session(
             f"{hosts}/a", session_timeout_ms=LONG_MS
         ) as coordinator:
             assert coordinator.session_state is SessionState.CONNECTED
@@ -310,7 +310,7 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
 
     async def run():
         async with proxy(zookeeper, fate) as (host, arrived):
-            async with zookeeper_session.connected(
+            async with zookeeper_session.open_session(
                 f"{host}/a", session_timeout_ms=LONG_MS
             ) as coordinator:
                 assert coordinator.session_state is SessionState.CONNECTED
@@ -334,7 +334,9 @@ def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
             await created(world, "/lost")
         async with (
             proxy(zookeeper, fate) as (host, arrived),
-            zookeeper_session.connected(f"{host}/lost", session_timeout_ms=LONG_MS) as coordinator,
+            zookeeper_session.open_session(
+                f"{host}/lost", session_timeout_ms=LONG_MS
+            ) as coordinator,
         ):
             assert await coordinator.next_client_id() == 1
             return arrived
@@ -488,7 +490,7 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
     before = set(threading.enumerate())
 
     async def run():
-        async with zookeeper_session.connected(f"{zookeeper}/a"):
+        async with zookeeper_session.open_session(f"{zookeeper}/a"):
             # Not a superset: a thread of an earlier test may end meanwhile.
             assert set(threading.enumerate()) - before
 

@@ -24,7 +24,7 @@ from waltz_core.cluster.znodes.interface import CreateNode
 from waltz_core.cluster.znodes.paths import ZNODES, znode_at
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper import zookeeper_session
-from waltz_core.cluster.zookeeper.zookeeper_session import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 
 pytestmark = pytest.mark.zookeeper
 
@@ -112,8 +112,8 @@ async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
 async def whole_cluster(place: Place, root: str, *, creator: str, member: str):
     """Create every node of the table, by its creator."""
     async with (
-        connected(place.connect(root, creator)) as commands,
-        connected(place.connect(root, member)) as daemons,
+        open_session(place.connect(root, creator)) as commands,
+        open_session(place.connect(root, member)) as daemons,
     ):
         new = NewCluster("payments", 2, model.UUID(int=7), STORAGES)
         await commands.create_cluster(new)
@@ -275,7 +275,7 @@ def test_first_and_imported_permissions_set_the_access_lists(place: Place):
     async def run():
         async with (
             whole_cluster(place, new, creator="administrator", member="member"),
-            connected(place.connect(root, "administrator")) as commands,
+            open_session(place.connect(root, "administrator")) as commands,
         ):
             await commands.create_cluster(NewCluster("payments", 2, model.UUID(int=7), STORAGES))
             await asyncio.to_thread(create_open, f"{root}/x/audit")
@@ -323,10 +323,10 @@ def test_a_user_may_remove_another_user_from_the_auth_file(place: Place):
 
     async def run():
         file.write_text("digest:waltz:1\n" + line_of("other", "2", "crwd"))
-        async with connected(connect) as commands:
+        async with open_session(connect) as commands:
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
         file.write_text("digest:waltz:1\n")
-        async with connected(connect) as commands:
+        async with open_session(connect) as commands:
             await commands.check_administrator()
         await zookeeper_session.protect(connect)
 
@@ -403,7 +403,7 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
             processes = []
             for text in sorted(texts):
                 file.write_text(text)
-                processes.append(await stack.enter_async_context(connected(connect)))
+                processes.append(await stack.enter_async_context(open_session(connect)))
             for process in processes:
                 await process.writes.begin(f"w{await process.next_client_id()}", {0: -1}, 1_000_000)
             for process in processes:
@@ -411,7 +411,7 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
 
     async def run():
         file.write_text(first)
-        async with connected(connect) as commands:
+        async with open_session(connect) as commands:
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
         for step in changes():
             if isinstance(step, str):
@@ -419,7 +419,7 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
                 await zookeeper_session.protect(connect)
             else:
                 await run_together(step)
-        async with connected(connect) as commands:  # as the user that has protected it
+        async with open_session(connect) as commands:  # as the user that has protected it
             assert await asyncio.to_thread(identities, commands._znodes._client, root) == last
 
     asyncio.run(run())
@@ -484,10 +484,10 @@ def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Pl
     root = f"/without-audit-{user}"
 
     async def run():
-        async with connected(place.connect(root, "administrator")) as commands:
+        async with open_session(place.connect(root, "administrator")) as commands:
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
             await commands.check_administrator()
-        async with connected(place.connect(root, user)) as commands:
+        async with open_session(place.connect(root, user)) as commands:
             with pytest.raises(errors.BadConfig, match=error):
                 await commands.check_administrator()
 
@@ -513,7 +513,7 @@ def test_a_client_without_a_user_reads_what_is_public(place: Place):
     async def run():
         async with (
             whole_cluster(place, root, creator="administrator", member="member"),
-            connected(place.connect(root, "public")) as client,
+            open_session(place.connect(root, "public")) as client,
         ):
             assert (await client.read_cluster()).params.name == "payments"
             assert list((await client.read_servers()).servers) == [1]

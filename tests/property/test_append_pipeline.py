@@ -32,7 +32,7 @@ from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, Barrier
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.pending_appends import LARGE_BYTES, PendingAppend
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
-from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, RowOutcomeCode
 
 SEEDS = range(150)
 STEPS = 100
@@ -72,7 +72,7 @@ class World:
     rng: random.Random
     rows: dict[ReqId, Row] = field(default_factory=dict)
     requests: dict[ReqId, int] = field(default_factory=dict)  # first row -> number of rows
-    answers: dict[ReqId, list[tuple[int, Reason, int]]] = field(default_factory=dict)
+    answers: dict[ReqId, list[tuple[int, RowOutcomeCode, int]]] = field(default_factory=dict)
     log: list[ReqId] = field(default_factory=list)
     in_flight: list[Batch] = field(default_factory=list)
     sequence: int = 1
@@ -283,18 +283,18 @@ class World:
         assert self.is_open, "nothing is reported between sessions"
         ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
         conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
-        reasons = [Reason(each) for each in bytes(message.reasons)]
+        reasons = [RowOutcomeCode(each) for each in bytes(message.reasons)]
         assert len(ids) == self.requests[message.req_id]
         self.answers[message.req_id] = list(zip(ids, reasons, conflicts, strict=True))
         mark = len(self.log) - 1
         assert message.high_water_mark <= mark
         for number, (transaction_id, reason, conflict) in enumerate(self.answers[message.req_id]):
             row = self.rows[message.req_id._replace(sequence=message.req_id.sequence + number)]
-            assert reason != Reason.AHEAD or row.mark > row.log_last
-            assert (reason == Reason.COMMITTED) == (transaction_id >= 0)
+            assert reason != RowOutcomeCode.AHEAD or row.mark > row.log_last
+            assert (reason == RowOutcomeCode.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
             assert conflict <= mark, "a refusal was reported before its reason was final"
-            assert (reason == Reason.LOCK) == (conflict >= 0)
+            assert (reason == RowOutcomeCode.LOCK) == (conflict >= 0)
 
     # --- the truth
 
@@ -334,7 +334,7 @@ class World:
             mount = self.mount_of[first]
             for transaction_id, reason, _ in self.answers.get(first, ()):
                 assert transaction_id == -1 or mount not in lost
-                if reason == Reason.LOST:
+                if reason == RowOutcomeCode.LOST:
                     lost.add(mount)
 
 
@@ -364,7 +364,7 @@ def run(seed: int) -> World:
 
 def test_reported_outcomes_are_true() -> None:
     """And the schedules reach what they are for."""
-    reasons = dict.fromkeys(Reason, 0)
+    reasons = dict.fromkeys(RowOutcomeCode, 0)
     sessions = cut = cut_short = cut_lost = 0
     for seed in SEEDS:
         try:
@@ -375,11 +375,17 @@ def test_reported_outcomes_are_true() -> None:
         cut += len(world.cut)
         for rows in world.answers.values():
             reported = {reason for _, reason, _ in rows}
-            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= reported
-            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= reported
+            cut_short += {RowOutcomeCode.COMMITTED, RowOutcomeCode.NOT_MOUNTED} <= reported
+            cut_lost += {RowOutcomeCode.LOST, RowOutcomeCode.NOT_MOUNTED} <= reported
             for _, reason, _ in rows:
                 reasons[reason] += 1
-    for reason in (Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED):
+    for reason in (
+        RowOutcomeCode.COMMITTED,
+        RowOutcomeCode.LOCK,
+        RowOutcomeCode.LOST,
+        RowOutcomeCode.AHEAD,
+        RowOutcomeCode.NOT_MOUNTED,
+    ):
         assert reasons[reason] > 30, reason
     assert sessions > 150
     assert cut > 50

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.client.model_server import ModelWorld
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -25,7 +25,12 @@ def test_outcomes_agree_with_the_log(block):
             elif isinstance(settled.error, errors.OutcomeUnknown):
                 unknown += 1
     # The schedules reach what they are meant to reach.
-    assert reasons >= {Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.OVERLOADED}
+    assert reasons >= {
+        RowOutcomeCode.COMMITTED,
+        RowOutcomeCode.LOCK,
+        RowOutcomeCode.LOST,
+        RowOutcomeCode.OVERLOADED,
+    }
     assert unknown > 0 or block > 0
 
 

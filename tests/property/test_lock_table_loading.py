@@ -94,7 +94,9 @@ class Owner:
             for fetch in asked:
                 if isinstance(fetch, Fetch):
                     data = bytes(self.files[int(fetch.replica)])
-                    self.lock_loader.fetched(fetch.token, LockBlocks(1, fetch.token, 0, data))
+                    self.lock_loader.blocks_fetched(
+                        fetch.token, LockBlocks(1, fetch.token, 0, data)
+                    )
             yield
             asked = self.lock_loader.turn(0)
 

@@ -197,7 +197,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
     def _coordinator_unavailable(self, waiting, reason):
         is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
         if is_mark and self._writing.archived != self._session._archiving.recorded:
-            self._wrote(as_written(self._writing))
+            self._metadata_written(as_written(self._writing))
         else:
             original(self, waiting, reason)
 
@@ -236,13 +236,13 @@ def mark_is_not_fenced() -> Patches:
 @switch
 def claims_forget_the_archived_mark() -> Patches:
     """A claim of a session removes the archived mark from ZooKeeper."""
-    original = partition_store.claim_over
+    original = partition_store.claimed_nodes
 
     def claim_over(view, generation, replicas, nonce):
         claimed = original(view, generation, replicas, nonce)
         return claimed._replace(marker=replace(claimed.marker, archived=None))
 
-    yield instead(partition_store, "claim_over", claim_over)
+    yield instead(partition_store, "claimed_nodes", claim_over)
 
 
 @switch
@@ -415,7 +415,7 @@ def replacement_without_the_newest_object() -> Patches:
 @switch
 def archiving_forgets_the_expiry() -> Patches:
     """When a session records an archived mark, it resets the first available ID to 0."""
-    original = SessionArchiver._archived
+    original = SessionArchiver._range_archived
 
     def _archived(self, attempt, notice, now_ms):
         recorded = self.recorded
@@ -425,17 +425,17 @@ def archiving_forgets_the_expiry() -> Patches:
         finally:
             self.recorded = recorded
 
-    yield instead(SessionArchiver, "_archived", _archived)
+    yield instead(SessionArchiver, "_range_archived", _archived)
 
 
 @switch
 def expired_objects_are_deleted_at_once() -> Patches:
     """Expired objects leave the manifest and the store without a grace period."""
 
-    def deletable(self, now_ms):
+    def deletable_below(self, now_ms):
         return self.first
 
-    yield instead(Manifest, "deletable", deletable)
+    yield instead(Manifest, "deletable_below", deletable_below)
 
 
 @switch

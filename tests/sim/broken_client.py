@@ -7,24 +7,24 @@ from waltz_core.client.stream.outbox import WaitingSubmission
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 @switch
 def doubt_settled_as_failed() -> Patches:
     """After a mount, a client reports appends in doubt as failed without checking the log."""
-    yield instead(OutcomeTracker, "unresolved", nothing)
+    yield instead(OutcomeTracker, "unresolved_range", nothing)
 
 
 @switch
 def unknown_is_a_rejection() -> Patches:
     """A client treats an unknown outcome as a rejection."""
-    original = append_errors.reason_of
+    original = append_errors.outcome_code_of
 
     def reason_of(error):
-        return Reason.LOST if isinstance(error, OutcomeUnknown) else original(error)
+        return RowOutcomeCode.LOST if isinstance(error, OutcomeUnknown) else original(error)
 
-    yield instead(append_errors, "reason_of", reason_of)
+    yield instead(append_errors, "outcome_code_of", reason_of)
 
 
 @switch
@@ -35,7 +35,7 @@ def broken_link_is_a_rejection() -> Patches:
     def _leave(self, reason, now_ms, out):
         for pending in list(self._tracker):
             self._tracker.remove(pending)
-            error = append_errors.not_sent(self._partition_id, 0, reason, 0)
+            error = append_errors.not_sent_error(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 
@@ -45,7 +45,7 @@ def broken_link_is_a_rejection() -> Patches:
 @switch
 def sequence_numbers_used_again() -> Patches:
     """After each mount a client restarts its sequence numbers."""
-    original = PartitionStream._mounted
+    original = PartitionStream._mount_succeeded
 
     def _mounted(self, message, now_ms, out):
         if not len(self._tracker):
@@ -53,13 +53,13 @@ def sequence_numbers_used_again() -> Patches:
             self._tracker._last_sequence = 0
         original(self, message, now_ms, out)
 
-    yield instead(PartitionStream, "_mounted", _mounted)
+    yield instead(PartitionStream, "_mount_succeeded", _mounted)
 
 
 @switch
 def sent_again_on_a_new_link() -> Patches:
     """After a mount, a client sends appends in doubt again, with new sequence numbers."""
-    original = PartitionStream._mounted
+    original = PartitionStream._mount_succeeded
 
     def _mounted(self, message, now_ms, out):
         for pending in list(self._tracker):
@@ -69,7 +69,7 @@ def sent_again_on_a_new_link() -> Patches:
             )
         original(self, message, now_ms, out)
 
-    yield instead(PartitionStream, "_mounted", _mounted)
+    yield instead(PartitionStream, "_mount_succeeded", _mounted)
 
 
 @switch

@@ -16,7 +16,7 @@ from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
 from waltz_core.replication.replica_session import NO_CORRELATION_ID, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
-from waltz_core.replication.session_recovery import Origin, Recovery
+from waltz_core.replication.session_recovery import HistoryOrigin, Recovery
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -78,7 +78,7 @@ def suspect_is_trusted() -> Patches:
 @switch
 def damage_is_not_suspect() -> Patches:
     """A replica with damage above its mark is trusted, and is marked without a repair."""
-    original = ReplicaRepair._complete
+    original = ReplicaRepair._complete_step
 
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id and not answer.suspect
@@ -88,7 +88,7 @@ def damage_is_not_suspect() -> Patches:
         return original(self, mark, chain, can_fill=can_fill)
 
     yield instead(session_recovery, "is_credible", is_credible)
-    yield instead(ReplicaRepair, "_complete", _complete)
+    yield instead(ReplicaRepair, "_complete_step", _complete)
 
 
 @switch
@@ -107,9 +107,9 @@ def any_storage_id() -> Patches:
         finally:
             self._facts = facts
 
-    prepared = StoreSession._prepared
+    prepared = StoreSession._replica_prepared
     yield instead(session_recovery, "is_credible", of_any)
-    yield instead(StoreSession, "_prepared", _prepared)
+    yield instead(StoreSession, "_replica_prepared", _prepared)
 
 
 @switch
@@ -135,7 +135,7 @@ def decided_by_answering_replicas() -> Patches:
 @switch
 def cut_before_decision() -> Patches:
     """A replica is truncated to its own mark as soon as it answers (as in Waltz 0.13)."""
-    original = StoreSession._prepared
+    original = StoreSession._replica_prepared
 
     def _prepared(self, each, answer, now_ms):
         original(self, each, answer, now_ms)
@@ -145,7 +145,7 @@ def cut_before_decision() -> Patches:
             each.repair.last = answer.synced_max
             self.recovery._max[each.replica] = mark
 
-    yield instead(StoreSession, "_prepared", _prepared)
+    yield instead(StoreSession, "_replica_prepared", _prepared)
 
 
 @switch
@@ -153,7 +153,7 @@ def mark_on_a_short_log() -> Patches:
     """A low-water mark is set on a replica whose log does not reach it."""
     next_step, changed, set_mark = (
         ReplicaRepair.next_step,
-        RepairRunner._changed,
+        RepairRunner._log_changed,
         PartitionLog.set_low_water_mark,
     )
 
@@ -165,8 +165,8 @@ def mark_on_a_short_log() -> Patches:
 
     def _changed(self, each, repair, step, answer):
         if isinstance(step, SetMark):
-            repair.marked()
-            each.marked(step.mark, step.chain)
+            repair.mark_written()
+            each.mark_written(step.mark, step.chain)
         else:
             changed(self, each, repair, step, answer)
 
@@ -181,22 +181,22 @@ def mark_on_a_short_log() -> Patches:
             files.chain, files.synced_max = ours, last
 
     yield instead(ReplicaRepair, "next_step", _next_step)
-    yield instead(RepairRunner, "_changed", _changed)
+    yield instead(RepairRunner, "_log_changed", _changed)
     yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
 
 @switch
 def open_before_second_cas() -> Patches:
     """A session opens before the states of its replicas are in ZooKeeper."""
-    original = PartitionStore._write
+    original = PartitionStore._write_metadata
 
     def _write(self, view, waiting):
         original(self, view, waiting)
         if waiting is _PendingRequest.STATES and self._session.window is None:
             self._waiting = _PendingRequest.NOTHING
-            self._wrote(as_written(view))
+            self._metadata_written(as_written(view))
 
-    yield instead(PartitionStore, "_write", _write)
+    yield instead(PartitionStore, "_write_metadata", _write)
 
 
 def as_written(view):
@@ -213,7 +213,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
     def _coordinator_unavailable(self, waiting, reason):
         if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
-            self._wrote(as_written(self._writing))
+            self._metadata_written(as_written(self._writing))
         else:
             original(self, waiting, reason)
 
@@ -227,7 +227,7 @@ def conflict_taken_as_success() -> Patches:
 
     def _process_reading(self, waiting, view):
         if waiting is _PendingRequest.STATES_CHECK:
-            self._wrote(self._writing)
+            self._metadata_written(self._writing)
         else:
             original(self, waiting, view)
 
@@ -237,7 +237,7 @@ def conflict_taken_as_success() -> Patches:
 @switch
 def late_replica_counts_at_once() -> Patches:
     """A late replica gets appends, and counts, before ZooKeeper records it as engaged."""
-    original = StoreSession._feed
+    original = StoreSession._send_from_window
 
     def _feed(self, each, now_ms):
         stage, each.stage = each.stage, ReplicaStage.ENGAGED
@@ -257,9 +257,9 @@ def late_replica_counts_at_once() -> Patches:
         self.window.add(batch, self.claim.session_id, now_ms)
         for each in self.replicas.values():
             if each.is_marked:
-                self._feed(each, now_ms)
+                self._send_from_window(each, now_ms)
 
-    yield instead(StoreSession, "_feed", _feed)
+    yield instead(StoreSession, "_send_from_window", _feed)
     yield instead(StoreSession, "_commit", _commit)
     yield instead(StoreSession, "submit", submit)
     yield instead(StoreSession, "_joined_states", nothing)
@@ -299,12 +299,12 @@ def connections_are_replaced() -> Patches:
     def _next_step(self, goal, *, can_fill):
         return None if self.is_set else self._step(goal, can_fill=can_fill)
 
-    def objection(self, answer):
+    def exclusion_reason(self, answer):
         return "has records of an unrecorded partition" if self.is_foreign(answer) else None
 
     yield instead(ReplicaSession, "_forget", _forget)
     yield instead(ReplicaRepair, "next_step", _next_step)
-    yield instead(Recovery, "objection", objection)
+    yield instead(Recovery, "exclusion_reason", exclusion_reason)
 
 
 @switch
@@ -323,13 +323,17 @@ def settled_by_id() -> Patches:
 def empty_metadata_taken_as_new() -> Patches:
     """A partition that ZooKeeper has forgotten counts as a new one."""
 
-    def origin_of(metadata, marker):
-        return Origin.RECORDED if metadata is not None and metadata.states else Origin.NEW
+    def history_origin_of(metadata, marker):
+        return (
+            HistoryOrigin.RECORDED
+            if metadata is not None and metadata.states
+            else HistoryOrigin.NEW
+        )
 
     for module in (partition_store, session_claim, session_recovery):
-        yield instead(module, "origin_of", origin_of)
+        yield instead(module, "history_origin_of", history_origin_of)
     yield instead(partition_store, "rejection", nothing)
-    yield instead(Recovery, "objection", nothing)
+    yield instead(Recovery, "exclusion_reason", nothing)
 
 
 @switch
@@ -385,14 +389,14 @@ def appends_without_order() -> Patches:
         else:
             original(self, window_batch, now_ms)
 
-    yield instead(ReplicaSession, "appended", appended)
+    yield instead(ReplicaSession, "append_synced", appended)
     yield instead(ReplicaSession, "append_from_window", append_from_window)
 
 
 @switch
 def sent_counts_as_synced() -> Patches:
     """Records that were sent to a replica count as synced there."""
-    original = StoreSession._feed
+    original = StoreSession._send_from_window
 
     def _feed(self, each, now_ms):
         original(self, each, now_ms)
@@ -400,7 +404,7 @@ def sent_counts_as_synced() -> Patches:
             each.synced_last = max(each.synced_last, each.next_id - 1)
             self._commit(now_ms)
 
-    yield instead(StoreSession, "_feed", _feed)
+    yield instead(StoreSession, "_send_from_window", _feed)
 
 
 @switch
@@ -474,4 +478,4 @@ def marked_before_zookeeper() -> Patches:
         await hands.write(metadata)
         await hands.assign()
 
-    yield instead(rebuilding, "declare", declare)
+    yield instead(rebuilding, "declare_log", declare)

@@ -7,7 +7,7 @@ import numpy as np
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.batches import LockColumn
-from waltz_core.records.lock_blocks import Blocks
+from waltz_core.records.lock_blocks import LockBlockReader
 from waltz_core.server.append import pipeline
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.mounts import Mounts
@@ -22,7 +22,7 @@ from waltz_core.server.locking.validation import ValidatedPiece
 from waltz_core.server.partition.linearizable_requests import LinearizableRequests
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.read.reads import Reads
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 @switch
@@ -202,7 +202,7 @@ def mount_does_not_wait() -> Patches:
 @switch
 def connection_checked_on_arrival_only() -> Patches:
     """A connection's right to append is checked at arrival, not when its request is processed."""
-    receive, stale = AppendPipeline.receive, Admission.stale
+    receive, stale = AppendPipeline.receive, Admission.stale_code
     passed = {}
 
     def receive_checked(self, connection, message, **others):
@@ -219,7 +219,7 @@ def connection_checked_on_arrival_only() -> Patches:
         return []
 
     yield instead(AppendPipeline, "receive", receive_checked)
-    yield instead(Admission, "stale", still_fresh)
+    yield instead(Admission, "stale_code", still_fresh)
     yield instead(AppendPipeline, "close", drop_nothing)
 
 
@@ -274,7 +274,7 @@ def cache_filled_at_submission() -> Patches:
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
                 sent = [*self.pipeline._in_flight][-1]
-                self.reads.remember(sent.entry, sent.batch)
+                self.reads.cache_batch(sent.entry, sent.batch)
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome])
 
@@ -293,7 +293,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
             if isinstance(outcome, pipeline.SubmitBatch):
                 sent = next(reversed([*self.pipeline._in_flight]), None)
                 if sent is not None and sent.batch is outcome.batch:
-                    self.reads.remember(sent.entry, sent.batch)
+                    self.reads.cache_batch(sent.entry, sent.batch)
                     self.reads.advanced(sent.entry.last)
                     self.feed.advanced(self._session_id, sent.entry.last)
 
@@ -305,7 +305,7 @@ def appends_taken_after_the_session() -> Patches:
     """A session accepts appends after its end, and the next session does not settle them."""
     closed, settled = AppendPipeline.closed, AppendPipeline.settled
 
-    def closed_but_open(self, loss=Reason.LOST):
+    def closed_but_open(self, loss=RowOutcomeCode.LOST):
         outcome = closed(self, loss)
         self._is_open = True
         return outcome
@@ -398,7 +398,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
                 return block
         return None
 
-    yield instead(Blocks, "below", below)
+    yield instead(LockBlockReader, "block_ending_at", below)
 
 
 @switch
@@ -411,7 +411,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
         self.is_spent = block is None
         return block
 
-    yield instead(Blocks, "below", below)
+    yield instead(LockBlockReader, "block_ending_at", below)
 
 
 @switch
@@ -465,19 +465,19 @@ def followed_session_not_compared() -> Patches:
     def holds(self, message, last):
         return message.client_high_water_mark <= last
 
-    yield instead(DependentAppends, "holds", holds)
+    yield instead(DependentAppends, "knows_predecessors", holds)
 
 
 @switch
 def predecessors_left_out() -> Patches:
     """The answer to a dependent append omits the last transaction with one of its locks."""
-    original = RecentAppends.above
+    original = RecentAppends.records_above
 
     def above(self, mark, locks):
         found = original(self, mark, locks)
         return found[:-1] if found else found
 
-    yield instead(RecentAppends, "above", above)
+    yield instead(RecentAppends, "records_above", above)
 
 
 @switch

@@ -290,7 +290,7 @@ def batches_trusted_after_crash() -> Patches:
     def _holds(self, segments, entry, end, chain):
         return entry.first == end + 1
 
-    yield instead(_Opening, "_holds", _holds)
+    yield instead(_Opening, "_is_batch_valid", _holds)
 
 
 @switch
@@ -362,4 +362,4 @@ def appends_unchecked() -> Patches:
 @switch
 def suspect_is_forgotten() -> Patches:
     """A log that has lost records is not suspect after its opening."""
-    yield instead(_Opening, "_suspect", nothing)
+    yield instead(_Opening, "_mark_suspect", nothing)

@@ -1,7 +1,7 @@
 """A client that appends a row every few milliseconds of virtual time, also during faults."""
 
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 
 NO_LOCKS = ((), (), ())
@@ -37,7 +37,7 @@ class SteadyWriter:
         self.answered_us.append(now_us)
         self.took_us.append(now_us - self.sent_us[effect.token])
         (number,), (reason,) = effect.outcome.transaction_ids, effect.outcome.reasons
-        if reason == Reason.COMMITTED:
+        if reason == RowOutcomeCode.COMMITTED:
             self.ids.append(int(number))
         else:
-            self.others.append(Reason(reason).name)
+            self.others.append(RowOutcomeCode(reason).name)

@@ -348,7 +348,7 @@ def test_gate_nothing_is_submitted(world):
         world.checks.submitted(world.owner, session_events.Submit(world.session + 1, None))
 
 
-def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
+def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):
     ids, conflicts = (np.array([one], dtype=">i8").tobytes() for one in (transaction_id, conflict))
     return m.AppendResult(QUESTION, 0, ids, bytes((reason,)), conflicts)
 
@@ -356,9 +356,9 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
 @pytest.mark.parametrize(
     "message",
     [
-        outcome(m.Reason.COMMITTED, transaction_id=1),
-        outcome(m.Reason.LOST),
-        outcome(m.Reason.LOCK, conflict=1),
+        outcome(m.RowOutcomeCode.COMMITTED, transaction_id=1),
+        outcome(m.RowOutcomeCode.LOST),
+        outcome(m.RowOutcomeCode.LOCK, conflict=1),
         m.Mounted(QUESTION, 0, 1, 1, 1, 1),
         m.MountResponse(QUESTION, 0),
         m.FlushResponse(QUESTION, 1),
@@ -381,10 +381,10 @@ def test_gate_some_rejections_need_no_session(world):
     world.performs(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     mark = world.history.last
-    world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
-    world.answer(replace(outcome(m.Reason.OVERLOADED), high_water_mark=mark))
+    world.answer(replace(outcome(m.RowOutcomeCode.NOT_MOUNTED), high_water_mark=mark))
+    world.answer(replace(outcome(m.RowOutcomeCode.OVERLOADED), high_water_mark=mark))
     with fails("GateCAS2"):
-        world.answer(replace(outcome(m.Reason.AHEAD), high_water_mark=mark))
+        world.answer(replace(outcome(m.RowOutcomeCode.AHEAD), high_water_mark=mark))
 
 
 def test_gate_no_session_is_named_that_is_not_open(world):
@@ -521,13 +521,13 @@ class SessionSettled:
 
 
 def test_outcome_truth_detects_a_false_commit(world):
-    outcome = SessionSettled(world, reason=m.Reason.COMMITTED, transaction_id=1)
+    outcome = SessionSettled(world, reason=m.RowOutcomeCode.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_detects_a_false_loss(world):
-    outcome = SessionSettled(world, reason=m.Reason.LOST)
+    outcome = SessionSettled(world, reason=m.RowOutcomeCode.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
@@ -541,16 +541,16 @@ def test_outcome_truth_detects_a_false_failure(world):
 
 
 def test_outcome_truth_detects_a_false_ahead(world):
-    outcome = SessionSettled(world, reason=m.Reason.AHEAD)
+    outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, outcome.effect)
-    outcome = SessionSettled(world, reason=m.Reason.AHEAD)
+    outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     outcome.operation.mark = world.history.last + 1
     world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_detects_a_false_rejection(world):
-    outcome = SessionSettled(world, reason=m.Reason.LOST)
+    outcome = SessionSettled(world, reason=m.RowOutcomeCode.LOST)
     outcome.operation.transaction_id = 3
     effect = client_events.SubmissionRejected(outcome.submission.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
@@ -558,11 +558,11 @@ def test_outcome_truth_detects_a_false_rejection(world):
 
 
 def test_a_rejection_names_what_is_final(world):
-    settled = SessionSettled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
+    settled = SessionSettled(world, reason=m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
         world.checks.settled(world.client, settled.effect)
     with fails("OutcomeTruth"):
-        answer = outcome(m.Reason.LOCK, conflict=world.history.last + 1)
+        answer = outcome(m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
         world.answer(replace(answer, high_water_mark=world.history.last))
 
 
@@ -651,11 +651,11 @@ def test_a_flush_covers_all_earlier_appends(world):
         world.checks.client_received(world.client, world.link, m.FlushResponse(QUESTION, 1))
 
 
-@pytest.mark.parametrize("loss", [m.Reason.LOST, m.Reason.NO_SPACE])
+@pytest.mark.parametrize("loss", [m.RowOutcomeCode.LOST, m.RowOutcomeCode.NO_SPACE])
 def test_nothing_overtakes_a_lost_row(world, loss):
     mark = world.history.last
     behind = replace(
-        outcome(m.Reason.COMMITTED, transaction_id=mark),
+        outcome(m.RowOutcomeCode.COMMITTED, transaction_id=mark),
         req_id=QUESTION._replace(sequence=QUESTION.sequence + 1),
         high_water_mark=mark,
     )

@@ -27,7 +27,7 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
     """What was reported as lost in it lies on a replica that it had left out, and stays lost."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
+    monkeypatch.setattr(Recovery, "exclusion_reason", lambda _self, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
 
 
@@ -44,7 +44,7 @@ def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
             lambda self, slot, *mark: write(self, replace(slot, engaged=-1), *mark),
         )
         assert run(schedule).rule == "OutcomeTruth"
-    monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
+    monkeypatch.setattr(Recovery, "exclusion_reason", lambda _self, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
 
 
@@ -82,7 +82,7 @@ def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
     """Their chain had to be checked against the batch, which can be rebuilt from them only."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    monkeypatch.setattr(Segments, "prove", lambda *_: False)
+    monkeypatch.setattr(Segments, "rebuild_lost_batch", lambda *_: False)
     assert run(schedule).rule == "Converged"
 
 

@@ -341,7 +341,7 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
 
 
 async def kept_ms(connect: str, write: str) -> int | None:
-    async with zookeeper_session.connected(connect) as coordinator:
+    async with zookeeper_session.open_session(connect) as coordinator:
         state = await coordinator.writes.read(write)
         return None if state is None else state.keep_ms
 

@@ -5,7 +5,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.client import lock as client_lock
-from waltz_core.records.record import spread
+from waltz_core.records.record import partition_of_hash
 from waltz_spark.functions import lock, partition_of
 
 pytestmark = pytest.mark.spark
@@ -51,5 +51,5 @@ def test_the_partition_of_a_hash_is_that_of_the_client(spark: SparkSession) -> N
     counts = (1, 3, 4, 1000)
     found = table.select(*(partition_of(F.col("h"), count) for count in counts)).collect()
     assert [tuple(row) for row in found] == [
-        tuple(spread(h, count) for count in counts) for h in hashes
+        tuple(partition_of_hash(h, count) for count in counts) for h in hashes
     ]

@@ -154,5 +154,5 @@ async def _permit(
             for number, (name, secret) in enumerate(known.items(), 1)
         },
     )
-    async with zookeeper_session.connected(parse_connect_string(cluster.connect)) as coordinator:
+    async with zookeeper_session.open_session(parse_connect_string(cluster.connect)) as coordinator:
         await coordinator.permissions.create(permissions, Author("bench", now_ms))

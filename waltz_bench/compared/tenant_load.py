@@ -237,7 +237,7 @@ async def _run(kind: str, connect: str, payload_bytes: int) -> None:
 
 
 async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> None:
-    ssl = tls.dialing(ClientConfig(), connect)
+    ssl = tls.dial_context(ClientConfig(), connect)
     async with AsyncWaltzClient.connect(connect) as client, asyncio.TaskGroup() as tasks:
         tenant = _TenantClient(client, ssl, payload_bytes, tally)
         for number in range(client.partition_count):

@@ -80,7 +80,9 @@ class Grants:
             grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
             for grantee in grantees:
                 verbs = found.setdefault(grantee, {})
-                verbs[grant.verb] = _joined(verbs.get(grant.verb, _NOTHING), grant.partitions)
+                verbs[grant.verb] = _joined_partitions(
+                    verbs.get(grant.verb, _NOTHING), grant.partitions
+                )
         self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
 
     def of(self, principal: str) -> PrincipalGrants:
@@ -88,7 +90,7 @@ class Grants:
         return self._of.get(principal, NO_GRANT)
 
 
-def _joined(one: Partitions, other: Partitions) -> Partitions:
+def _joined_partitions(one: Partitions, other: Partitions) -> Partitions:
     if one is None or other is None:
         return None
     joined: list[tuple[int, int]] = []

@@ -111,7 +111,9 @@ def check_principal(name: str) -> None:
         )
 
 
-def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: int) -> set[int]:
+def granted_partitions(
+    permissions: Permissions, principal: str, verb: AccessVerb, count: int
+) -> set[int]:
     """Return the partitions, of `count`, for which a principal has a verb, also by its groups."""
     grantees = {Grantee(principal, is_group=False)}
     grantees |= {
@@ -119,12 +121,12 @@ def granted(permissions: Permissions, principal: str, verb: AccessVerb, count: i
         for name, members in permissions.groups.items()
         if principal in members
     }
-    return _covered(permissions, verb, grantees, count)
+    return _covered_partitions(permissions, verb, grantees, count)
 
 
 def check_replicate(before: Permissions, after: Permissions, count: int) -> None:
     """Raise BadRequest if a partition, of `count`, has lost its last `replicate` (rule 3)."""
-    lost = _replicated(before, count) - _replicated(after, count)
+    lost = _replicated_partitions(before, count) - _replicated_partitions(after, count)
     if lost:
         raise BadRequest(
             "nothing was changed: after the change, no principal would have the verb "
@@ -134,26 +136,26 @@ def check_replicate(before: Permissions, after: Permissions, count: int) -> None
         )
 
 
-def _replicated(permissions: Permissions, count: int) -> set[int]:
+def _replicated_partitions(permissions: Permissions, count: int) -> set[int]:
     grantees = {
         Grantee(each.grantee, each.is_group)
         for each in permissions.grants
         if not each.is_group or permissions.groups[each.grantee]
     }
-    return _covered(permissions, AccessVerb.REPLICATE, grantees, count)
+    return _covered_partitions(permissions, AccessVerb.REPLICATE, grantees, count)
 
 
-def _covered(
+def _covered_partitions(
     permissions: Permissions, verb: AccessVerb, grantees: set[Grantee], count: int
 ) -> set[int]:
     found: set[int] = set()
     for each in permissions.grants:
         if each.verb is verb and Grantee(each.grantee, each.is_group) in grantees:
-            found |= _numbers(each.partitions, count)
+            found |= _partition_numbers(each.partitions, count)
     return found
 
 
-def _numbers(ranges: Ranges, count: int) -> set[int]:
+def _partition_numbers(ranges: Ranges, count: int) -> set[int]:
     if ranges is None:
         return set(range(count))
     return {number for first, last in ranges for number in range(first, min(last, count - 1) + 1)}
@@ -213,7 +215,7 @@ def _with_grant(
     grants: tuple[Grant, ...], grantee: Grantee, verb: AccessVerb, partitions: Ranges
 ) -> tuple[Grant, ...]:
     found = [each for each in grants if _is_of(each, grantee, verb)]
-    merged = _merged([partitions, *(each.partitions for each in found)])
+    merged = _merge_ranges([partitions, *(each.partitions for each in found)])
     added = Grant(grantee.name, grantee.is_group, verb, merged)
     if not found:
         return (*grants, added)
@@ -221,7 +223,7 @@ def _with_grant(
     return tuple(added if each is found[0] else each for each in rest)
 
 
-def _merged(every: Iterable[Ranges]) -> Ranges:
+def _merge_ranges(every: Iterable[Ranges]) -> Ranges:
     ranges: list[tuple[int, int]] = []
     for each in every:
         if each is None:
@@ -250,8 +252,8 @@ def _without_grant(
             continue
         if partitions is None:
             continue
-        before = _numbers(each.partitions, partition_count)
-        rest = before - _numbers(partitions, partition_count)
+        before = _partition_numbers(each.partitions, partition_count)
+        rest = before - _partition_numbers(partitions, partition_count)
         if rest:
             kept.append(each if rest == before else replace(each, partitions=ranges_of(rest)))
     return tuple(kept)

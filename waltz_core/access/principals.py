@@ -43,7 +43,7 @@ def is_principal(text: str) -> bool:
     return _PRINCIPAL.fullmatch(text) is not None
 
 
-def compiled_pattern(pattern: str) -> "re.Pattern[str]":
+def compile_pattern(pattern: str) -> "re.Pattern[str]":
     """Return the setting `principal_pattern` compiled; raises BadConfig."""
     expected = f"setting principal_pattern: {pattern!r}: expected a regular expression with a group"
     try:
@@ -73,19 +73,19 @@ def _names(certificate: Certificate) -> Iterator[str]:
             if kind == "commonName":
                 yield f"CN={value}"
     if subject:
-        yield f"SUBJECT={_rfc4514(subject)}"
+        yield f"SUBJECT={_rfc4514_name(subject)}"
     for kind, value in certificate.get("subjectAltName", ()):
         if kind in ("URI", "DNS"):
             yield f"{kind}={value}"
 
 
-def _rfc4514(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
+def _rfc4514_name(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
     """Return a subject as RFC 4514 writes it: the last part first."""
     return ",".join(
-        "+".join(f"{_SHORT_NAMES.get(kind, kind)}={_escaped(value)}" for kind, value in part)
+        "+".join(f"{_SHORT_NAMES.get(kind, kind)}={_escape_value(value)}" for kind, value in part)
         for part in reversed(subject)
     )
 
 
-def _escaped(value: str) -> str:
+def _escape_value(value: str) -> str:
     return _ESCAPED.sub(lambda found: "\\00" if found[0] == "\0" else f"\\{found[0]}", value)

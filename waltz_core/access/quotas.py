@@ -174,7 +174,7 @@ class Quota:
             is_by_bytes = self._appends is None or (
                 self._bytes is not None and byte_wait_ns >= append_wait_ns
             )
-            return self._over(
+            return self._over_limit_error(
                 f"{self.limits.bytes_per_s} bytes per second"
                 if is_by_bytes
                 else f"{self.limits.appends_per_s} appends per second",
@@ -205,7 +205,7 @@ class Quota:
         self._bytes.take(size_bytes, now_ns)
         return self._bytes.wait_ns(now_ns)
 
-    def _over(self, limit: str, retry_after_ms: int) -> Overloaded:
+    def _over_limit_error(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1
         return Overloaded(
             f"{self.principal} exceeds its limit of {limit} at this daemon. {_HINT}",
@@ -218,7 +218,7 @@ class Quota:
         """Add a connection; raises Overloaded."""
         limit = self.limits.connections
         if limit is not None and len(self.connections) >= limit:
-            raise self._over(f"{limit} connections", COUNT_RETRY_MS)
+            raise self._over_limit_error(f"{limit} connections", COUNT_RETRY_MS)
         self.connections[connection] = None
 
     def leave(self, connection: Hashable) -> None:
@@ -231,7 +231,7 @@ class Quota:
         """Add a feed, or move it to another connection; return the error if that is too many."""
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
-            return self._over(f"{limit} feeds", COUNT_RETRY_MS)
+            return self._over_limit_error(f"{limit} feeds", COUNT_RETRY_MS)
         self.feeds[key] = connection
         return None
 
@@ -263,7 +263,7 @@ class Quotas:
     def apply(self, permissions: Permissions, grants: Grants) -> None:
         """Take a revision (rules 5 and 6)."""
         self._limits, self._grants = dict(permissions.limits), grants
-        self._labels = _labels(permissions)
+        self._labels = _metric_labels(permissions)
         labels = (*self._labels, OTHER_LABEL)
         self.usage = {each: self.usage[each] for each in labels if each in self.usage}
         for principal, quota in list(self._quotas.items()):
@@ -296,17 +296,17 @@ class Quotas:
         """Return the numbers of connections and feeds by label."""
         found = dict.fromkeys(self.usage, (0, 0))
         for quota in self._quotas.values():
-            label = self.label(quota.principal)
+            label = self.label_of(quota.principal)
             connections, feeds = found[label]
             found[label] = connections + len(quota.connections), feeds + len(quota.feeds)
         return found
 
-    def label(self, principal: str) -> str:
+    def label_of(self, principal: str) -> str:
         """Return the label of a principal in metrics (rule 6)."""
         return principal if principal in self._labels else OTHER_LABEL
 
     def _usage_of(self, principal: str) -> Usage:
-        return self.usage.setdefault(self.label(principal), Usage())
+        return self.usage.setdefault(self.label_of(principal), Usage())
 
     def _limits_of(self, principal: str) -> PrincipalLimits | None:
         if self._grants is None:
@@ -328,7 +328,7 @@ def _bucket(per_s: int | None) -> TokenBucket | None:
     return None if per_s is None else TokenBucket(per_s)
 
 
-def _labels(permissions: Permissions) -> dict[str, None]:
+def _metric_labels(permissions: Permissions) -> dict[str, None]:
     found: dict[str, None] = {}
     for grant in permissions.grants:
         grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)

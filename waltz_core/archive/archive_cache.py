@@ -53,7 +53,7 @@ class ArchiveCache:
                 return cast("_Value", kept.value)
             current = self._loads.setdefault(key, own_load)
         if current is own_load:
-            return self._loaded(key, load, own_load)
+            return self._load(key, load, own_load)
         return cast("_Value", current.result())  # rule 2
 
     def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
@@ -76,7 +76,7 @@ class ArchiveCache:
             with self._lock:
                 self._ahead.discard(key)
 
-    def _loaded(
+    def _load(
         self, key: Hashable, load: Callable[[], tuple[_Value, int]], outcome: Future[object]
     ) -> _Value:
         try:

@@ -42,7 +42,7 @@ class RecordedArchive(NamedTuple):
     manifest_crc: int
 
 
-class WrongFile(NamedTuple):
+class BadArchiveFile(NamedTuple):
     """A file that is missing or corrupt, and the IDs that it has; `problem` has the values.
 
     `is_object`: it is an object, and no file of the manifest.
@@ -73,7 +73,7 @@ class ArchiveCheck:
         """Without `last` the check ends where the archive ends. `begin` comes first."""
         self.next_id = first
         self.last = last
-        self.found: list[WrongFile] = []
+        self.found: list[BadArchiveFile] = []
         self.object_count = 0
         self.byte_count = 0
         self._store = store
@@ -97,11 +97,11 @@ class ArchiveCheck:
         return self._reading, self._read_count
 
     def _read(self, name: str) -> bytes:
-        with self._noted(name):
+        with self._track_call(name):
             return self._store.read(name)
 
     @contextmanager
-    def _noted(self, name: str) -> Iterator[None]:
+    def _track_call(self, name: str) -> Iterator[None]:
         self._reading, self._read_count = f"reading {name}", self._read_count + 1
         try:
             yield
@@ -127,7 +127,7 @@ class ArchiveCheck:
             manifest = Manifest.from_bytes(data, name)
             self._check_manifest(manifest, recorded)
         except (BadFormat, ChecksumMismatch) as error:
-            self._note(name, recorded.first, recorded.last, error)
+            self._add_bad_file(name, recorded.first, recorded.last, error)
             return
         if self.next_id < manifest.first:
             self.next_id, self._chain = manifest.first, None
@@ -145,13 +145,13 @@ class ArchiveCheck:
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
         for each, wanted, actual in zip(names, expected, found, strict=True):
-            _expect(f"the {each} that ZooKeeper has", _shown(wanted), _shown(actual))
+            _expect(f"the {each} that ZooKeeper has", _format_value(wanted), _format_value(actual))
         if manifest.newest:
             end = manifest.newest[-1].chain
             _expect(
                 f"the chain hash at transaction {manifest.last}",
-                _shown(manifest.chain),
-                _shown(end),
+                _format_value(manifest.chain),
+                _format_value(end),
             )
 
     def check_next(self) -> bool:
@@ -167,7 +167,7 @@ class ArchiveCheck:
         if self._pages:
             self._check_page(self._pages[0])
             return True
-        self._take(self._newest)
+        self._add_objects(self._newest)
         self._newest = ()
         return bool(self._entries)
 
@@ -182,13 +182,13 @@ class ArchiveCheck:
 
     def note_missing_manifest(self, recorded: RecordedArchive, error: ObjectMissing) -> None:
         """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
-        self._note(recorded.manifest, recorded.first, recorded.last, error)
+        self._add_bad_file(recorded.manifest, recorded.first, recorded.last, error)
 
     def _is_wanted(self, each: PageEntry | ObjectEntry) -> bool:
         is_reached = self.last is None or each.first <= self.last
         return is_reached and each.last >= self.next_id
 
-    def _take(self, entries: Iterable[ObjectEntry]) -> None:
+    def _add_objects(self, entries: Iterable[ObjectEntry]) -> None:
         """Take the objects of a page, or the newest ones, that must be checked."""
         for each in entries:
             if self._is_wanted(each):
@@ -196,8 +196,10 @@ class ArchiveCheck:
             elif not self._entries:
                 self._chain = each.chain
 
-    def _note(self, name: str, first: TransactionId, last: TransactionId, why: object) -> None:
-        self.found.append(WrongFile(name, first, last, str(why)))
+    def _add_bad_file(
+        self, name: str, first: TransactionId, last: TransactionId, why: object
+    ) -> None:
+        self.found.append(BadArchiveFile(name, first, last, str(why)))
 
     # --- pages of the manifest
 
@@ -218,10 +220,10 @@ class ArchiveCheck:
             self._skip_page(stated, error)
             return
         self._pages.popleft()
-        self._take(entries)
+        self._add_objects(entries)
 
     def _skip_page(self, stated: PageEntry, why: Exception) -> None:
-        self._note(stated.name, stated.first, stated.last, why)
+        self._add_bad_file(stated.name, stated.first, stated.last, why)
         self._pages.popleft()
         self.next_id, self._chain = TransactionId(stated.last + 1), None  # rule 3
 
@@ -230,7 +232,7 @@ class ArchiveCheck:
     def _check_object(self, entry: ObjectEntry) -> None:
         with TemporaryFile() as copy:
             size, crc = self._copy(entry.name, copy)
-            problems = list(self._problems(entry, size, crc, copy))
+            problems = list(self._object_problems(entry, size, crc, copy))
         if self._is_stopped:
             return
         if problems:
@@ -240,7 +242,7 @@ class ArchiveCheck:
         self._pass_object(entry)
 
     def _note_object(self, entry: ObjectEntry, why: object) -> None:
-        self.found.append(WrongFile(*entry[:3], str(why), is_object=True))
+        self.found.append(BadArchiveFile(*entry[:3], str(why), is_object=True))
 
     def _pass_object(self, entry: ObjectEntry) -> None:
         self._entries.popleft()
@@ -249,7 +251,7 @@ class ArchiveCheck:
     def _copy(self, name: str, target: IO[bytes]) -> tuple[int, int]:
         """Copy an object to a file; return its size and CRC-32."""
         size = crc = 0
-        with self._noted(name), self._store.open(name) as source:
+        with self._track_call(name), self._store.open(name) as source:
             while not self._is_stopped and (data := source.read(_COPY_BYTES)):
                 self._read_count += 1
                 target.write(data)
@@ -257,7 +259,9 @@ class ArchiveCheck:
         target.seek(0)
         return size, crc
 
-    def _problems(self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]) -> Iterator[str]:
+    def _object_problems(
+        self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]
+    ) -> Iterator[str]:
         """Yield everything that is wrong with an object: its bytes, then its content."""
         if size != entry.file_bytes:
             yield f"expected a file of {entry.file_bytes} bytes, found {size}"
@@ -279,8 +283,8 @@ class ArchiveCheck:
         if before is not None:
             _expect(
                 f"the chain hash before transaction {entry.first}",
-                _shown(before),
-                _shown(facts.chain_before),
+                _format_value(before),
+                _format_value(facts.chain_before),
             )
         chain, stamps = None, (0, 0)
         for batch in opened.verify():
@@ -293,7 +297,11 @@ class ArchiveCheck:
                 )
             if batch.last == entry.last:
                 chain = batch.chain
-        _expect(f"the chain hash at transaction {entry.last}", _shown(entry.chain), _shown(chain))
+        _expect(
+            f"the chain hash at transaction {entry.last}",
+            _format_value(entry.chain),
+            _format_value(chain),
+        )
         _expect("commit times", (entry.commit_ms_min, entry.commit_ms_max), stamps)
 
 
@@ -302,5 +310,5 @@ def _expect(what: str, expected: object, found: object) -> None:
         raise ChecksumMismatch(f"{what}: expected {expected}, found {found}")
 
 
-def _shown(found: object) -> object:
+def _format_value(found: object) -> object:
     return found.hex() if isinstance(found, bytes) else found

@@ -92,7 +92,7 @@ class CollectedGarbage(NamedTuple):
 GarbageCollectionOutcome: TypeAlias = CollectedGarbage | WaltzError
 
 
-def collect(
+def collect_garbage(
     store: "ArchiveStore",
     cluster_key: bytes,
     job: GarbageCollectionJob,
@@ -108,7 +108,7 @@ def collect(
         BadRequest: files of a later or another owner (rule 4), or of lost marks (rule 9).
     """
     manifest = job.recorded.read(store, cluster_key)
-    listed = _listed(store, job, manifest, now_ms, on_progress)
+    listed = _listed_names(store, job, manifest, now_ms, on_progress)
     folders = (
         objects_folder(cluster_key, job.partition_id),
         manifests_folder(cluster_key, job.partition_id),
@@ -147,7 +147,7 @@ def collect(
     return CollectedGarbage(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
 
 
-def _listed(
+def _listed_names(
     store: "ArchiveStore",
     job: GarbageCollectionJob,
     manifest: Manifest,
@@ -162,7 +162,7 @@ def _listed(
         listed.add(stated.name)
         entries += page.entries
         on_progress()
-    end = manifest.deletable(now_ms)
+    end = manifest.deletable_below(now_ms)
     return listed | {each.name for each in entries if each.last >= end}
 
 

@@ -80,12 +80,12 @@ class ManifestPage(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the page's file."""
-        return framed({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+        return frame_json({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
-    def listed_as(self, name: str) -> PageEntry:
+    def to_entry(self, name: str) -> PageEntry:
         """Return what a head states of this page in a file."""
         entries = self.entries
-        times = [each for entry in entries for each in _times(entry)]
+        times = [each for entry in entries for each in _commit_times(entry)]
         return PageEntry(
             name,
             crc32(self.to_bytes()),
@@ -102,7 +102,7 @@ class ManifestPage(NamedTuple):
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = unframed(data, f"manifest {name}")
+        values = unframe_json(data, f"manifest {name}")
         with_values = _list_of(values, "objects", name)
         return cls(tuple(_entry_from_json(each, name) for each in with_values))
 
@@ -147,10 +147,10 @@ class Manifest:
         """Return the same manifest with its oldest newest objects in a page, which is written."""
         count = len(page.entries)
         assert self.newest[:count] == page.entries
-        pages = (*self.pages, page.listed_as(name))
+        pages = (*self.pages, page.to_entry(name))
         return replace(self, pages=pages, newest=self.newest[count:])
 
-    def page_with(self, transaction_id: TransactionId) -> PageEntry | None:
+    def page_containing(self, transaction_id: TransactionId) -> PageEntry | None:
         """Return the page that has the object with an ID; None if it is one of the newest."""
         return next(
             (each for each in self.pages if each.first <= transaction_id <= each.last), None
@@ -162,7 +162,7 @@ class Manifest:
 
     def with_page_for(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
         """Return the next manifest, in which a page that is written takes the place of `old`."""
-        made = page.listed_as(name)
+        made = page.to_entry(name)
         assert (made.first, made.last) == (old.first, old.last)
         pages = tuple(made if each == old else each for each in self.pages)
         return replace(self, version=self.version + 1, pages=pages)
@@ -171,7 +171,7 @@ class Manifest:
         """Return the key of the cluster that wrote an object."""
         return writer_of(entry.name) or self.cluster_key
 
-    def deletable(self, now_ms: int) -> TransactionId:
+    def deletable_below(self, now_ms: int) -> TransactionId:
         """Return the ID below which objects have expired for longer than the grace period.
 
         Expired objects at or above it, and all others, must not be deleted (rule 4).
@@ -185,7 +185,7 @@ class Manifest:
         It does not list what may be deleted, except for objects in a page with others.
         """
         assert self.first <= first <= self.last + 1
-        end = self.deletable(now_ms)
+        end = self.deletable_below(now_ms)
         expiries = [each for each in self.expiries if each.first >= end]
         if first > self.first:
             expiries.append(Expiry(first, now_ms))
@@ -213,7 +213,7 @@ class Manifest:
         }
         if self.expiries:
             values["expiries"] = [each._asdict() for each in self.expiries]
-        return framed(values)
+        return frame_json(values)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -222,15 +222,15 @@ class Manifest:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = unframed(data, f"manifest {name}")
+        values = unframe_json(data, f"manifest {name}")
         try:
             found = cls(
-                _hex(values["cluster_key"]),
-                PartitionId(_whole_number(values["partition"])),
-                _whole_number(values["version"]),
-                TransactionId(_whole_number(values["first"])),
-                TransactionId(_whole_number(values["last"])),
-                Chain(_hex(values["chain"])),
+                _parse_hex(values["cluster_key"]),
+                PartitionId(_parse_whole_number(values["partition"])),
+                _parse_whole_number(values["version"]),
+                TransactionId(_parse_whole_number(values["first"])),
+                TransactionId(_parse_whole_number(values["last"])),
+                Chain(_parse_hex(values["chain"])),
                 tuple(_page_from_json(each, name) for each in _list_of(values, "pages", name)),
                 tuple(_entry_from_json(each, name) for each in _list_of(values, "objects", name)),
                 _expiries_in(values, name),
@@ -323,18 +323,18 @@ def check_crc(name: str, data: bytes, expected: int) -> None:
         )
 
 
-def _times(entry: ObjectEntry) -> tuple[int, ...]:
+def _commit_times(entry: ObjectEntry) -> tuple[int, ...]:
     return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
 
 
-def framed(values: dict[str, Any]) -> bytes:
+def frame_json(values: dict[str, Any]) -> bytes:
     """Return a JSON object after a line with its CRC-32."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
-def unframed(data: bytes, what: str) -> dict[str, Any]:
-    """Return the object of `framed`, which must have this format; raises with `what` in the text.
+def unframe_json(data: bytes, what: str) -> dict[str, Any]:
+    """Return the object of `frame_json`, which must have this format; errors contain `what`.
 
     Raises:
         BadFormat, ChecksumMismatch: it is another file.
@@ -394,11 +394,11 @@ def _fields_of(
         each = values[field]
         try:
             if field == "name":
-                found.append(_text(each))
+                found.append(_parse_text(each))
             elif field == "chain":
-                found.append(Chain(_hex(each)))
+                found.append(Chain(_parse_hex(each)))
             else:
-                found.append(_whole_number(each))
+                found.append(_parse_whole_number(each))
         except (TypeError, ValueError) as error:
             raise BadFormat(
                 f"manifest {name}: field {field} of {kind.__name__}: {error}"
@@ -406,20 +406,20 @@ def _fields_of(
     return tuple(found)
 
 
-def _hex(text: object) -> bytes:
-    found = bytes.fromhex(_text(text))
+def _parse_hex(text: object) -> bytes:
+    found = bytes.fromhex(_parse_text(text))
     if len(found) != _CHAIN_BYTES:
         raise ValueError(f"expected a chain hash of {_CHAIN_BYTES} bytes, found {len(found)} bytes")
     return found
 
 
-def _text(found: object) -> str:
+def _parse_text(found: object) -> str:
     if not isinstance(found, str) or not found:
         raise TypeError(f"expected a text, found {found!r:.80}")
     return found
 
 
-def _whole_number(found: object) -> int:
+def _parse_whole_number(found: object) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or found < -1:
         raise TypeError(f"expected a number of at least -1, found {found!r:.80}")
     return found

@@ -81,11 +81,11 @@ class ObjectIndex:
         """The number of row groups."""
         return len(self._group_crcs)
 
-    def group_with(self, transaction_id: TransactionId) -> int:
+    def group_containing(self, transaction_id: TransactionId) -> int:
         """Return the number of the row group that holds an ID of the object."""
         return int(self._group_firsts.searchsorted(transaction_id, side="right")) - 1
 
-    def group_first(self, group: int) -> TransactionId:
+    def first_id_of_group(self, group: int) -> TransactionId:
         """Return the first ID of a row group."""
         return TransactionId(int(self._group_firsts[group]))
 
@@ -103,7 +103,7 @@ class ObjectIndex:
                 "their chain hash"
             )
         offsets = raw_records.offsets_of(piece.lengths)
-        return RowGroup(self.group_first(group), piece.records, piece.lengths, offsets)
+        return RowGroup(self.first_id_of_group(group), piece.records, piece.lengths, offsets)
 
     def chain_at(self, last: TransactionId) -> Chain | None:
         """Return the chain at the end of a batch; None if no batch ends there."""
@@ -126,7 +126,7 @@ class ObjectIndex:
         )
         return self._chain(start - 1) if start else self.facts.chain_before, entries
 
-    def last_older(self, time_ms: int) -> TransactionId:
+    def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the end of the last batch with a commit time before this one; there is one."""
         found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
         return TransactionId(int(self._lasts[found[-1]]))

@@ -198,7 +198,7 @@ def _columns(piece: Piece) -> list[pa.Array]:
         else:
             values = made[field.name]
             present = np.not_equal(values, 0) if field.nullable else None  # rule 3
-            arrays.append(arrow_buffers.numbers(values, field.type, is_present=present))
+            arrays.append(arrow_buffers.as_numbers(values, field.type, is_present=present))
     return arrays
 
 
@@ -222,7 +222,7 @@ class ArchiveObject:
             stated = (self.footer.metadata or {})[_METADATA_KEY]
             schema = self._file.schema_arrow
         except _UNREADABLE as error:
-            raise BadFormat(f"archived object {name}: {_brief(error)}") from error
+            raise BadFormat(f"archived object {name}: {_short_message(error)}") from error
         try:
             self.facts = ObjectFacts.from_bytes(stated)
         except BadFormat as error:
@@ -250,7 +250,8 @@ class ArchiveObject:
             return self._piece(_arrays(table))
         except _UNREADABLE as error:
             raise BadFormat(
-                f"archived object {self.name}: row group {group} cannot be read: {_brief(error)}"
+                f"archived object {self.name}: row group {group} cannot be read: "
+                f"{_short_message(error)}"
             ) from error
 
     def _table(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
@@ -323,7 +324,7 @@ class ArchiveObject:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the object.
         """
-        return self._chained(self._whole_group(group) for group in range(self.group_count))
+        return self._with_chains(self._whole_group(group) for group in range(self.group_count))
 
     def _whole_group(self, group: int) -> RowGroupOutline:
         piece = self.read(group)
@@ -355,10 +356,10 @@ class ArchiveObject:
                 outlines.append(RowGroupOutline(first, crcs, self._batches(columns, first)))
                 first = TransactionId(first + count)
         except _UNREADABLE as error:
-            raise BadFormat(f"archived object {self.name}: {_brief(error)}") from error
-        return outlines, list(self._chained(outlines))
+            raise BadFormat(f"archived object {self.name}: {_short_message(error)}") from error
+        return outlines, list(self._with_chains(outlines))
 
-    def _chained(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
+    def _with_chains(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
         chain, expected = self.facts.chain_before, self.facts.first
         open_batch: LineageEntry | None = None
         crcs = bytearray()
@@ -440,5 +441,5 @@ def _values_or_zero(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     return values * is_present[column.offset : column.offset + len(column)]
 
 
-def _brief(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]

@@ -90,7 +90,7 @@ class ArchiveReader:
             BadFormat, ChecksumMismatch: with its name.
         """
         if self._loaded is None:
-            key = self._key("manifest", self.manifest_name, self._manifest_crc)
+            key = self._cache_key("manifest", self.manifest_name, self._manifest_crc)
             self._loaded = self._cache.get(key, self._head)
         return self._loaded
 
@@ -116,12 +116,12 @@ class ArchiveReader:
         """
         self._check_bounds(first, last)
         last = min(last, TransactionId(first + _RECORDS_MAX - 1))
-        part = self._part(first, last, bytes_max)
+        part = self._plan_read(first, last, bytes_max)
         parts, next_id = [part], _next_id(part)
         room = bytes_max - len(part.range.records)
         while next_id <= last and room > 0:
             try:
-                part = self._part(next_id, last, room)
+                part = self._plan_read(next_id, last, room)
             except WaltzError:
                 break  # rule 2
             if len(part.range.records) > room:
@@ -129,9 +129,9 @@ class ArchiveReader:
             parts.append(part)
             next_id = _next_id(part)
             room -= len(part.range.records)
-        if self._continues(first, next_id):
+        if self._is_sequential(first, next_id):
             self._read_ahead(parts[-1])
-        return _joined([each.range for each in parts])
+        return _join_ranges([each.range for each in parts])
 
     def read_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
         """Return the records of first..last that one row group has, as a view of it.
@@ -140,8 +140,8 @@ class ArchiveReader:
             As `read_range`.
         """
         self._check_bounds(first, last)
-        part = self._part(first, last, sys.maxsize)
-        if self._continues(first, _next_id(part)):
+        part = self._plan_read(first, last, sys.maxsize)
+        if self._is_sequential(first, _next_id(part)):
             self._read_ahead(part)
         return part.range
 
@@ -174,7 +174,7 @@ class ArchiveReader:
             return []
         return list(takewhile(lambda each: each.first <= last, self._entries_from(first)))
 
-    def last_older(self, time_ms: int) -> TransactionId:
+    def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed before a time.
 
         It is the one before the first available ID if none is. Commit times never decrease; only a
@@ -197,7 +197,7 @@ class ArchiveReader:
             if entry.commit_ms_min:
                 chosen = entry
         if chosen is not None:
-            last = self._index(chosen).last_older(time_ms)
+            last = self._index(chosen).last_committed_before(time_ms)
             found = max(found, min(last, chosen.last))
         return found
 
@@ -216,11 +216,13 @@ class ArchiveReader:
                 f"{first}..{last} are not available: the last archived one is {manifest.last}"
             )
 
-    def _part(self, first: TransactionId, last: TransactionId, bytes_max: int) -> _RowGroupRead:
+    def _plan_read(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> _RowGroupRead:
         """Return the records that one row group has, at least one."""
         entry = next(self._entries_from(first))
         index = self._index(entry)
-        number = index.group_with(first)
+        number = index.group_containing(first)
         group = self._group(entry, index, number)
         skip = first - group.first
         count = min(group.lengths.size - skip, min(last, entry.last) + 1 - first)
@@ -236,7 +238,7 @@ class ArchiveReader:
         )
         return _RowGroupRead(found, entry, index, number)
 
-    def _continues(self, first: TransactionId, next_id: TransactionId) -> bool:
+    def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note where a read has ended; return whether it began where an earlier one had ended."""
         with self._lock:
             continues = first in self._continuations
@@ -248,19 +250,19 @@ class ArchiveReader:
 
     def _read_ahead(self, part: _RowGroupRead) -> None:
         entry, index, number = part.entry, part.object_index, part.group + 1
-        if number < index.group_count and index.group_first(number) <= entry.last:
-            key = self._key("group", entry.name, number)
+        if number < index.group_count and index.first_id_of_group(number) <= entry.last:
+            key = self._cache_key("group", entry.name, number)
             self._cache.read_ahead(key, lambda: self._read_group(entry, index, number))
             return
         with suppress(WaltzError):  # of a page, which the next read needs, too
             after = next(self._entries_from(TransactionId(entry.last + 1)), None)
             if after is not None:
-                key = self._key("group", after.name, 0)
+                key = self._cache_key("group", after.name, 0)
                 self._cache.read_ahead(key, lambda: self._read_group(after, self._index(after), 0))
 
     # --- The files, through the cache
 
-    def _key(self, kind: str, name: str, number: int = 0) -> tuple[str, str, str, int]:
+    def _cache_key(self, kind: str, name: str, number: int = 0) -> tuple[str, str, str, int]:
         return (kind, self._store.url, name, number)
 
     def _head(self) -> tuple[Manifest, int]:
@@ -275,8 +277,8 @@ class ArchiveReader:
         start = bisect_left(manifest.pages, transaction_id, key=lambda each: each.last)
         for number in range(start, len(manifest.pages)):
             entries = self._page(number).entries
-            yield from entries[_place(entries, transaction_id) :]
-        yield from manifest.newest[_place(manifest.newest, transaction_id) :]
+            yield from entries[_entry_position(entries, transaction_id) :]
+        yield from manifest.newest[_entry_position(manifest.newest, transaction_id) :]
 
     def _page(self, number: int) -> ManifestPage:
         stated = self.manifest.pages[number]
@@ -285,7 +287,7 @@ class ArchiveReader:
             data = self._store.read(stated.name)
             return decode_page(stated, data), _PAGE_EXPANSION * len(data)
 
-        return self._cache.get(self._key("page", stated.name, stated.file_crc), load)
+        return self._cache.get(self._cache_key("page", stated.name, stated.file_crc), load)
 
     def _index(self, entry: ObjectEntry) -> ObjectIndex:
         """Return the index of an object, which must be the one that the manifest lists (rule 1)."""
@@ -295,12 +297,12 @@ class ArchiveReader:
                 made = ObjectIndex(ArchiveObject(source, entry.name))
             return made, made.byte_count
 
-        index = self._cache.get(self._key("index", entry.name), load)
+        index = self._cache.get(self._cache_key("index", entry.name), load)
         index.check(self.manifest, entry)
         return index
 
     def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:
-        key = self._key("group", entry.name, number)
+        key = self._cache_key("group", entry.name, number)
         return self._cache.get(key, lambda: self._read_group(entry, index, number))
 
     def _read_group(
@@ -312,7 +314,7 @@ class ArchiveReader:
         return group, group.byte_count
 
 
-def _place(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
+def _entry_position(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
     return bisect_left(entries, transaction_id, key=lambda each: each.last)
 
 
@@ -320,7 +322,7 @@ def _next_id(part: _RowGroupRead) -> TransactionId:
     return TransactionId(part.range.first + int(part.range.lengths.size))
 
 
-def _joined(ranges: list[RangeRead]) -> RangeRead:
+def _join_ranges(ranges: list[RangeRead]) -> RangeRead:
     """Return a copy of consecutive ranges as one; a batch may be in several of them."""
     entries: dict[TransactionId, LineageEntry] = {
         each.first: each for read in ranges for each in read.entries

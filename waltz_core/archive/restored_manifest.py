@@ -76,7 +76,7 @@ class RestoredRange:
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
         own = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
-        existing = _existing(store, entries, own)
+        existing = _existing_names(store, entries, own)
         entries = [_intact_entry(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
@@ -139,7 +139,7 @@ class RestoredRange:
             As `end_at`.
         """
         with self._reader() as reader:
-            return reader.last_older(time_ms + 1)
+            return reader.last_committed_before(time_ms + 1)
 
     @contextmanager
     def _reader(self) -> Iterator[ArchiveReader]:
@@ -159,7 +159,7 @@ class RestoredRange:
         """
         source = self._manifest
         entries = [each for each in source.newest if each.first <= end.last]
-        entries[-1] = self._cut(entries[-1], end)
+        entries[-1] = self._truncate_entry(entries[-1], end)
         folder = manifests_folder(cluster_key, source.partition_id)
         versions = [version_of(each) or 0 for each in self._store.names(folder)]
         made = replace(
@@ -190,7 +190,7 @@ class RestoredRange:
             ObjectMissing: one does not.
             ArchiveUnavailable: the store did not carry out a request.
         """
-        existing = _existing(self._store, self._manifest.newest)
+        existing = _existing_names(self._store, self._manifest.newest)
         for each in self._manifest.newest:
             if each.name not in existing:
                 raise ObjectMissing(
@@ -199,7 +199,7 @@ class RestoredRange:
                     "the restore again."
                 )
 
-    def _cut(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
+    def _truncate_entry(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
         """Return the entry of an object that may be used up to an end."""
         with self._reader() as reader:
             _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
@@ -237,7 +237,7 @@ def _intact_entry(
     return entry
 
 
-def _existing(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
+def _existing_names(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
     """Return the names of all files in the folders of these objects, and in others."""
     folders = {each.name.rpartition("/")[0] for each in entries} | {*others}
     return {name for folder in sorted(folders) for name in store.names(folder)}

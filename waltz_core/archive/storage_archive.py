@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.archive.garbage_collection import (
     GarbageCollectionJob,
     GarbageCollectionOutcome,
-    collect,
+    collect_garbage,
 )
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
@@ -72,7 +72,9 @@ class StorageArchive:
 
         self._store = self._limited = ArchiveStore(self._url)
         if self._bytes_per_s:
-            self._limited = ArchiveStore(self._url, RateLimit(self._bytes_per_s, self._progressed))
+            self._limited = ArchiveStore(
+                self._url, RateLimit(self._bytes_per_s, self._note_progress)
+            )
         self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
 
     def upload(self, job: UploadJob) -> UploadOutcome:
@@ -81,23 +83,23 @@ class StorageArchive:
 
         assert self._limited is not None
         try:
-            made = upload(self._limited, self._cluster_key, job, self._progressed)
+            made = upload(self._limited, self._cluster_key, job, self._note_progress)
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
         self.failure, self.failure_count = None, 0
         return made
 
-    def collect(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
+    def collect_garbage(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
         """Carry out a collection; return its error rather than raise it."""
         assert self._limited is not None
         try:
-            return collect(
+            return collect_garbage(
                 self._limited,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
-                on_progress=self._progressed,
+                on_progress=self._note_progress,
             )
         except WaltzError as error:
             return error
@@ -113,12 +115,12 @@ class StorageArchive:
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
-                on_progress=self._progressed,
+                on_progress=self._note_progress,
             )
         except WaltzError as error:
             return error
 
-    def _progressed(self) -> None:
+    def _note_progress(self) -> None:
         now_s = time.monotonic()
         if now_s - self._reported_s >= _PROGRESS_S:
             self._reported_s = now_s
@@ -155,7 +157,7 @@ class StorageArchive:
         """A partition and an ID for each different damage."""
         return list({damage: place for place, damage in self._damage.items()}.values())
 
-    def damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
+    def find_damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
         """Read a record; return the damage that this finds, empty if there is none.
 
         Raises:
@@ -171,8 +173,8 @@ class StorageArchive:
             return str(error)
         return ""
 
-    def was_read_again(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of `damage_at`; the damage of a file ends at all places."""
+    def note_recheck(self, place: tuple[int, int], damage: str) -> None:
+        """Note the outcome of `find_damage_at`; the damage of a file ends at all places."""
         before = self._damage.get(place)
         self.was_read(place, damage)
         if not damage:

@@ -89,7 +89,7 @@ class RateLimit:
         self._sleep = sleep
         self._free_at_s = clock_s()  # when the bytes so far have taken their time
 
-    def spend(self, byte_count: int) -> None:
+    def throttle(self, byte_count: int) -> None:
         """Note bytes, and wait until those before them have taken their time."""
         while (wait_s := self._free_at_s - self._clock_s()) > 0:
             self._sleep(min(wait_s, _WAIT_S_MAX))
@@ -109,7 +109,7 @@ class ArchiveStore:
         self.url = url
         self._file_mode = file_mode
         self._rate_limit = rate_limit
-        self._files, self._base = _opened(url)
+        self._files, self._base = _open_file_system(url)
         self.is_directory = isinstance(self._files, arrow_fs.LocalFileSystem)
         self._durable_folders: set[Path] = set()
 
@@ -129,9 +129,9 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: as `write`.
         """
-        place = self._place(name)
+        place = self._full_path(name)
         stream: AbstractContextManager[Any]
-        with _reported("write", place):
+        with _translate_errors("write", place):
             if self.is_directory:
                 self._make_durable_folder(Path(place).parent)
                 stream = _durable_file(Path(place), self._file_mode)
@@ -145,7 +145,7 @@ class ArchiveStore:
             with suppress(*_FAILURES):
                 stream.__exit__(type(error), error, error.__traceback__)
             raise
-        with _reported("write", place):
+        with _translate_errors("write", place):
             stream.__exit__(None, None, None)
 
     def read(self, name: str) -> bytes:
@@ -154,12 +154,12 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        with self._open(name, "read") as source, _reported("read", self._place(name)):
+        with self._open(name, "read") as source, _translate_errors("read", self._full_path(name)):
             if self._rate_limit is None:
                 return bytes(source.read())
             pieces = []
             while piece := source.read(_LIMITED_BYTES):
-                self._rate_limit.spend(len(piece))
+                self._rate_limit.throttle(len(piece))
                 pieces.append(piece)
             return b"".join(pieces)
 
@@ -169,7 +169,7 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        return StoreFile(self._open(name, "open"), self._place(name))
+        return StoreFile(self._open(name, "open"), self._full_path(name))
 
     def _open(self, name: str, operation: str) -> Any:  # noqa: ANN401 - as pyarrow's
         """Open a file for reads; rule 4.
@@ -178,16 +178,16 @@ class ArchiveStore:
         bucket is missing, or the URL is another archive's.
         """
         try:
-            with _reported(operation, self._place(name)):
-                return self._files.open_input_file(self._place(name))
+            with _translate_errors(operation, self._full_path(name)):
+                return self._files.open_input_file(self._full_path(name))
         except ObjectMissing as error:
             cluster, _, rest = name.partition("/")
-            folder = self._place(cluster)
-            with _reported(operation, folder):
+            folder = self._full_path(cluster)
+            with _translate_errors(operation, folder):
                 found = self._files.get_file_info(folder)
             if rest and found.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
-                    f"archive: cannot {operation} {self._place(name)}: folder {folder} has no "
+                    f"archive: cannot {operation} {self._full_path(name)}: folder {folder} has no "
                     "files. Hint: check that the directory is mounted, and that the URL is "
                     "that of the archive of this cluster."
                 ) from error
@@ -205,8 +205,10 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: rule 4.
         """
-        chosen = arrow_fs.FileSelector(self._place(folder), allow_not_found=True, recursive=True)
-        with _reported("list", self._place(folder)):
+        chosen = arrow_fs.FileSelector(
+            self._full_path(folder), allow_not_found=True, recursive=True
+        )
+        with _translate_errors("list", self._full_path(folder)):
             found = self._files.get_file_info(chosen)
         start = len(self._base) + 1
         return sorted(
@@ -221,8 +223,8 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: rule 4.
         """
-        with suppress(ObjectMissing), _reported("delete", self._place(name)):
-            self._files.delete_file(self._place(name))
+        with suppress(ObjectMissing), _translate_errors("delete", self._full_path(name)):
+            self._files.delete_file(self._full_path(name))
 
     def move(self, name: str, target: str) -> None:
         """Give a file another name; in a directory also a folder, in one step. Durable.
@@ -232,12 +234,12 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: rule 4.
         """
-        place = self._place(target)
+        place = self._full_path(target)
         if self.is_directory:
-            with _reported("write", place):
+            with _translate_errors("write", place):
                 self._make_durable_folder(Path(place).parent)
-        with _reported("move", self._place(name)):
-            self._files.move(self._place(name), place)
+        with _translate_errors("move", self._full_path(name)):
+            self._files.move(self._full_path(name), place)
             if self.is_directory:
                 _sync_folder(Path(place).parent)
 
@@ -247,10 +249,10 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: rule 4.
         """
-        with suppress(ObjectMissing), _reported("delete", self._place(folder)):
-            self._files.delete_dir(self._place(folder))
+        with suppress(ObjectMissing), _translate_errors("delete", self._full_path(folder)):
+            self._files.delete_dir(self._full_path(folder))
 
-    def _place(self, name: str) -> str:
+    def _full_path(self, name: str) -> str:
         return f"{self._base}/{name}"
 
     def _make_durable_folder(self, folder: Path) -> None:
@@ -290,7 +292,7 @@ class StoreFile:
 
     def read(self, byte_count: int | None = None) -> bytes:
         """Return the next bytes, all of them without a count; none at the end."""
-        with _reported("read", self._place):
+        with _translate_errors("read", self._place):
             rest = max(self.native.size() - self._position, 0)
             wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
             data = bytes(self.native.read_at(wanted, self._position)) if wanted else b""
@@ -299,7 +301,7 @@ class StoreFile:
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Set the position of the next read."""
-        with _reported("read", self._place):
+        with _translate_errors("read", self._place):
             starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.native.size()}
         self._position = starts[whence] + position
         return self._position
@@ -310,7 +312,7 @@ class StoreFile:
 
     def close(self) -> None:
         """Close the file."""
-        with _reported("read", self._place):
+        with _translate_errors("read", self._place):
             self.native.close()
 
     def __enter__(self) -> Self:
@@ -342,10 +344,10 @@ class StoreSink:
 
     def write(self, data: Buffer) -> int:
         """Write the next bytes."""
-        with _reported("write", self._place):
+        with _translate_errors("write", self._place):
             written = int(self._file.write(data))
         if self._rate_limit is not None:
-            self._rate_limit.spend(written)
+            self._rate_limit.throttle(written)
         return written
 
     def tell(self) -> int:
@@ -354,7 +356,7 @@ class StoreSink:
 
     def flush(self) -> None:
         """Hand the bytes to the store; they are durable when `writing` has ended."""
-        with _reported("write", self._place):
+        with _translate_errors("write", self._place):
             self._file.flush()
 
 
@@ -362,7 +364,7 @@ def _without_password(url: str, password: str) -> str:
     return url.replace(f":{password}@", "@", 1)
 
 
-def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
+def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
     """Return the file system of a URL and the path in it."""
     parts = urlsplit(url)
     if parts.password is not None:
@@ -380,15 +382,15 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
                     f"archive {url}: expected only the URL options {', '.join(_S3_OPTIONS)}, "
                     f"found {', '.join(unknown)}"
                 )
-            with _known_region(options.get("region")):
+            with _resolve_region(options.get("region")):
                 store = arrow_fs.S3FileSystem(
                     connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
                 )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
-        found, base = arrow_fs.FileSystem.from_uri(_complete(url, os.environ))
+        found, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
     except (*_FAILURES, ValueError) as error:
         raise BadConfig(
-            f"archive {url} cannot be used: {_reason(error)}. Hint: use a URL such as "
+            f"archive {url} cannot be used: {_error_reason(error)}. Hint: use a URL such as "
             "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
             "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
@@ -396,7 +398,7 @@ def _opened(url: str) -> tuple[arrow_fs.FileSystem, str]:
 
 
 @contextmanager
-def _known_region(region: str | None) -> Iterator[None]:
+def _resolve_region(region: str | None) -> Iterator[None]:
     """Let the SDK of S3 find the region in its environment.
 
     Otherwise it requests the region from the metadata service of EC2, even if it is given. Where
@@ -413,7 +415,7 @@ def _known_region(region: str | None) -> Iterator[None]:
             del os.environ[_REGION_VARIABLES[0]]
 
 
-def _complete(url: str, environment: Mapping[str, str]) -> str:
+def _complete_url(url: str, environment: Mapping[str, str]) -> str:
     """Return the URL for pyarrow: with a limit of retries, or with the SAS token of Azure.
 
     The SDKs of the stores read their other credentials from the environment, too.
@@ -439,7 +441,7 @@ def _complete(url: str, environment: Mapping[str, str]) -> str:
     return f"{url}{'&' if '?' in url else '?'}{added}"
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     """Return the reason that a store gives as one line without a SAS token (rule 6)."""
     text = getattr(error, "strerror", None) or str(error)
     line = _SAS_QUERY.sub("?...", " ".join(text.split()))
@@ -447,7 +449,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _reported(operation: str, place: str) -> Iterator[None]:
+def _translate_errors(operation: str, place: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -457,7 +459,7 @@ def _reported(operation: str, place: str) -> Iterator[None]:
         raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
     except _FAILURES as error:
         raise ArchiveUnavailable(
-            f"archive: cannot {operation} {place}: {_reason(error)}"
+            f"archive: cannot {operation} {place}: {_error_reason(error)}"
         ) from error
 
 

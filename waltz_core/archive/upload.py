@@ -107,7 +107,7 @@ def _with_replacement(
 
     None if it was replaced before.
     """
-    stated, entries = present.page_with(job.first), present.newest
+    stated, entries = present.page_containing(job.first), present.newest
     if stated is not None:
         entries = decode_page(stated, store.read(stated.name)).entries
         on_progress()
@@ -165,7 +165,7 @@ def expire(
     def is_old(each: PageEntry | ObjectEntry) -> bool:
         return each.last < job.before or 0 < each.commit_ms_max < before_ms
 
-    first = TransactionId(_last_old(store, present, is_old, on_progress) + 1)
+    first = TransactionId(_last_expired(store, present, is_old, on_progress) + 1)
     made = present.expired(first, now_ms)
     if (made.first, made.pages, made.newest) == (present.first, present.pages, present.newest):
         return ExpiredManifest(first, "", 0)
@@ -177,7 +177,7 @@ def expire(
     return ExpiredManifest(first, name, crc32(data))
 
 
-def _last_old(
+def _last_expired(
     store: ArchiveStore,
     present: Manifest,
     is_old: Callable[[PageEntry | ObjectEntry], bool],

@@ -71,29 +71,29 @@ class Command:
         self.wait_for(what, progress.done_count, progress.count)
 
 
-def changes(
+def change_command(
     *, creates: bool = False
 ) -> Callable[[Callable[..., Awaitable[Result]]], SubcommandFunction]:
     """Make a subcommand of a function that changes a cluster: it takes a `Command`.
 
-    See the module's rules. `creates` is passed to `audited`; a subcommand's option `force` has the
-    same effect, as it works on incomplete clusters, too.
+    See the module's rules. `creates` is passed to `audit_change`; a subcommand's option `force` has
+    the same effect, as it works on incomplete clusters, too.
     """
 
     def decorate(work: Callable[..., Awaitable[Result]]) -> SubcommandFunction:
         @options.connect
         @options.as_json
-        @options.timeout_s()
+        @options.timeout_option()
         @functools.wraps(work)
         async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
             may_be_none = creates or words.get("force", False)
-            async with connected(connect) as coordinator:
+            async with open_command_session(connect) as coordinator:
                 if not may_be_none:
                     await coordinator.read_cluster()  # the audit entry needs a cluster
                 with ProgressLine() as line:
                     command = Command(coordinator, line, as_json)
                     async with (
-                        audited(coordinator, creates=may_be_none),
+                        audit_change(coordinator, creates=may_be_none),
                         time_limit(timeout_s, lambda: command.waits_for or "ZooKeeper"),
                     ):
                         result = await work(command, **words) or {}
@@ -136,14 +136,14 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
 
 
 @asynccontextmanager
-async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
+async def audit_change(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
     """Write an audit entry for the block (rule 1); raises BadConfig to a user who may not.
 
     `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
     only after it. Then the entry is written at the end, if there is a cluster.
     """
     await coordinator.check_administrator()
-    audit, entry, outcome = coordinator.audit, _entry(), OUTCOME_INTERRUPTED
+    audit, entry, outcome = coordinator.audit, _audit_entry(), OUTCOME_INTERRUPTED
     path = None if creates else await audit.begin(entry)
     try:
         yield
@@ -193,7 +193,7 @@ def user_name() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _entry() -> AuditEntry:
+def _audit_entry() -> AuditEntry:
     return AuditEntry(user_name(), now_ms(), shlex.join(sys.argv[1:]))
 
 
@@ -202,8 +202,8 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def connected(
+def open_command_session(
     connect: str, wait_s: float = options.CONNECT_WAIT_S
 ) -> AbstractAsyncContextManager[Coordinator]:
     """Open a session for a command."""
-    return zookeeper_session.connected(connect, connect_timeout_ms=round(wait_s * 1000))
+    return zookeeper_session.open_session(connect, connect_timeout_ms=round(wait_s * 1000))

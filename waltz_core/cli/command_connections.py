@@ -50,4 +50,4 @@ async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) 
 
 @functools.cache
 def _context(place: str, token: TokenSource | None) -> SSLContext | None:
-    return tls_settings.named(place, token)
+    return tls_settings.named_dial_context(place, token)

@@ -21,7 +21,7 @@ ANSWER_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 _LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 # The buckets of histograms fill screens; only `--all` and `--json` show them.
-_DETAIL: Final = ("_bucket", "_created")
+_DETAIL: Final = ("_bucket", "_created_file")
 
 
 class Sample(NamedTuple):

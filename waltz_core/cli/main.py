@@ -21,8 +21,8 @@ from waltz_core.cli.subcommands import (
     USAGE_ERROR,
     CommandGroup,
     LazySubcommand,
-    explanation,
     sentence,
+    usage_error_text,
 )
 from waltz_core.errors import BadConfig, WaltzError
 
@@ -396,7 +396,7 @@ def run(words: list[str]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        print_error(explanation(error))
+        print_error(usage_error_text(error))
         return USAGE_ERROR
 
 

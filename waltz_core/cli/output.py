@@ -35,7 +35,7 @@ def print_json(value: object) -> None:
     print_result(json.dumps(value, sort_keys=False, default=str))
 
 
-def one_line(data: bytes) -> str:
+def to_one_line(data: bytes) -> str:
     """Return UTF-8 as text of one line; bytes and characters that cannot be printed are escaped.
 
     So data of a log neither controls the terminal nor looks like another row.

@@ -36,7 +36,7 @@ async def query(
         await links.close("answered")
 
 
-async def answers(protocol: WireProtocol, address: str) -> bool:
+async def is_answering(protocol: WireProtocol, address: str) -> bool:
     """Return whether a process at the address completes the hello."""
     return await name_at(protocol, address) is not None
 

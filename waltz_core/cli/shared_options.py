@@ -14,7 +14,7 @@ import click
 from click.decorators import FC
 
 from waltz_core.cli.subcommands import SubcommandFunction
-from waltz_core.config.settings import nearest
+from waltz_core.config.settings import nearest_name_hint
 
 CONNECT_EXAMPLE: Final = "zk1:2181,zk2:2181/waltz/payments"
 CONNECT_VARIABLE: Final = "WALTZ_CONNECT"
@@ -65,7 +65,7 @@ class NamedChoice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
         """Return the error message."""
-        return f"unknown value {value!r}{nearest(str(value), list(self.choices))}"
+        return f"unknown value {value!r}{nearest_name_hint(str(value), list(self.choices))}"
 
 
 def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], FC]:  # noqa: ANN401
@@ -73,7 +73,7 @@ def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], 
     return click.argument(name, cls=ExplainedArgument, metavar=metavar, help=text, **rest)
 
 
-def timeout_s(
+def timeout_option(
     what: str = "maximum seconds to wait",
     *,
     default_s: float = TIMEOUT_S,
@@ -93,10 +93,10 @@ def timeout_s(
     )
 
 
-def wait_s(function: FC) -> FC:
+def wait_option(function: FC) -> FC:
     """Declare the timeout of a subcommand that waits for ZooKeeper only."""
     what = "seconds to wait for ZooKeeper"
-    return timeout_s(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
+    return timeout_option(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
 
 
 as_json = click.option(
@@ -143,7 +143,7 @@ def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], Subcommand
     return decorate
 
 
-def files(what: str) -> Callable[[FC], FC]:
+def storage_file_options(what: str) -> Callable[[FC], FC]:
     """Declare the files of a subcommand of `disk`, and `--json`."""
     path = argument("path", "PATH", what, type=PATH)
     chosen = click.option(

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from waltz_core.config.settings import nearest
+from waltz_core.config.settings import nearest_name_hint
 
 USAGE_ERROR = 2
 NO_CLUSTER_SPECIFIED = (
@@ -46,12 +46,12 @@ class Subcommand(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.MissingParameter:
-            raise click.UsageError(self._missing(words), ctx) from None
+            raise click.UsageError(self._missing_text(words), ctx) from None
         if rest and not ctx.resilient_parsing:
             ctx.fail(f"unexpected argument {rest[0]!r}")
         return rest
 
-    def _missing(self, words: list[str]) -> str:
+    def _missing_text(self, words: list[str]) -> str:
         """Return the message about everything that is missing; click names the first only."""
         lenient = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient, words)
@@ -142,7 +142,9 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a subcommand; raises UsageError with the nearest one."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
-            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], list(self.commands))}")
+            ctx.fail(
+                f"unknown command {args[0]!r}{nearest_name_hint(args[0], list(self.commands))}"
+            )
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -169,13 +171,13 @@ def name_of(parameter: click.Parameter) -> str:
     return parameter.opts[0]
 
 
-def explanation(error: click.UsageError) -> str:
+def usage_error_text(error: click.UsageError) -> str:
     """Return the command, what is wrong with it, and the nearest valid name."""
     where = error.ctx.command_path if error.ctx is not None else "waltz-core"
     why = error.format_message().rstrip(".")
     match error:
         case click.NoSuchOption(option_name=name, ctx=click.Context() as ctx):
-            why = f"unknown option {name!r}{_close_option(name, ctx.command)}"
+            why = f"unknown option {name!r}{_nearest_option(name, ctx.command)}"
         case click.BadParameter(param=click.Parameter() as parameter):
             why = f"{name_of(parameter)}: {error.message.rstrip('.')}"
         case _:
@@ -183,7 +185,7 @@ def explanation(error: click.UsageError) -> str:
     return f"{where}: {why}\nSee `{where} --help`."
 
 
-def _close_option(name: str, command: click.Command) -> str:
+def _nearest_option(name: str, command: click.Command) -> str:
     if not re.match(r"--?[^\d-]", name):
         return ""
     options = {each.lstrip("-"): each for parameter in command.params for each in parameter.opts}

@@ -35,7 +35,7 @@ from waltz_core.client.model.transaction import (
 from waltz_core.client.read.archive_ranges import (
     ArchivedObjects,
     find_objects,
-    last_older,
+    last_committed_before,
     read_archived,
 )
 from waltz_core.client.read.feed_delivery import LATEST
@@ -45,7 +45,7 @@ from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.encryption.envelopes import DecryptedColumn, DecryptedPayload, Encryption
 from waltz_core.schemas.formats import Avro, Protobuf
-from waltz_core.wire.messages import RangeForm, Reason
+from waltz_core.wire.messages import RangeForm, RowOutcomeCode
 
 __all__ = [
     "BYTES",
@@ -72,9 +72,9 @@ __all__ = [
     "RangeChunk",
     "RangeForm",
     "RangeRow",
-    "Reason",
     "ReplicaSet",
     "ReportOrder",
+    "RowOutcomeCode",
     "Serializer",
     "TaskClaim",
     "Transaction",
@@ -86,7 +86,7 @@ __all__ = [
     "end_write",
     "find_objects",
     "forget_writes",
-    "last_older",
+    "last_committed_before",
     "lock",
     "partition_of",
     "read_archived",

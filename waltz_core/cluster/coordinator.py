@@ -163,7 +163,7 @@ class Coordinator:
         """Read the cluster's constants."""
         root = await self._znodes.get(self.paths.root)
         if root is None or not root.data:
-            raise self._nodes.no_cluster()
+            raise self._nodes.no_cluster_error()
         params = decode_node(self.paths.root, root, model.ClusterParams.from_bytes)
         store = await self._nodes.read(self.paths.store, model.StoreParams.from_bytes)
         if params.partition_count != store.partition_count:
@@ -501,7 +501,7 @@ class Coordinator:
         The callback of `follow_permissions` calls it; that publishes it, in each session again.
         `membership/applied_revisions.py` has the names of daemons.
         """
-        self._applied.use(name, revision)
+        self._applied.set_revision(name, revision)
 
     async def read_applied(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by name, not older than the call.

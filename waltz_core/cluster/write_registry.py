@@ -216,7 +216,7 @@ class WriteRegistry:
                 return found
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.ensure((self._nodes.paths.extensions, self._nodes.paths.writes))
-            fence = await self._fence()
+            fence = await self._fence_operations()
             if in_series:
                 await self._check_is_last(write)
             if self._principal is not None and self._is_limited:
@@ -270,7 +270,7 @@ class WriteRegistry:
                     f"a later write, {name}, has begun, so the state of this one was removed",
                 )
 
-    async def _fence(self) -> list[Operation]:
+    async def _fence_operations(self) -> list[Operation]:
         """Return the step that fails if a write was begun or removed since (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
@@ -434,7 +434,7 @@ class WriteRegistry:
 
     async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
         """Return the next steps; True if the write is removed, False if it must not be."""
-        fence = await self._fence()
+        fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
             return True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from waltz_core.config.host_names import check_host
-from waltz_core.config.settings import Config, nearest, render, setting
+from waltz_core.config.settings import Config, nearest_name_hint, render, setting
 from waltz_core.errors import BadConfig
 
 KIB = 1024
@@ -877,5 +877,5 @@ def render_toml(kind: str, values: Mapping[str, object]) -> str:
         BadConfig: an unknown kind or setting, or a value of another type or out of bounds.
     """
     if kind not in KINDS:
-        raise BadConfig(f"unknown kind of process {kind!r}{nearest(kind, list(KINDS))}")
+        raise BadConfig(f"unknown kind of process {kind!r}{nearest_name_hint(kind, list(KINDS))}")
     return render(KINDS[kind], values)

@@ -128,8 +128,10 @@ def load(
 
     def take(name: str, value: object, origin: str) -> None:
         if name not in known:
-            raise BadConfig(f"{origin}: unknown setting {name!r}{nearest(name, list(known))}")
-        values[name] = _typed(name, value, known[name].type, origin)
+            raise BadConfig(
+                f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
+            )
+        values[name] = _convert_value(name, value, known[name].type, origin)
         _check(f"{origin}: {name}", values[name], known[name])
         origins[name] = origin
 
@@ -171,7 +173,7 @@ def _environment_names(
     return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own]
 
 
-def _typed(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa: ANN401 - a type
+def _convert_value(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa: ANN401 - a type
     """Return a value with the type of its setting; flags and the environment give texts."""
     if isinstance(value, str) and wanted is int:
         try:
@@ -208,7 +210,7 @@ def _missing(config_type: type[Config], name: str) -> str:
     )
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest_name_hint(name: str, known: list[str]) -> str:
     """Return the end of a sentence about an unknown name: the name that was probably meant."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
@@ -228,10 +230,12 @@ def render(config_type: type[Config], values: Mapping[str, object]) -> str:
     lines = []
     for name, value in values.items():
         if name not in known:
-            raise BadConfig(f"{kind}: unknown setting {name!r}{nearest(name, list(known))}")
-        typed = _typed(name, value, known[name].type, kind)
+            raise BadConfig(
+                f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
+            )
+        typed = _convert_value(name, value, known[name].type, kind)
         _check(f"{kind}: {name}", typed, known[name])
-        lines.append(f"{name} = {literal(name, typed)}\n")
+        lines.append(f"{name} = {toml_literal(name, typed)}\n")
     return "".join(lines)
 
 
@@ -244,11 +248,11 @@ def sample_toml(config_type: type[Config]) -> str:
     ]
     for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
         lines.append("")
-        lines.extend(f"# {line}" for line in _wrapped(each.metadata["doc"] + _bounds(each)))
+        lines.extend(f"# {line}" for line in _wrap_text(each.metadata["doc"] + _bounds(each)))
         example: str = each.metadata["example"]
         mark = "" if example else "# "
         default: Any = each.default
-        lines.append(f"{mark}{each.name} = {literal(each.name, example or default)}")
+        lines.append(f"{mark}{each.name} = {toml_literal(each.name, example or default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -257,7 +261,7 @@ def _bounds(each: Any) -> str:  # noqa: ANN401 - a `Field` of any type
     return "" if minimum is None else f" [{minimum:_}..{maximum:_}]"
 
 
-def _wrapped(text: str, width: int = 96) -> list[str]:
+def _wrap_text(text: str, width: int = 96) -> list[str]:
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
@@ -266,7 +270,7 @@ def _wrapped(text: str, width: int = 96) -> list[str]:
     return lines
 
 
-def literal(name: str, value: Value) -> str:
+def toml_literal(name: str, value: Value) -> str:
     """Return a value as TOML.
 
     Raises:

@@ -191,7 +191,7 @@ class _EncryptionCall:
         self._head = encoded_key_id + salt
         self._associated = encoded_key_id
         self._partition = partition
-        self._aead = key.derived(salt)
+        self._aead = key.derive_key(salt)
         self._rows = 0
 
     def encrypt(self, data: bytes, header: int) -> bytes:
@@ -226,7 +226,7 @@ class _DecryptionCall:
                 f"the encrypted payload is damaged: expected at least {expected} bytes, "
                 f"found {len(data)}",
             )
-        found = self._head(data[:head_bytes])
+        found = self._cipher_for(data[:head_bytes])
         if isinstance(found, str):
             return DecryptedPayload(None, found)
         row_end = head_bytes + _ROW.size
@@ -237,13 +237,13 @@ class _DecryptionCall:
         except self._invalid_tag:
             return DecryptedPayload(None, found.mismatch)
 
-    def _head(self, head: bytes) -> "_CallCipher | str":
+    def _cipher_for(self, head: bytes) -> "_CallCipher | str":
         found = self._heads.get(head)
         if found is None:
-            found = self._heads[head] = self._found(head)
+            found = self._heads[head] = self._derive_cipher(head)
         return found
 
-    def _found(self, head: bytes) -> "_CallCipher | str":
+    def _derive_cipher(self, head: bytes) -> "_CallCipher | str":
         """Return the derived key of the envelopes with a head, or the reason why there is none."""
         encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
         key_id = _key_id_of(encoded_key_id)
@@ -256,7 +256,7 @@ class _DecryptionCall:
             f"the payload cannot be decrypted with key {key_id!r}: the payload was changed "
             "or copied from another transaction, or the key was replaced"
         )
-        return _CallCipher(key.derived(salt), encoded_key_id, mismatch)
+        return _CallCipher(key.derive_key(salt), encoded_key_id, mismatch)
 
 
 class _CallCipher(NamedTuple):

@@ -44,7 +44,7 @@ class Key:
         self._secret = secret
         self._derived: OrderedDict[bytes, AESGCM] = OrderedDict()
 
-    def derived(self, salt: bytes) -> "AESGCM":
+    def derive_key(self, salt: bytes) -> "AESGCM":
         """Return the AES-256-GCM key for a salt: HKDF-SHA-256 (RFC 5869) of key and salt."""
         found = self._derived.get(salt)
         if found is None:
@@ -60,7 +60,7 @@ class Key:
         return found
 
 
-class _Cached(NamedTuple):
+class _CachedKey(NamedTuple):
     key: Key | None
     until_s: float
 
@@ -81,7 +81,7 @@ class KeyCache:
         self._provider = provider
         self._clock = clock
         # NB: no lock, which a fork could copy in a locked state: each access is one operation.
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+        self._cached: OrderedDict[str, _CachedKey] = OrderedDict()
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
@@ -91,7 +91,7 @@ class KeyCache:
 
     def is_cached(self, key_id: str) -> bool:
         """Whether `find` returns without a call of the provider, which may block."""
-        return self._fresh(key_id) is not None
+        return self._cached_key(key_id) is not None
 
     def find(self, key_id: str) -> Key | None:
         """Return the key with a valid ID, None if there is none.
@@ -101,11 +101,11 @@ class KeyCache:
             Unavailable: the directory cannot be read.
             The errors of a provider that the application has written.
         """
-        found = self._fresh(key_id)
+        found = self._cached_key(key_id)
         if found is None:
             secret = self._provider(key_id)
-            key = None if secret is None else Key(_checked(secret, key_id, self.name))
-            found = _Cached(key, self._clock() + KEY_SECONDS)
+            key = None if secret is None else Key(_check_secret(secret, key_id, self.name))
+            found = _CachedKey(key, self._clock() + KEY_SECONDS)
             self._cached[key_id] = found
             self._cached.move_to_end(key_id)
             if len(self._cached) > KEYS_MAX:
@@ -113,12 +113,12 @@ class KeyCache:
                     self._cached.popitem(last=False)
         return found.key
 
-    def _fresh(self, key_id: str) -> _Cached | None:
+    def _cached_key(self, key_id: str) -> _CachedKey | None:
         found = self._cached.get(key_id)
         return found if found is not None and self._clock() < found.until_s else None
 
 
-def _checked(secret: object, key_id: str, name: str) -> bytes:
+def _check_secret(secret: object, key_id: str, name: str) -> bytes:
     # NB: an error must not contain the key.
     if not isinstance(secret, bytes):
         raise errors.BadConfig(

@@ -40,9 +40,9 @@ from waltz_core.wire.messages import (
     MountRequest,
     MountResponse,
     MountState,
-    Reason,
     RemovePreferredRequest,
     RemovePreferredResponse,
+    RowOutcomeCode,
     TransactionDataRequest,
     TransactionDataResponse,
 )
@@ -59,7 +59,13 @@ _NOT_HERE: Final = "partition not ready"
 
 # A row rejected with one of these is not in the log, and its client must mount again.
 _ENDS_MOUNT: Final = frozenset(
-    (Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE)
+    (
+        RowOutcomeCode.LOST,
+        RowOutcomeCode.AHEAD,
+        RowOutcomeCode.NOT_MOUNTED,
+        RowOutcomeCode.GENERATION,
+        RowOutcomeCode.NO_SPACE,
+    )
 )
 # Errors of a mount or a feed after which 0.13 closes the connection, or that it cannot use.
 _ENDS_CONNECTION: Final = frozenset(
@@ -172,14 +178,14 @@ class LegacyClientAdapter:
         self, message: ClientMessage, request: ClientMessage | None, now_s: float
     ) -> LegacyResponse | None:
         """Translate the answer to a request."""
-        answer = self._translated(message, request)
+        answer = self._translate(message, request)
         if isinstance(answer, MountResponse | MountOutcome):
             partition_id = answer.req_id.partition_id
             if partition_id not in self._mounts and not _is_of_no_partition(message):
                 self._ended_s[partition_id] = now_s
         return answer
 
-    def _translated(
+    def _translate(
         self, message: ClientMessage, request: ClientMessage | None
     ) -> LegacyResponse | None:
         match message:
@@ -192,22 +198,22 @@ class LegacyClientAdapter:
             case TransactionDataResponse(result=(None, _)):
                 return _data_not_found(message)
             case ErrorResponse():
-                return self._rejected(request, message)
+                return self._translate_error(request, message)
             case _:
                 return message
 
     def _append_ended(self, message: AppendResult) -> LegacyResponse | None:
         """Report the outcome of an append; only the feed reports committed ones."""
-        req_id, reason = message.req_id, Reason(message.reasons[0])
+        req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
-        if reason is Reason.LOCK:
+        if reason is RowOutcomeCode.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
             # The client waits until its mark reaches this ID, so it must be a committed one.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _ENDS_MOUNT:
             return self._mount_ended(req_id.partition_id)
-        if reason is Reason.TOO_LARGE:
+        if reason is RowOutcomeCode.TOO_LARGE:
             return InexpressibleError(
                 f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
             )
@@ -241,7 +247,7 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # rejections
 
-    def _rejected(
+    def _translate_error(
         self, request: ClientMessage | None, error: ErrorResponse
     ) -> LegacyResponse | None:
         """Translate an error, depending on the request."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from waltz_core.legacy.legacy_server_rows import LegacyRow, SubmissionRows
 from waltz_core.records.record import ReqId, TransactionId
-from waltz_core.wire.messages import AppendRequest, Reason
+from waltz_core.wire.messages import AppendRequest, RowOutcomeCode
 
 # Rule 7: twice the size of a 0.13 server's batch for its storages.
 IN_FLIGHT_MAX: Final = 200
@@ -66,11 +66,11 @@ class LegacyAppends:
         row = self.in_flight.get(req_id)
         if row is None:
             return []
-        ended = self.end_up_to(row.number - 1, Reason.LOST)
+        ended = self.end_up_to(row.number - 1, RowOutcomeCode.LOST)
         del self.in_flight[req_id]
         return [*ended, row.submission] if row.committed(transaction_id) else ended
 
-    def lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
+    def row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
         """The server has rejected a row because of transaction `estimate`, or an earlier one."""
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
@@ -89,11 +89,11 @@ class LegacyAppends:
                 self._rejected.append(row)
                 continue
             del self.in_flight[row.request.req_id]
-            if row.rejected(Reason.LOCK):
+            if row.rejected(RowOutcomeCode.LOCK):
                 ended.append(row.submission)
         return ended
 
-    def end_up_to(self, number: int, reason: Reason) -> list[SubmissionRows]:
+    def end_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
         """End all rows up to the one that was sent as `number`: they are not in the log."""
         ended = []
         while self.in_flight:

@@ -65,7 +65,9 @@ class LegacyServerLink:
                 return self._receive(event.messages, now_ms)
             case OwnershipProven():
                 partition = self._partitions[event.partition_id]
-                effects = partition.proven(event.number, is_owner=event.is_owner, now_ms=now_ms)
+                effects = partition.ownership_proven(
+                    event.number, is_owner=event.is_owner, now_ms=now_ms
+                )
                 self._note(partition)
                 return effects
             case Wakeup():

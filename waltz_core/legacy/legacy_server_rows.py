@@ -30,7 +30,7 @@ from waltz_core.wire.messages import (
     FeedBatch,
     FeedData,
     MountWriter,
-    Reason,
+    RowOutcomeCode,
 )
 
 _FEED_HEADER: Final = struct.Struct(">16si")
@@ -85,19 +85,19 @@ class LegacyRow:
     def committed(self, transaction_id: TransactionId) -> bool:
         """Note that it is in the log; return True when its submission can be answered."""
         self.submission.ids[self.position] = transaction_id
-        return self._ended(Reason.COMMITTED)
+        return self._mark_ended(RowOutcomeCode.COMMITTED)
 
-    def rejected(self, reason: Reason) -> bool:
+    def rejected(self, reason: RowOutcomeCode) -> bool:
         """Note that it will never be in the log; return True when its submission can be answered.
 
         A rejection by a lock is reported as that, whatever other reason would have ended it.
         """
         if self.estimate is None:
-            return self._ended(reason)
+            return self._mark_ended(reason)
         self.submission.conflicting[self.position] = self.estimate
-        return self._ended(Reason.LOCK)
+        return self._mark_ended(RowOutcomeCode.LOCK)
 
-    def _ended(self, reason: Reason) -> bool:
+    def _mark_ended(self, reason: RowOutcomeCode) -> bool:
         self.submission.reasons[self.position] = reason
         self.submission.open_count -= 1
         return self.submission.open_count == 0

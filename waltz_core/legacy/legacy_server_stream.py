@@ -8,7 +8,7 @@ Rules (1 to 3 and 7: `legacy_server_appends.py`):
     4. That other rows are not in the log is inferred from a mark of the server that the feed has
        reached: that of a flush, or of a mount and a flush. A server that has lost the partition
        without knowing it may name an old mark. So ZooKeeper is read afterwards, and the inference
-       holds only if the server is still the owner (`Prove`).
+       holds only if the server is still the owner (`ProveOwnership`).
     5. All mounts of one connection have one connection sequence, that of its first: the server
        keeps that one as long as the connection lasts. A mount without an answer was dropped, and
        all others of this connection would be: the connection is closed.
@@ -37,7 +37,13 @@ from waltz_core.records.record import (
 )
 from waltz_core.values import value
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, ClientMessage, MountState, RangeForm, Reason
+from waltz_core.wire.messages import (
+    LATEST_MARK,
+    ClientMessage,
+    MountState,
+    RangeForm,
+    RowOutcomeCode,
+)
 
 VERSION_MAX: Final = 4  # of the client protocol at 0.13
 # The 0.13 client, too, requests a flush after this time without an outcome.
@@ -52,21 +58,21 @@ IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
 
 
 @value(frozen=True, slots=True)
-class ToServer:
+class SendToServer:
     """Send these to the server."""
 
     messages: list[ClientMessage]
 
 
 @value(frozen=True, slots=True)
-class ToStream:
+class SendToStream:
     """Pass this message to the partition's stream."""
 
     message: ClientMessage
 
 
 @value(frozen=True, slots=True)
-class Prove:
+class ProveOwnership:
     """Read the partition's owner from ZooKeeper; answer by `proven`, with the same number."""
 
     partition_id: PartitionId
@@ -80,7 +86,7 @@ class CloseLink:
     reason: str
 
 
-Effect: TypeAlias = ToServer | ToStream | Prove | CloseLink
+Effect: TypeAlias = SendToServer | SendToStream | ProveOwnership | CloseLink
 
 
 class _Phase(Enum):
@@ -127,7 +133,7 @@ class LegacyServerPartition:
         self._known = BEFORE_FIRST  # the server's mark in its last answer
         self._flush_mark: TransactionId | None = None  # of the mount's flush
         self._proof = 0
-        # The continuations of `Prove`, by its number (rule 4).
+        # The continuations of `ProveOwnership`, by its number (rule 4).
         self._proofs: dict[int, Callable[[bool], None]] = {}
         self._is_suspended = False  # the server has sent what was requested
         self._is_granted = False  # the stream has requested more
@@ -182,7 +188,7 @@ class LegacyServerPartition:
                 raise errors.LocalProtocolError(
                     f"{name}: the protocol of Waltz 0.13 has no such request"
                 )
-        return self._taken()
+        return self._take_effects()
 
     def receive(
         self, received: Iterable[ClientMessage], connection_sequence: int, now_ms: int
@@ -191,32 +197,32 @@ class LegacyServerPartition:
         for message in received:
             match message:
                 case messages.FeedData():
-                    self._fed(message)
+                    self._feed_received(message)
                 case messages.LockFailure():
                     estimate = TransactionId(message.transaction_id)
-                    self._appends.lock_failed(message.req_id, estimate)
+                    self._appends.row_lock_failed(message.req_id, estimate)
                 case messages.FeedSuspended():
-                    self._suspended(message.req_id)
+                    self._feed_suspended(message.req_id)
                 case messages.MountResponse():
                     self._mount_answered(message)
                 case messages.FlushResponse():
-                    self._flushed(message, now_ms)
+                    self._flush_answered(message, now_ms)
                 case messages.HighWaterMarkResponse():
                     self._mark_answered(message, connection_sequence)
                 case _:
                     pass  # a late answer that does not matter any more
         self._conclude()
         self._send_waiting(now_ms)
-        return self._taken()
+        return self._take_effects()
 
-    def proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
+    def ownership_proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
         """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
         then = self._proofs.pop(number, None)
         if then is not None:
             self._flushed_ms = now_ms
             then(is_owner)
             self._send_waiting(now_ms)
-        return self._taken()
+        return self._take_effects()
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Request the mark again, or a flush if a row was in flight for too long."""
@@ -227,7 +233,7 @@ class LegacyServerPartition:
             req_id = self._appends.newest
             self._flush = _Flush(req_id, self._appends.sent_count)
             self._to_server(messages.FlushRequest(req_id))
-        return self._taken()
+        return self._take_effects()
 
     # --- the mount
 
@@ -293,7 +299,7 @@ class LegacyServerPartition:
         if message.req_id != self._feed_id:
             return
         if self._phase is _Phase.READING:
-            self._read(is_ready=message.state == MountState.READY)
+            self._finish_read_back(is_ready=message.state == MountState.READY)
         elif self._phase is not _Phase.MOUNTING:
             return
         elif message.state == MountState.READY:
@@ -334,7 +340,7 @@ class LegacyServerPartition:
         self._phase = _Phase.READING
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
-    def _read(self, *, is_ready: bool) -> None:
+    def _finish_read_back(self, *, is_ready: bool) -> None:
         """Answer the stream: the server has sent the whole log once more."""
         reading, self._reading = self._reading, None
         assert reading is not None
@@ -364,7 +370,7 @@ class LegacyServerPartition:
 
     # --- the feed
 
-    def _fed(self, message: messages.FeedData) -> None:
+    def _feed_received(self, message: messages.FeedData) -> None:
         transaction_id = TransactionId(message.transaction_id)
         reading = self._reading
         if reading is not None and transaction_id == reading.next <= reading.request.last:
@@ -379,7 +385,7 @@ class LegacyServerPartition:
             self._run.add(message)
         self._answer(self._appends.committed(message.req_id, transaction_id))
 
-    def _suspended(self, req_id: ReqId) -> None:
+    def _feed_suspended(self, req_id: ReqId) -> None:
         if req_id != self._feed_id:
             return
         self._is_suspended = True
@@ -422,7 +428,7 @@ class LegacyServerPartition:
         if appends.in_flight:
             self._request_feed()
 
-    def _flushed(self, message: messages.FlushResponse, now_ms: int) -> None:
+    def _flush_answered(self, message: messages.FlushResponse, now_ms: int) -> None:
         mark = TransactionId(message.high_water_mark)
         if self._phase is _Phase.FLUSHING and message.req_id == self._feed_id:
             if mark < BEFORE_FIRST:
@@ -441,14 +447,14 @@ class LegacyServerPartition:
         assert flush is not None
         if is_owner:
             # Dropped, or lost with a store session: a new mount shows whether it may write.
-            self._answer(self._appends.end_up_to(flush.number, Reason.NOT_MOUNTED))
+            self._answer(self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED))
 
     def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._ahead = self._ahead, None
         assert row is not None
         # A server that has lost the partition knows a lower mark, one without a session none.
         is_known = is_owner and mark >= BEFORE_FIRST
-        if row.rejected(Reason.AHEAD if is_known else Reason.NOT_MOUNTED):
+        if row.rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
             self._answer([row.submission])
 
     def _conclude(self) -> None:
@@ -465,7 +471,7 @@ class LegacyServerPartition:
     def _prove(self, then: Callable[[bool], None]) -> None:
         self._proof += 1
         self._proofs[self._proof] = then
-        self._out.append(Prove(self._partition_id, self._proof))
+        self._out.append(ProveOwnership(self._partition_id, self._proof))
 
     def _answer(self, submissions: Iterable[SubmissionRows]) -> None:
         for each in submissions:
@@ -477,22 +483,22 @@ class LegacyServerPartition:
 
     def _to_server(self, message: ClientMessage) -> None:
         last = self._out[-1] if self._out else None
-        if isinstance(last, ToServer):  # sent with one system call
+        if isinstance(last, SendToServer):  # sent with one system call
             last.messages.append(message)
         else:
-            self._out.append(ToServer([message]))
+            self._out.append(SendToServer([message]))
 
     def _to_stream(self, message: ClientMessage) -> None:
         """Pass it to the stream, after everything that was fed before it."""
         self._end_run()
-        self._out.append(ToStream(message))
+        self._out.append(SendToStream(message))
 
     def _end_run(self) -> None:
         batch = None if self._run is None else self._run.take()
         if batch is not None:
-            self._out.append(ToStream(batch))
+            self._out.append(SendToStream(batch))
 
-    def _taken(self) -> list[Effect]:
+    def _take_effects(self) -> list[Effect]:
         self._end_run()
         taken, self._out = self._out, []
         return taken

@@ -209,14 +209,14 @@ class LocalCluster:
     @property
     def connect(self) -> str:
         """Return the connect string, for Spark's ``load`` and every client."""
-        state = self._loaded()
+        state = self._load_state()
         hosts = [f"{state.host}:{member.port}" for member in self.zookeepers]
         return str(ConnectString(tuple(hosts), state.root, state.auth_file, state.tls))
 
     @property
     def host(self) -> str:
         """Return the address at which all members listen."""
-        return self._loaded().host
+        return self._load_state().host
 
     @property
     def zookeepers(self) -> list[Member]:
@@ -226,16 +226,16 @@ class LocalCluster:
     @property
     def members(self) -> list[Member]:
         """Return all members, ZooKeeper first."""
-        return self._loaded().members
+        return self._load_state().members
 
     @property
     def partition_count(self) -> int:
-        return self._loaded().partition_count
+        return self._load_state().partition_count
 
     @property
     def port_base(self) -> int:
         """Return the port base that the cluster was made with, 0 for none."""
-        return self._loaded().port_base
+        return self._load_state().port_base
 
     def member(self, name: str) -> Member:
         """Return a member by name.
@@ -243,10 +243,10 @@ class LocalCluster:
         Raises:
             BadConfig: there is no such member.
         """
-        for found in self._loaded().members:
+        for found in self._load_state().members:
             if found.name == name:
                 return found
-        names = ", ".join(member.name for member in self._loaded().members)
+        names = ", ".join(member.name for member in self._load_state().members)
         raise BadConfig(f"this cluster has no process {name!r}; its processes are {names}")
 
     def log_path(self, name: str) -> Path:
@@ -271,7 +271,7 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_s
         try:
             self._prepare(deadline, show_line)
-            with self._exclusive():
+            with self._lock_directory():
                 started = [each for each in self.members if each.process() is None]
                 for member in self.members:
                     self.start(member.name)
@@ -294,7 +294,7 @@ class LocalCluster:
 
     def _prepare(self, deadline: float, show_line: ShowLine = _ignore_line) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with self._exclusive():
+        with self._lock_directory():
             self._load_or_create()
             self._keep_archive()
             for member in self.members:  # before other members' configurations name the ports
@@ -308,7 +308,7 @@ class LocalCluster:
 
         `waltz-core cluster add-storage` adds it to the cluster.
         """
-        state = self._loaded()
+        state = self._load_state()
         number = sum(each.kind == "storage" for each in state.members) + 1
         made = Member(f"storage-{number}", *[self._choose_port(state.ports) for _ in range(3)])
         self._release_ports()
@@ -345,9 +345,9 @@ class LocalCluster:
         With `keep_zookeeper` ZooKeeper keeps running, so that its nodes can be changed.
         """
         ended: list[str] = []
-        self._loaded()
+        self._load_state()
         self._release_ports()
-        with self._exclusive():
+        with self._lock_directory():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [m for m in self.members if m.kind == kind and m.process() is not None]
                 for member in running:
@@ -396,7 +396,7 @@ class LocalCluster:
     # -- the directory ----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _lock_directory(self) -> Iterator[None]:
         with (self.directory / "lock").open("w") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -406,7 +406,7 @@ class LocalCluster:
                 ) from None
             yield
 
-    def _loaded(self) -> SavedState:
+    def _load_state(self) -> SavedState:
         if self._state is None:
             path = self.directory / STATE_FILE
             try:
@@ -428,13 +428,13 @@ class LocalCluster:
 
     def _load_or_create(self) -> None:
         if self.exists():
-            self._loaded()
+            self._load_state()
             return
         zookeepers, storages, servers, partitions = self._counts
         numbers = itertools.count(self._port_base)
 
         def port(usual: int | None) -> int:
-            return self._named(next(numbers)) if self._port_base else self._usual(usual)
+            return self._next_port(next(numbers)) if self._port_base else self._default_port(usual)
 
         members = [Member("zookeeper", port(USUAL_ZOOKEEPER_PORT))]
         if zookeepers > 1:
@@ -464,7 +464,7 @@ class LocalCluster:
 
     def _keep_archive(self) -> None:
         """Keep the archive for later starts; raises BadConfig if that cannot be done now."""
-        state, url = self._loaded(), self._archive_url
+        state, url = self._load_state(), self._archive_url
         if url in ("", state.archive_url):
             return
         if state.archive_url:
@@ -482,9 +482,9 @@ class LocalCluster:
         state.archive_url = url
         self._save()
 
-    def _named(self, port: int) -> int:
+    def _next_port(self, port: int) -> int:
         """Return the next port of the port base, and hold it."""
-        held = ports.hold(port, self._host)
+        held = ports.hold_port(port, self._host)
         if held is not None:
             self._held.append(held)
         elif not ports.is_free(port, self._host):  # otherwise old connections linger there
@@ -494,10 +494,10 @@ class LocalCluster:
             )
         return port
 
-    def _usual(self, usual: int | None) -> int:
+    def _default_port(self, usual: int | None) -> int:
         """Return the usual port if it is free, otherwise another one, and hold it."""
         if self._usual_ports and usual is not None:
-            held = ports.hold(usual, self._host)
+            held = ports.hold_port(usual, self._host)
             if held is not None:
                 self._held.append(held)
                 return usual
@@ -506,7 +506,7 @@ class LocalCluster:
     def _choose_port(self, taken: set[int]) -> int:
         """Return a free port that no member has, and hold it."""
         host = self._host if self._state is None else self._state.host
-        port, held = ports.choose(taken, host)
+        port, held = ports.choose_port(taken, host)
         self._held.append(held)
         return port
 
@@ -516,7 +516,7 @@ class LocalCluster:
             self._held.pop().close()
 
     def _save(self) -> None:
-        state = self._loaded()
+        state = self._load_state()
         path = self.directory / STATE_FILE
         draft = path.with_suffix(".tmp")
         body = {"version": STATE_VERSION, **asdict(state)}
@@ -527,10 +527,10 @@ class LocalCluster:
         """Replace the taken ports of a member that does not run (rule 3)."""
         if member.process() is not None:
             return
-        state = self._loaded()
+        state = self._load_state()
         for name in PORTS:
             port: int = getattr(member, name)
-            if not port or ports.becomes_free(port, state.host):
+            if not port or ports.wait_until_free(port, state.host):
                 continue
             if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(
@@ -542,12 +542,12 @@ class LocalCluster:
 
     def _fixed_port_reason(self, member: Member, name: str) -> str:
         """Return why a port of a member cannot be replaced; empty if it can."""
-        if base := self._loaded().port_base:
+        if base := self._load_state().port_base:
             return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
             return "the other ZooKeeper servers are configured with that port" if is_known else ""
-        if member.kind == "storage" and name != "http_port" and self._created.exists():
+        if member.kind == "storage" and name != "http_port" and self._created_file.exists():
             return "the address of a storage is its identity"
         return ""
 
@@ -563,7 +563,7 @@ class LocalCluster:
         where.write_text(text, encoding="utf-8")
 
     def _zookeeper_config(self, member: Member) -> str:
-        nodes, host = self.zookeepers, self._loaded().host
+        nodes, host = self.zookeepers, self._load_state().host
         data = self.directory / member.name
         if len(nodes) == 1:
             return zookeeper_config(data, member.port, host=host)
@@ -574,25 +574,25 @@ class LocalCluster:
     def _values(self, member: Member) -> dict[str, object]:
         values: dict[str, object] = {
             "connect": self.connect,
-            "listen_host": self._loaded().host,
+            "listen_host": self._load_state().host,
             "port": member.port,
-            "advertised_host": self._loaded().host,
-            "http_host": self._loaded().host,
+            "advertised_host": self._load_state().host,
+            "http_host": self._load_state().host,
             "http_port": member.http_port,
-            "insecure_network": not is_loopback(self._loaded().host),
+            "insecure_network": not is_loopback(self._load_state().host),
         }
         if member.kind == "storage":
             values["directory"] = str(self.directory / member.name)
             values["admin_port"] = member.admin_port
             values["reserve_bytes"] = 4 * 1024 * 1024
-        if self._loaded().archive_url:
+        if self._load_state().archive_url:
             values |= self._archive_values(member)
         values.update(self._settings.get(member.kind, {}))
         return values
 
     def _archive_values(self, member: Member) -> dict[str, object]:
         if member.kind == "storage":
-            url, age_ms = self._loaded().archive_url, ARCHIVE_AGE_MS
+            url, age_ms = self._load_state().archive_url, ARCHIVE_AGE_MS
             return {"archive_url": url, "archive_age_ms": age_ms}
         return {"archive_interval_ms": ARCHIVE_INTERVAL_MS}
 
@@ -612,18 +612,18 @@ class LocalCluster:
         )
 
     @property
-    def _created(self) -> Path:
+    def _created_file(self) -> Path:
         """The file that exists once ZooKeeper has the cluster."""
         return self.directory / "created"
 
     def _create_cluster(self, deadline: float, show_line: ShowLine) -> None:
-        if self._created.exists():
+        if self._created_file.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
         assert storages, "a cluster has storages"
         command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
-        command += ["--name", "local", "--partitions", str(self._loaded().partition_count)]
-        host = self._loaded().host
+        command += ["--name", "local", "--partitions", str(self._load_state().partition_count)]
+        host = self._load_state().host
         command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
         left = max(1.0, deadline - time.monotonic())
         command += ["--if-absent", "--timeout-s", f"{left:.1f}"]
@@ -638,7 +638,7 @@ class LocalCluster:
                 f"the local cluster could not be created: {output.strip()}\n"
                 f"{self._tail(self.zookeepers[0].name)}"
             )
-        self._created.touch()
+        self._created_file.touch()
 
     def _await_creation(
         self, creating: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
@@ -728,7 +728,7 @@ class LocalCluster:
         from waltz_core.cluster.zookeeper import zookeeper_session  # noqa: PLC0415 - costs start-up time
 
         async def read() -> "ServersView":
-            async with zookeeper_session.connected(place) as coordinator:
+            async with zookeeper_session.open_session(place) as coordinator:
                 return await coordinator.read_servers()
 
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop

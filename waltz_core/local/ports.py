@@ -3,7 +3,7 @@
 A cluster draws all its ports before any daemon listens, and keeps them while daemons start and end.
 
 A port is held by a socket that is bound to it and does not listen. No other program can bind to it
-like `hold`; a daemon can listen at it, because both sockets then have SO_REUSEADDR (Linux).
+like `hold_port`; a daemon can listen at it, because both sockets then have SO_REUSEADDR (Linux).
 """
 
 import random
@@ -30,7 +30,7 @@ def is_free(port: int, host: str) -> bool:
     return True
 
 
-def becomes_free(port: int, host: str) -> bool:
+def wait_until_free(port: int, host: str) -> bool:
     """Return whether a port is free, at once or soon: a killed process holds it for a moment."""
     deadline = time.monotonic() + FREE_WITHIN_S
     while not is_free(port, host):
@@ -40,7 +40,7 @@ def becomes_free(port: int, host: str) -> bool:
     return True
 
 
-def hold(port: int, host: str) -> socket.socket | None:
+def hold_port(port: int, host: str) -> socket.socket | None:
     """Return a socket that holds a port, or None if another program has it.
 
     A held port is still free for a daemon (`is_free`). On other systems than Linux the socket is
@@ -58,7 +58,7 @@ def hold(port: int, host: str) -> socket.socket | None:
     return held
 
 
-def choose(taken: set[int], host: str) -> tuple[int, socket.socket]:
+def choose_port(taken: set[int], host: str) -> tuple[int, socket.socket]:
     """Return a free port that is none of these, and the socket that holds it.
 
     Raises Unreachable if none is found.
@@ -66,7 +66,7 @@ def choose(taken: set[int], host: str) -> tuple[int, socket.socket]:
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST, LAST)
-        held = None if port in taken else hold(port, host)
+        held = None if port in taken else hold_port(port, host)
         if held is not None:
             return port, held
     raise Unreachable(f"there is no free port between {FIRST} and {LAST} on {host}")

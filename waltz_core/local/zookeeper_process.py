@@ -151,7 +151,7 @@ def check_port(config: Path) -> None:
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
-    if port.isdecimal() and not ports.becomes_free(int(port), host):
+    if port.isdecimal() and not ports.wait_until_free(int(port), host):
         raise BadConfig(f"{config}: another program uses port {port} of ZooKeeper")
 
 

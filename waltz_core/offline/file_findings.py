@@ -60,14 +60,14 @@ class FileFindings:
         self._findings = findings
         self._path = path
 
-    def wrong(self, offset: int | None, what: str) -> None:
+    def add_error(self, offset: int | None, what: str) -> None:
         """Add an error."""
         self._findings.add(self._path, offset, what, is_wrong=True)
 
-    def note(self, offset: int | None, what: str) -> None:
+    def add_note(self, offset: int | None, what: str) -> None:
         """Add a note."""
         self._findings.add(self._path, offset, what, is_wrong=False)
 
-    def found(self, offset: int | None, what: str, *, is_wrong: bool) -> None:
+    def add_finding(self, offset: int | None, what: str, *, is_wrong: bool) -> None:
         """Add an error or a note."""
         self._findings.add(self._path, offset, what, is_wrong=is_wrong)

@@ -146,7 +146,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
         raise BadRequest(f"{path}: expected a segment or a directory, found nothing")
     directories = [path]
     if is_storage(path) or not first_ids_in(path):
-        directories = [path / str(number) for number in chosen(path, partitions)]
+        directories = [path / str(number) for number in chosen_partitions(path, partitions)]
     found = [
         segment_path(directory, first, SEGMENT_SUFFIX)
         for directory in directories
@@ -157,7 +157,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     return found
 
 
-def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
+def chosen_partitions(directory: Path, partitions: list[int] | None) -> list[int]:
     """Return the partitions of a storage directory, or the chosen ones, which must exist."""
     here = partitions_in(directory)
     missing = [number for number in partitions or [] if number not in here]

@@ -30,13 +30,13 @@ from waltz_core.offline.layout import (
     OFFSET_BYTES,
     file_header,
 )
-from waltz_core.offline.records import Gap, walk
+from waltz_core.offline.records import Gap, walk_records
 from waltz_core.storage.disk.file_system import TEMPORARY_SUFFIX, Disk, File
 
 I64 = npt.NDArray[np.int64]
 
 
-class Repaired(NamedTuple):
+class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
     `entries` are those of the new index, `wrong` the places at which the old one differs, including
@@ -55,7 +55,7 @@ class Repaired(NamedTuple):
         return self.wrong == 0
 
 
-def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
+def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResult:
     """Rebuild the index of a `.seg` file, durably; with `dry_run` only report what would be done.
 
     Raises:
@@ -67,7 +67,7 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
     with ExitStack() as opened:
         file = disk.open(segment)
         opened.callback(file.close)
-        header = _good_header(file, segment, first)
+        header = _valid_header(file, segment, first)
         old = _OldIndex()
         if disk.exists(path):
             old_file = disk.open(path)
@@ -124,7 +124,7 @@ class _OldIndex:
         return np.frombuffer(data, dtype=">i8").astype(np.int64)
 
 
-def _good_header(file: File, path: Path, first: int) -> bytes:
+def _valid_header(file: File, path: Path, first: int) -> bytes:
     data = file.pread(FILE_HEADER_BYTES, 0)
     header = file_header(data)
     wrong = list(header.wrong)
@@ -147,7 +147,7 @@ class _IndexPart(NamedTuple):
 
 def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
     """Return the entries of the new index, part by part."""
-    for part in walk(file, first):
+    for part in walk_records(file, first):
         position = part.first - first
         if not isinstance(part, Gap):
             yield _IndexPart(
@@ -173,7 +173,9 @@ def _is_plausible(entries: I64, gap: Gap) -> bool:
     )
 
 
-def _compare(path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIndex) -> Repaired:
+def _compare(
+    path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIndex
+) -> IndexRepairResult:
     count = wrong = kept = 0
     for part in parts:
         size = int(part.offsets.size)
@@ -182,12 +184,12 @@ def _compare(path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIn
         there = old.read(part.position, size)
         wrong += int((there != part.offsets[: there.size]).sum()) + size - int(there.size)
     if not old.exists:
-        return Repaired(path, count, None, max(1, wrong), kept)
+        return IndexRepairResult(path, count, None, max(1, wrong), kept)
     wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
     # Except for the creation time, which differs in the two files of Waltz 0.13.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
         wrong += 1
-    return Repaired(path, count, old.count, wrong, kept)
+    return IndexRepairResult(path, count, old.count, wrong, kept)
 
 
 def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPart]) -> None:

@@ -48,7 +48,7 @@ RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable one
 _DAMAGED_MAX: Final = 19
 
 
-def _filled(data: Bytes, size: int) -> tuple[bytes, list[str]]:
+def _fit_to_size(data: Bytes, size: int) -> tuple[bytes, list[str]]:
     """Return exactly `size` bytes, and the error if there were more or fewer (rule 2)."""
     wrong = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
     return bytes(data[:size]).ljust(size, b"\0"), wrong
@@ -114,7 +114,7 @@ class ControlEntry(NamedTuple):
 
 def control_header(data: Bytes) -> ControlFileHeader:
     """Decode 128 bytes."""
-    body, wrong = _filled(data, CONTROL_HEADER_BYTES)
+    body, wrong = _fit_to_size(data, CONTROL_HEADER_BYTES)
     version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
     _expect(wrong, "version", 0, version)
     _expect_zero(wrong, reserved, 32)
@@ -125,7 +125,7 @@ def control_header(data: Bytes) -> ControlFileHeader:
 
 def control_entry(data: Bytes, position: int) -> ControlEntry:
     """Decode the 76 bytes of the partition at this position."""
-    body, wrong = _filled(data, CONTROL_ENTRY_BYTES)
+    body, wrong = _fit_to_size(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(wrong, "partition", position, number)
     infos = _info(body[4:40]), _info(body[40:76])
@@ -156,7 +156,7 @@ def _info(data: bytes) -> ControlInfo:
 
 def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
     """Decode `waltz-x.id`: the ID, and what is wrong."""
-    body, wrong = _filled(data, ID_BYTES)
+    body, wrong = _fit_to_size(data, ID_BYTES)
     version, uuid, stated = struct.unpack(">i16sI", body)
     _expect_crc(wrong, body[:-4], stated)
     _expect(wrong, "version", 0, version)
@@ -201,14 +201,14 @@ class ControlSlot(NamedTuple):
         """Whether the log is not trusted."""
         return bool(self.flags & SUSPECT)
 
-    def lists(self, first: int, last: int) -> bool:
+    def lists_as_damaged(self, first: int, last: int) -> bool:
         """Whether all of these IDs are listed as damaged."""
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
 def control_slot(data: Bytes, position: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
-    body, wrong = _filled(data, SLOT_BYTES)
+    body, wrong = _fit_to_size(data, SLOT_BYTES)
     _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
     version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
     sequence, old_sequence = struct.unpack_from(">qq", body, 16)
@@ -325,7 +325,7 @@ class BatchEntry(NamedTuple):
 
 def file_header(data: Bytes) -> FileHeader:
     """Decode 128 bytes."""
-    body, wrong = _filled(data, FILE_HEADER_BYTES)
+    body, wrong = _fit_to_size(data, FILE_HEADER_BYTES)
     version, created_ms, key, partition, first, reserved = struct.unpack(">iq16siq88s", body)
     _expect(wrong, "version", 0, version)
     _expect_zero(wrong, reserved, 40)
@@ -334,7 +334,7 @@ def file_header(data: Bytes) -> FileHeader:
 
 def chain_header(data: Bytes) -> ChainHeader:
     """Decode 64 bytes."""
-    body, wrong = _filled(data, CHAIN_HEADER_BYTES)
+    body, wrong = _fit_to_size(data, CHAIN_HEADER_BYTES)
     version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
         ">iq16siq16s4sI", body
     )
@@ -348,7 +348,7 @@ def chain_header(data: Bytes) -> ChainHeader:
 
 def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     """Decode the 64 bytes of the entry at a position in its file."""
-    body, wrong = _filled(data, BATCH_BYTES)
+    body, wrong = _fit_to_size(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
         ">qqqq16sq4sI", body
     )

@@ -60,7 +60,7 @@ class Gap(NamedTuple):
     why: str
 
 
-class Fields(NamedTuple):
+class RecordFields(NamedTuple):
     """The fields of a record, without its data."""
 
     transaction_id: int
@@ -73,9 +73,9 @@ class Fields(NamedTuple):
     data_crc: int
 
 
-def fields(record: bytes | memoryview) -> Fields:
+def record_fields(record: bytes | memoryview) -> RecordFields:
     """Return the fields of a record."""
-    return Fields._make(RECORD.unpack_from(record))
+    return RecordFields._make(RECORD.unpack_from(record))
 
 
 def is_valid(record: bytes | memoryview) -> bool:
@@ -83,19 +83,21 @@ def is_valid(record: bytes | memoryview) -> bool:
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
 
-def begins_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
+def is_record_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
     """Return whether the record of an ID may begin at an offset."""
-    return offset >= FILE_HEADER_BYTES and not _fault(file, transaction_id, offset, file.size())
+    return offset >= FILE_HEADER_BYTES and not _record_fault(
+        file, transaction_id, offset, file.size()
+    )
 
 
-def walk(
+def walk_records(
     file: ReadableFile, first: int, offset: int = FILE_HEADER_BYTES
 ) -> Iterator[RecordRun | Gap]:
     """Return all records from the one with ID `first` at `offset` on, and the gaps between them."""
     size = file.size()
     due = first
     while offset < size:
-        run = _run(file, due, offset, size)
+        run = _read_run(file, due, offset, size)
         if run.length:
             yield run
             due, offset = due + run.length, run.offset + run.bounds[-1]
@@ -107,7 +109,7 @@ def walk(
         due, offset = gap.next_id, gap.end
 
 
-def _run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
+def _read_run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
     """Return the records of one block that lead on to the next, or to the end of the file."""
     end = _end_of(file, due, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
@@ -140,19 +142,19 @@ def _bounds(data: bytes, due: int) -> list[int]:
 
 def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
     """Return where the record at an offset ends, or 0 if it cannot be the expected one."""
-    return 0 if _fault(file, due, offset, size) else offset + _length(file, offset)
+    return 0 if _record_fault(file, due, offset, size) else offset + _length(file, offset)
 
 
 def _length(file: ReadableFile, offset: int) -> int:
-    return RECORD_FRAME_BYTES + fields(file.pread(RECORD.size, offset)).data_bytes
+    return RECORD_FRAME_BYTES + record_fields(file.pread(RECORD.size, offset)).data_bytes
 
 
-def _fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
+def _record_fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
     """Return why the bytes at an offset cannot be the expected record; empty if they can."""
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"
-    found = fields(file.pread(RECORD.size, offset))
+    found = record_fields(file.pread(RECORD.size, offset))
     if found.transaction_id != due:
         return f"expected transaction ID {due}, found {found.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
@@ -165,24 +167,24 @@ def _fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
 
 
 def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
-    why = _fault(file, due, offset, size)
+    why = _record_fault(file, due, offset, size)
     if not why:
         record = file.pread(_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
         why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
-    behind = _find(file, offset + 1, due, size)
+    behind = _find_record(file, offset + 1, due, size)
     next_id, end = behind if behind is not None else (None, size)
     return Gap(due, next_id, offset, end, why)
 
 
-def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
+def _find_record(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
     """Return the first record with a right CRC and an ID above `after`: its ID and its offset."""
     # Each ID takes 40 bytes at least, so none can be far above the expected one.
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
         for at in _candidates(data, after, id_max, size - offset):
-            found = fields(memoryview(data)[at:])
+            found = record_fields(memoryview(data)[at:])
             length = RECORD_FRAME_BYTES + found.data_bytes
             whole = len(data) - at >= length
             record = data[at : at + length] if whole else file.pread(length, offset + at)

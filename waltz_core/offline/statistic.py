@@ -24,7 +24,7 @@ from waltz_core.offline.layout import (
     file_header,
 )
 from waltz_core.offline.lineage import batches_of, header_of
-from waltz_core.offline.records import Gap, walk
+from waltz_core.offline.records import Gap, walk_records
 
 PERCENTILES: Final = (50, 90, 99)
 
@@ -88,7 +88,7 @@ def statistic_of(path: Path) -> Statistic:
     with OpenFile(path) as file:
         found = Statistic(path, file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size())
         unpack = RECORD.unpack_from
-        for part in walk(file, int(path.stem)):
+        for part in walk_records(file, int(path.stem)):
             if isinstance(part, Gap):
                 found.unreadable_bytes += part.end - part.offset
                 continue

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from waltz_core.errors import BadRequest
 from waltz_core.offline.file_findings import VerificationFindings
 from waltz_core.offline.files import (
-    chosen,
+    chosen_partitions,
     first_ids_in,
     first_of,
     is_storage,
@@ -22,7 +22,7 @@ from waltz_core.offline.verify_control import (
     Control,
     check_control,
     check_id,
-    compare,
+    compare_log,
     expected_log,
     is_assigned,
     read_control,
@@ -31,7 +31,7 @@ from waltz_core.offline.verify_log import verify_log, verify_segment
 from waltz_core.offline.verify_segment import FoundLog
 
 
-class Verified(NamedTuple):
+class VerificationResult(NamedTuple):
     """The verified logs, by partition, and the findings."""
 
     path: Path
@@ -40,7 +40,7 @@ class Verified(NamedTuple):
     seconds: float
 
 
-def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
+def verify(path: Path, partitions: list[int] | None, limit: int) -> VerificationResult:
     """Verify a storage directory, a partition's directory, or a `.seg` file.
 
     Raises:
@@ -61,7 +61,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
                 f"{path}: expected a storage directory with {CONTROL_NAME}, the directory of "
                 "a partition, or a .seg file"
             )
-    return Verified(path, logs, findings, time.perf_counter() - began)
+    return VerificationResult(path, logs, findings, time.perf_counter() - began)
 
 
 def _verify_storage(
@@ -75,7 +75,7 @@ def _verify_storage(
     if control is not None and partitions is None:
         _check_assignment(control, here, findings)
     logs = {}
-    for number in chosen(directory, partitions):
+    for number in chosen_partitions(directory, partitions):
         logs[number] = _verify_one(directory, number, control, findings)
     return logs
 
@@ -84,7 +84,7 @@ def _check_assignment(control: Control, here: list[int], findings: VerificationF
     for number, entry in enumerate(control.entries):
         if is_assigned(entry) and number not in here:
             session = -1 if entry.info is None else entry.info.session
-            findings.in_file(str(number)).found(
+            findings.in_file(str(number)).add_finding(
                 None,
                 f"the directory is missing, but partition {number} is assigned to the "
                 f"storage and had session {session}",
@@ -94,11 +94,11 @@ def _check_assignment(control: Control, here: list[int], findings: VerificationF
         report = findings.in_file(str(number))
         count = control.header.partition_count
         if number >= count:
-            report.wrong(
+            report.add_error(
                 None, f"expected a partition below {count}, the partition count of the control file"
             )
         elif number < len(control.entries) and not is_assigned(control.entries[number]):
-            report.note(
+            report.add_note(
                 None, f"the directory has partition {number}, which is not assigned to the storage"
             )
 
@@ -121,5 +121,5 @@ def _verify_one(
     entry = None
     if control is not None and number < len(control.entries):
         entry = control.entries[number]
-    compare(expected, entry, seen, findings)
+    compare_log(expected, entry, seen, findings)
     return seen

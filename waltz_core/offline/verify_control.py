@@ -85,14 +85,14 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
     """Report the errors of the control file."""
     report = findings.in_file(CONTROL_NAME)
     if control is None:
-        report.wrong(None, "the file is missing; without it the storage does not start")
+        report.add_error(None, "the file is missing; without it the storage does not start")
         return
     header = control.header
     if header.wrong:
-        report.wrong(0, f"header: {'; '.join(header.wrong)}; the storage does not start")
+        report.add_error(0, f"header: {'; '.join(header.wrong)}; the storage does not start")
     expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
     if header.partition_count >= 0 and control.size != expected:
-        report.wrong(
+        report.add_error(
             min(control.size, expected),
             f"expected {expected} bytes, for {header.partition_count} partitions, found "
             f"{control.size}",
@@ -100,12 +100,12 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
     for position, entry in enumerate(control.entries):
         at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
         for error in entry.wrong:
-            report.wrong(at, f"partition {position}: {error}")
+            report.add_error(at, f"partition {position}: {error}")
         for number, info in enumerate(entry.infos):
             if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
                 what = "; ".join(info.wrong)
-                report.wrong(
+                report.add_error(
                     offset, f"partition {position}, copy {number + 1} of its structure: {what}"
                 )
 
@@ -116,11 +116,11 @@ def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool
     data = read_all(directory / ID_NAME)
     if data is None:
         if has_slots:
-            report.wrong(None, "the file is missing, so the storage ID is unknown")
+            report.add_error(None, "the file is missing, so the storage ID is unknown")
         return
     wrong = storage_id(data)[1]
     if wrong:
-        report.wrong(0, f"{'; '.join(wrong)}; the storage does not start")
+        report.add_error(0, f"{'; '.join(wrong)}; the storage does not start")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -135,12 +135,12 @@ def expected_log(
     slots = read_slots(directory / str(number) / SLOTS_NAME)
     _check_blocks(directory / str(number) / SLOTS_NAME, report)
     if slots is None and has_batches(directory / str(number)):
-        report.wrong(
+        report.add_error(
             None,
             "the file is missing although there are batches; the promised session is lost with it",
         )
     elif slots is None:
-        report.note(None, "the file is missing: only Waltz 0.13 has written to this directory")
+        report.add_note(None, "the file is missing: only Waltz 0.13 has written to this directory")
     current = None if slots is None else _check_slots(slots, number, report)
     key = None
     info: ControlInfo | None = None
@@ -174,13 +174,13 @@ def _check_blocks(path: Path, report: FileFindings) -> None:
         return
     expected = 2 * SLOT_BLOCK_BYTES
     if len(data) != expected:
-        report.wrong(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
+        report.add_error(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
     for block in (0, SLOT_BLOCK_BYTES):
         rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
         if any(rest):
             position = len(rest) - len(rest.lstrip(b"\0"))
             at = block + SLOT_BYTES + position
-            report.wrong(at, f"expected zeros after the slot, found {rest[position]:#04x}")
+            report.add_error(at, f"expected zeros after the slot, found {rest[position]:#04x}")
 
 
 def _check_slots(
@@ -189,22 +189,22 @@ def _check_slots(
     for position, slot in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * position
         if slot.wrong:
-            report.wrong(offset, f"slot {position}: {'; '.join(slot.wrong)}")
+            report.add_error(offset, f"slot {position}: {'; '.join(slot.wrong)}")
         elif slot.partition != number:
-            report.wrong(
+            report.add_error(
                 offset, f"slot {position}: expected partition {number}, found {slot.partition}"
             )
     current = current_slot(slots, number)
     good = [slot for slot in slots if not slot.wrong and slot.partition == number]
     if current is None:
-        report.wrong(None, "no control slot is valid; the storage cannot open the partition")
+        report.add_error(None, "no control slot is valid; the storage cannot open the partition")
     elif len(good) == 1:
-        report.wrong(
+        report.add_error(
             None,
             "only one control slot is valid; the other one may have had a later promised session",
         )
     elif abs(slots[0].sequence - slots[1].sequence) != 1:
-        report.wrong(
+        report.add_error(
             None,
             "expected consecutive sequence numbers in the two slots, found "
             f"{slots[0].sequence} and {slots[1].sequence}",
@@ -216,7 +216,7 @@ def _check_slots(
 # a partition, after its log was read
 
 
-def compare(
+def compare_log(
     expected: ExpectedLog,
     entry: ControlEntry | None,
     seen: FoundLog,
@@ -228,7 +228,7 @@ def compare(
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
     is_of_old_format = expected.slot is None or (expected.is_adopted and not is_unbatched)
     if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
-        of_old.wrong(
+        of_old.add_error(
             None,
             f"partition {expected.partition}: the log ends at transaction {seen.last}, below "
             f"its low-water mark {info.local_low_water_mark}",
@@ -237,19 +237,19 @@ def compare(
         return
     report = findings.in_file(f"{expected.partition}/{SLOTS_NAME}")
     if is_unbatched:
-        report.note(
+        report.add_note(
             None,
             "some records belong to no batch; the next start of the storage creates batches for "
             "them",
         )
     elif expected.is_adopted:
-        report.note(
+        report.add_note(
             None,
             "Waltz 0.13 has written to this log since; the next start of the storage adopts the "
             "records",
         )
     elif info is not None and info.session != expected.slot.last_session:
-        of_old.note(
+        of_old.add_note(
             None,
             f"partition {expected.partition}: expected session {expected.slot.last_session}, "
             f"as in the control slot, found {info.session}",
@@ -270,10 +270,12 @@ def _compare_marks(
         marks.append(("acked ID", slot.acked))
     for what, mark in marks:
         if mark > seen.last:
-            report.wrong(None, f"the log ends at transaction {seen.last}, below its {what} {mark}")
+            report.add_error(
+                None, f"the log ends at transaction {seen.last}, below its {what} {mark}"
+            )
     at_start = seen.chains_at.get(slot.start, slot.start_chain)
     if at_start != slot.start_chain:
-        report.wrong(
+        report.add_error(
             None,
             f"the log begins after transaction {slot.start}: expected chain hash "
             f"{slot.start_chain.hex()} there, found {at_start.hex()}",
@@ -283,13 +285,13 @@ def _compare_marks(
     found = seen.chains_at.get(slot.acked)
     if found != slot.acked_chain:
         shown = found.hex() if found is not None else "no batch that ends there"
-        report.wrong(
+        report.add_error(
             None,
             f"the acked marker is at transaction {slot.acked}: expected chain hash "
             f"{slot.acked_chain.hex()} there, found {shown}",
         )
     if not slot.is_dirty and slot.acked < seen.last:
-        report.wrong(
+        report.add_error(
             None,
             f"the log was closed with its acked marker at transaction {slot.acked}, but it "
             f"continues to {seen.last}",
@@ -304,13 +306,13 @@ def _is_unbatched(slot: ControlSlot) -> bool:
 def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
     for first, last in slot.damaged:
         if last > seen.last:
-            report.wrong(
+            report.add_error(
                 None,
                 f"records {first}..{last} are listed as damaged, but the log ends at transaction "
                 f"{seen.last}",
             )
         elif not any(low <= last and first <= high for low, high in seen.bad):
-            report.note(
+            report.add_note(
                 None,
                 f"records {first}..{last} are listed as damaged, but all of them can be read "
                 "and have valid CRCs",
@@ -319,15 +321,15 @@ def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> 
 
 def _note_state(slot: ControlSlot, report: FileFindings) -> None:
     if slot.is_dirty:
-        report.note(
+        report.add_note(
             None,
             "the log was not closed properly; it is known to be synced up to transaction "
             f"{slot.acked}",
         )
     if slot.is_suspect:
-        report.note(None, "the replica is suspect: its log is not trusted until it is repaired")
+        report.add_note(None, "the replica is suspect: its log is not trusted until it is repaired")
     if slot.flags & TRUNCATE:
-        report.note(
+        report.add_note(
             None,
             f"a truncation after transaction {slot.truncate_to} was begun; the next start of "
             "the storage completes it",

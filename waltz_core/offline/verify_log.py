@@ -123,7 +123,7 @@ class _LogCheck:
                 f"the segment ends before transaction {first}, where the log begins; the next "
                 "start of the storage removes it"
             )
-            self._findings.in_file(str(path)).note(None, note)
+            self._findings.in_file(str(path)).add_note(None, note)
 
     # ---- what may be torn (rule 1)
 
@@ -183,8 +183,8 @@ class _LogCheck:
     def _report_missing(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
         what = f"no segment has {records_text(due, first - 1)}"
-        self._findings.in_file(str(path)).wrong(None, what)
-        self._seen.lose(due, first - 1)
+        self._findings.in_file(str(path)).add_error(None, what)
+        self._seen.note_unreadable(due, first - 1)
         if self._chain is not None:
             self._chain.take(due, None, first - due)
 
@@ -199,12 +199,12 @@ class _LogCheck:
                 continue
             file = self._findings.in_file(f"{self._directory.name}/{name}")
             if name.endswith(".tmp"):
-                file.note(
+                file.add_note(
                     None, "the file was never completed; the next start of the storage removes it"
                 )
             elif name.endswith((".idx", ".chn")):
-                file.note(
+                file.add_note(
                     None, "the file has no .seg file; the next start of the storage removes it"
                 )
             else:
-                file.note(None, "the file does not belong to a storage")
+                file.add_note(None, "the file does not belong to a storage")

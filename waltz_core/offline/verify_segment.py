@@ -34,7 +34,7 @@ from waltz_core.offline.layout import (
     file_header,
 )
 from waltz_core.offline.lineage import BatchesEnd, ChainCheck
-from waltz_core.offline.records import Gap, RecordRun, fields, walk
+from waltz_core.offline.records import Gap, RecordRun, record_fields, walk_records
 
 _CREATED_AT = 4  # offset of the creation time in a header
 
@@ -69,7 +69,7 @@ class FoundLog:
     chains_at: dict[int, bytes] = field(default_factory=dict)
     bad: list[tuple[int, int]] = field(default_factory=list)  # IDs that cannot be read
 
-    def lose(self, first: int, last: int) -> None:
+    def note_unreadable(self, first: int, last: int) -> None:
         """Note IDs that cannot be read."""
         if self.bad and self.bad[-1][1] == first - 1:
             self.bad[-1] = (self.bad[-1][0], last)
@@ -122,7 +122,7 @@ class SegmentCheck:
         due = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
-            for part in walk(file, self._first):
+            for part in walk_records(file, self._first):
                 if self._next_first is not None and part.first >= self._next_first:
                     self._report_spare(part.offset)
                     break
@@ -132,8 +132,8 @@ class SegmentCheck:
                 f"the segment ends with record {due - 1}, but the next segment begins with "
                 f"{self._next_first}"
             )
-            report.wrong(size, what)
-            self._lose(due, self._next_first - 1)
+            report.add_error(size, what)
+            self._note_unreadable(due, self._next_first - 1)
         self._seen.bytes_read += size
         index.finish(due, self._next_first)
         return due if self._next_first is None else self._next_first
@@ -160,7 +160,7 @@ class SegmentCheck:
     def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
         report = self._report[suffix]
         for error in found.wrong:
-            report.wrong(0, f"header: {error}")
+            report.add_error(0, f"header: {error}")
         key = of_records.cluster_key if self._expected.key is None else self._expected.key
         partition = self._expected.partition
         partition = of_records.partition if partition is None else partition
@@ -170,14 +170,14 @@ class SegmentCheck:
             (32, "first ID", self._first, found.first),
         ):
             if value != expected:
-                report.wrong(offset, f"header: expected {what} {expected}, found {value}")
+                report.add_error(offset, f"header: expected {what} {expected}, found {value}")
 
     def _check_created(self, times: dict[str, int]) -> None:
         if len(times) < 3 or times[".seg"] == times[".idx"]:
             return
         for outlier, suffix, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
             if times[suffix] == times[other]:
-                self._report[outlier].note(
+                self._report[outlier].add_note(
                     _CREATED_AT,
                     f"header: created at {times[outlier]} ms, but {suffix} and {other} at "
                     f"{times[suffix]}; this has no effect",
@@ -215,7 +215,7 @@ class SegmentCheck:
                 self._chain.take(run.first + at, crcs[4 * at : 4 * position], position - at)
             if position < run.length:
                 self._report_bad(run, position)
-                self._lose(run.first + position, run.first + position)
+                self._note_unreadable(run.first + position, run.first + position)
             at = position + 1
 
     def _report_bad(self, run: RecordRun, position: int) -> None:
@@ -226,7 +226,7 @@ class SegmentCheck:
         found, expected = int.from_bytes(record[-4:], "big"), crc32(record[:-4])
         if found != expected:
             parts.append(f"expected CRC {expected:08x}, found {found:08x}")
-        found, expected = fields(record).data_crc, crc32(record[36:-4])
+        found, expected = record_fields(record).data_crc, crc32(record[36:-4])
         if found != expected:
             parts.append(f"expected CRC {expected:08x} of the data, found {found:08x}")
         self._report_lost(run.offset + start, number, number, "; ".join(parts))
@@ -237,7 +237,7 @@ class SegmentCheck:
             reach = next_first
         if reach is not None:
             self._report_lost(gap.offset, gap.first, reach - 1, gap.why)
-            self._lose(gap.first, reach - 1)
+            self._note_unreadable(gap.first, reach - 1)
             return reach
         is_wrong = self._is_wrong(gap.first)
         tail = (
@@ -248,11 +248,11 @@ class SegmentCheck:
         what = (
             f"bytes {gap.offset}..{gap.end - 1} have no valid record from {gap.first} on: {gap.why}"
         )
-        self._report[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(gap.offset, what + tail, is_wrong=is_wrong)
         return gap.first
 
-    def _lose(self, first: int, last: int) -> None:
-        self._seen.lose(first, last)
+    def _note_unreadable(self, first: int, last: int) -> None:
+        self._seen.note_unreadable(first, last)
         if self._chain is not None:
             self._chain.take(first, None, last - first + 1)
 
@@ -263,9 +263,9 @@ class SegmentCheck:
         if not is_wrong:
             tail = "; never acknowledged, so the next start of the storage truncates the log there"
         elif slot is not None:
-            tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
+            tail = f"; {'' if slot.lists_as_damaged(first, last) else 'not '}listed as damaged"
         what = f"{records_text(first, last)}: {why}{tail}"
-        self._report[".seg"].found(offset, what, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(offset, what, is_wrong=is_wrong)
 
     def _report_spare(self, offset: int) -> None:
         assert self._next_first is not None
@@ -274,7 +274,7 @@ class SegmentCheck:
         # synced.
         is_wrong = slot is None or not slot.is_dirty
         what = f"the segment has record {self._next_first}, with which the next segment begins"
-        self._report[".seg"].found(offset, what, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(offset, what, is_wrong=is_wrong)
 
 
 class _IndexCheck:
@@ -289,7 +289,7 @@ class _IndexCheck:
         self._is_wrong = is_wrong
         self._exists = path.exists()
         if not self._exists:
-            report.wrong(None, "the file is missing; waltz-core disk repair-index rebuilds it")
+            report.add_error(None, "the file is missing; waltz-core disk repair-index rebuilds it")
 
     def compare(self, run: RecordRun) -> None:
         """Compare the entries of a run."""
@@ -306,7 +306,7 @@ class _IndexCheck:
         if differ.size:
             at = int(differ[0])
             more = f", and {differ.size - 1} more entries after it" if differ.size > 1 else ""
-            self._report.found(
+            self._report.add_finding(
                 FILE_HEADER_BYTES + OFFSET_BYTES * (position + at),
                 f"index entry of record {run.first + at}: expected offset {expected[at]}, "
                 f"found {found[at]}{more}",
@@ -326,7 +326,7 @@ class _IndexCheck:
         if size not in {expected, whole}:
             where = max(FILE_HEADER_BYTES, min(size, expected))
             transaction_id = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
-            self._report.found(
+            self._report.add_finding(
                 where,
                 f"expected {expected} bytes, for the index of {due - self._first} records, "
                 f"found {size}",

@@ -41,16 +41,16 @@ def failed_checks(found: Sequence[FailedCheck], partition_id: PartitionId) -> se
     return {each.check for each in found if partition_id in each.partitions}
 
 
-def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[FailedCheck]:
+def check_cluster(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[FailedCheck]:
     """Return a sentence for everything that is wrong with the chosen partitions."""
     standings = [PartitionCondition(cluster, each) for each in chosen]
-    found = [*_of_assignment(cluster, standings)]
+    found = [*_check_assignment(cluster, standings)]
     for server in cluster.servers.values():
-        found += _of_server(server, standings)
+        found += _check_server(server, standings)
     for storage in cluster.storages.values():
-        found += _of_storage(storage, standings)
+        found += _check_storage(storage, standings)
     for now in standings:
-        found += _of_replicas(now)
+        found += _check_replicas(now)
     return found + [
         FailedCheck(
             "assignment",
@@ -63,7 +63,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
     ]
 
 
-def _of_assignment(
+def _check_assignment(
     cluster: ClusterFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
     chosen = tuple(each.partition_id for each in standings)
@@ -80,7 +80,7 @@ def _of_assignment(
             yield FailedCheck("assignment", text, (each.partition_id,))
 
 
-def _of_server(
+def _check_server(
     server: ServerFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
     address, affected = server.address, [each for each in standings if each.owner is server]
@@ -101,7 +101,7 @@ def _of_server(
         yield FailedCheck("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
-def _of_storage(
+def _check_storage(
     storage: StorageFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
     address, affected = (
@@ -152,7 +152,7 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
     return texts[reason]
 
 
-def _of_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
+def _check_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that the newest session does not count, or that are too few."""
     name, affected = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:

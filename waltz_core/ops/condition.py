@@ -130,7 +130,7 @@ class PartitionCondition:
         return held is not None and held.is_suspect
 
     @property
-    def answering(self) -> list[ReplicaId]:
+    def answering_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that answer."""
         return [each for each in self.assigned if self.answers(each)]
 

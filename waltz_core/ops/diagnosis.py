@@ -72,11 +72,11 @@ _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Return everything that is wrong (rule 4)."""
-    case = _Case(facts)
+    case = _Diagnosis(facts)
     case.check_zookeeper()
     case.check_processes()
     if facts.cluster is not None:
-        _Cluster(case, facts.cluster).check()
+        _ClusterDiagnosis(case, facts.cluster).check()
     order = list(KINDS)
     return sorted(case.found, key=lambda each: order.index(each.name))
 
@@ -99,7 +99,7 @@ def _count(number: int, word: str) -> str:
 
 
 @dataclass(slots=True)
-class _Case:
+class _Diagnosis:
     """The findings so far, and the commands that start processes of this cluster."""
 
     facts: Facts
@@ -157,7 +157,7 @@ class _Case:
         up = f"waltz-core local up {directory} --archive {archive}"
         return f"waltz-core local down {directory} && {up}"
 
-    def rebuilding(self, rebuild: str, *before: str) -> str:
+    def rebuild_steps(self, rebuild: str, *before: str) -> str:
         """Return the steps around `rebuild-metadata`: no process may run before the nodes exist."""
         local = self.facts.local
         if local is None:
@@ -179,7 +179,7 @@ class _Case:
             "cluster-lost",
             self.facts.connect,
             directory=directory,
-            rebuild=self.rebuilding(rebuild),
+            rebuild=self.rebuild_steps(rebuild),
         )
 
     def check_zookeeper(self) -> None:
@@ -233,10 +233,10 @@ class _Case:
             self.report(name, member.name, member=member.name, pid=member.pid, directory=where)
 
 
-class _Cluster:
+class _ClusterDiagnosis:
     """The findings of one cluster."""
 
-    def __init__(self, case: _Case, cluster: ClusterFacts) -> None:
+    def __init__(self, case: _Diagnosis, cluster: ClusterFacts) -> None:
         self._case = case
         self._cluster = cluster
         self._report = case.report
@@ -258,9 +258,9 @@ class _Cluster:
         )
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
-            _Partition(self._case, self._cluster, self, partition_id).check()
+            _PartitionDiagnosis(self._case, self._cluster, self, partition_id).check()
             if partition_id in partitions_in_too_few_groups:
-                spread = self._spread(partition_id)
+                spread = self._spread_command(partition_id)
                 self._report(
                     "replicas-share-group", partition_id, partition=partition_id, spread=spread
                 )
@@ -376,7 +376,7 @@ class _Cluster:
                 storage.address,
                 storage=storage.address,
                 free=space.free_bytes // MIB,
-                empty=self.empty(storage.address, held),
+                empty=self.drain_command(storage.address, held),
             )
         elif space is not None and held and space.filling_bytes_per_day:
             days = space.free_bytes / space.filling_bytes_per_day
@@ -388,7 +388,7 @@ class _Cluster:
                     days=f"{days:.1f}",
                     free=space.free_bytes // MIB,
                     rate=space.filling_bytes_per_day // MIB,
-                    empty=self.empty(storage.address, held),
+                    empty=self.drain_command(storage.address, held),
                 )
         ahead = storage.clock_ahead_ms
         if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
@@ -520,7 +520,7 @@ class _Cluster:
             storage.failure or storage.admin_failure or space is None or _is_nearly_full(space)
         )
 
-    def _spread(self, partition_id: PartitionId) -> str:
+    def _spread_command(self, partition_id: PartitionId) -> str:
         """Return the command that spreads replicas, but not onto a disk just relieved."""
         groups, connect = self._cluster.groups, self._case.connect
         taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
@@ -530,7 +530,7 @@ class _Cluster:
         group = min(each for each in groups.values() if each not in taken)
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
-    def empty(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
+    def drain_command(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
         """Return the command that moves replicas to the storage that can take most of them."""
 
         def movable(name: ReplicaId) -> list[PartitionId]:
@@ -549,7 +549,7 @@ class _Cluster:
             f"--connect {self._case.connect}"
         )
 
-    def move(self, partition_id: PartitionId, owner: ServerFacts) -> str:
+    def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
         """Return the command that moves a partition to another server, if there is one."""
         others = [
             each.address
@@ -562,7 +562,7 @@ class _Cluster:
             f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
         )
 
-    def rebuild(self, count: int | None) -> str:
+    def rebuild_command(self, count: int | None) -> str:
         """Return the command that rebuilds the nodes; `count` replicas, where it is known.
 
         With too small a count it would trust logs of too few replicas.
@@ -580,14 +580,18 @@ class _Cluster:
         if count is None:
             return rebuild  # The nodes exist, and processes may run.
         delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
-        return self._case.rebuilding(rebuild, delete)
+        return self._case.rebuild_steps(rebuild, delete)
 
 
-class _Partition:
+class _PartitionDiagnosis:
     """The findings of one partition."""
 
     def __init__(
-        self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
+        self,
+        case: _Diagnosis,
+        cluster: ClusterFacts,
+        whole: _ClusterDiagnosis,
+        partition_id: PartitionId,
     ) -> None:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
         self._now = PartitionCondition(cluster, partition_id)
@@ -634,11 +638,13 @@ class _Partition:
         """Report metadata that ZooKeeper has lost; return whether it has."""
         if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
             # The assignment has only the decisions so far, not the former replicas.
-            self._report("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
+            self._report("rebuilding-unfinished", rebuild=self._whole.rebuild_command(None))
             return True
         if self._now.is_state_lost:
             counts = map(len, self._cluster.assigned.values())
-            self._report("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
+            self._report(
+                "metadata-lost", rebuild=self._whole.rebuild_command(max(counts, default=0))
+            )
             return True
         return False
 
@@ -672,7 +678,7 @@ class _Partition:
                 self._report("replica-not-engaged", address, storage=address, last=held.last)
         elif now.is_open and now.last_id - held.last > LAG_MAX:
             count = now.last_id - held.last
-            empty = self._whole.empty(address, [self._id])
+            empty = self._whole.drain_command(address, [self._id])
             self._report("replica-lagging", address, storage=address, count=count, empty=empty)
 
     # --- the quorum (rule 3)
@@ -680,7 +686,7 @@ class _Partition:
     def _check_quorum(self) -> bool:
         """Report a missing quorum; return whether the replicas allow an open session."""
         now, count = self._now, len(self._now.assigned)
-        if len(now.answering) < now.quorum:
+        if len(now.answering_replicas) < now.quorum:
             # Healthy processes are not ended: offline and broken logs have their own findings.
             away = [
                 each.address
@@ -691,7 +697,7 @@ class _Partition:
             self._report(
                 "no-quorum",
                 count=count,
-                answering=len(now.answering),
+                answering=len(now.answering_replicas),
                 quorum=now.quorum,
                 start=self._case.start("storage", away[0]) if away else again,
             )
@@ -717,7 +723,7 @@ class _Partition:
                 self._report("partition-served-by-another", other.address, **fields)
         if owner.failure or not self._cluster.is_settled:
             return
-        fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
+        fields = {"server": owner.address, "move": self._whole.move_command(self._id, owner)}
         if not now.is_served:
             self._report("partition-not-served", **fields)
         elif not now.is_open:

@@ -29,7 +29,7 @@ def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
     return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
 
 
-def numbers(
+def as_numbers(
     values: npt.NDArray[Any], kind: pa.DataType, *, is_present: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
     """Return numbers as an array of a type of their width over the same memory.
@@ -42,7 +42,7 @@ def numbers(
     return pa.Array.from_buffers(kind, values.size, [nulls, pa.py_buffer(values)])
 
 
-def booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
+def as_booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
     """Return a mask as an array for a filter."""
     buffers = [None, pa.py_buffer(np.packbits(mask, bitorder="little"))]
     return pa.BooleanArray.from_buffers(pa.bool_(), mask.size, buffers)

@@ -277,7 +277,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch = _read_batch(payload)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: expected an Arrow stream with one record batch: {_brief(error)}"
+            f"append batch: expected an Arrow stream with one record batch: {_short_message(error)}"
         ) from error
     if batch.num_rows > rows_max:
         raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
@@ -286,13 +286,15 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
     try:
         batch.validate(full=True)
     except _UNREADABLE as error:
-        raise BadRequest(f"append batch: columns are inconsistent: {_brief(error)}") from error
+        raise BadRequest(
+            f"append batch: columns are inconsistent: {_short_message(error)}"
+        ) from error
     rows = _rows_of(batch)
     _verify_data(rows)
     return rows
 
 
-def _brief(error: BaseException) -> str:
+def _short_message(error: BaseException) -> str:
     """Return pyarrow's message, shortened, as it may quote the whole input."""
     return str(error).partition("\n")[0][:300]
 
@@ -447,7 +449,7 @@ def encode_records(
     data, lengths, crcs, headers = rows.data, rows.lengths, rows.crcs, rows.headers
     row_numbers = np.arange(rows.count, dtype=np.int64)
     if keep is not None and not keep.all():
-        data = data.filter(arrow_buffers.booleans(keep))
+        data = data.filter(arrow_buffers.as_booleans(keep))
         lengths, crcs, headers = lengths[keep], crcs[keep], headers[keep]
         row_numbers = row_numbers[keep]
     count = row_numbers.size
@@ -485,7 +487,7 @@ def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryvie
     kept = lengths[keep]
     if kept.size == 0:
         return memoryview(b""), kept
-    chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.booleans(keep))
+    chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.as_booleans(keep))
     return memoryview(chosen.buffers()[2])[: int(kept.sum())], kept
 
 
@@ -611,12 +613,14 @@ def _header_columns(
 
 
 def _numbers(name: str, values: npt.NDArray[Any]) -> pa.Array:
-    return arrow_buffers.numbers(values, READ_SCHEMA.field(name).type)
+    return arrow_buffers.as_numbers(values, READ_SCHEMA.field(name).type)
 
 
 def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
     names = ("client_id", "generation", "partition_id", "sequence")
-    arrays = [arrow_buffers.numbers(req_ids[name].astype(np.int32), pa.int32()) for name in names]
+    arrays = [
+        arrow_buffers.as_numbers(req_ids[name].astype(np.int32), pa.int32()) for name in names
+    ]
     return pa.StructArray.from_arrays(arrays, fields=list(READ_SCHEMA.field("request_id").type))
 
 
@@ -628,6 +632,6 @@ def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
     )
     is_present = stamps_us > 0
     kind = READ_SCHEMA.field("commit_time").type
-    return arrow_buffers.numbers(
+    return arrow_buffers.as_numbers(
         stamps_us, kind, is_present=None if is_present.all() else is_present
     )

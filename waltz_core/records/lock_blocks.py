@@ -59,7 +59,7 @@ class LogEnd(NamedTuple):
     chain: Chain
 
 
-class Block(NamedTuple):
+class LockBlock(NamedTuple):
     """One block; `locks` are big-endian int32, `distances` a byte for each of them, or nothing."""
 
     first: TransactionId
@@ -90,7 +90,7 @@ def encode(
     return bytes(block)
 
 
-class Blocks:
+class LockBlockReader:
     """A run of blocks that is read from its end; see rules 3 and 4."""
 
     def __init__(self, data: Buffer) -> None:
@@ -98,7 +98,7 @@ class Blocks:
         self._end = len(self._data)
         self.is_spent = False  # no further block can be valid
 
-    def below(self, end: LogEnd, steps_max: int) -> Block | None:
+    def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
         """Return the block that ends at `end`, if it is among the next `steps_max`."""
         for _ in range(steps_max):
             block = self._take()
@@ -109,7 +109,7 @@ class Blocks:
                 return block
         return None
 
-    def _take(self) -> Block | None:
+    def _take(self) -> LockBlock | None:
         """Return the last remaining block, of any log."""
         start = self._end - TRAILER_BYTES
         if start < 0:
@@ -125,4 +125,4 @@ class Blocks:
         self._end = start
         end = LogEnd(TransactionId(last), Chain(chain))
         locks, distances = block[:locks_bytes], block[locks_bytes:-TRAILER_BYTES]
-        return Block(TransactionId(first), end, Chain(before), locks, distances)
+        return LockBlock(TransactionId(first), end, Chain(before), locks, distances)

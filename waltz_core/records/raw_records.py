@@ -148,7 +148,9 @@ def count_within(lengths: I64, bytes_max: int) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), bytes_max, side="right")))
 
 
-def cut(records: Buffer, lengths: I64, *, skip: int, count: int) -> tuple[memoryview, I64]:
+def slice_records(
+    records: Buffer, lengths: I64, *, skip: int, count: int
+) -> tuple[memoryview, I64]:
     """Return `count` records after the first `skip` ones, as views."""
     assert skip >= 0
     assert skip + count <= lengths.size

@@ -142,7 +142,7 @@ def lock_hash(name: str, key: int) -> int:
     return total - (1 << 32) if total >= 1 << 31 else total
 
 
-def spread(lock: int, partition_count: int) -> PartitionId:
+def partition_of_hash(lock: int, partition_count: int) -> PartitionId:
     """Return the partition for a 32-bit hash, the same on every client (docs/spark.md, "Writing").
 
     Multiplying first keeps the hashes of one partition spread over the whole lock table.

@@ -39,7 +39,7 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except ValueError as error:
-        place = _place(value, _is_not_finite)
+        place = _find_wrong_part(value, _is_not_finite)
         if place is None:
             raise
         found, where = place
@@ -61,7 +61,7 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
     """
     text = data.decode(json.detect_encoding(data))
     try:
-        return _whole(text, _decoded(text))
+        return _check_characters(text, _decoded(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
 
@@ -74,7 +74,7 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     """
     text = data.decode(json.detect_encoding(data))
     try:
-        return _whole(text, _EXACT.decode(text))
+        return _check_characters(text, _EXACT.decode(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except (json.JSONDecodeError, _HalfOfCharacterError):
@@ -83,10 +83,11 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
         raise ValueError(f"found {error}; {NOT_JSON}") from error
 
 
-def _whole(text: str, value: Any) -> Any:  # noqa: ANN401
+def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the value of a text; raises ValueError if it has half a character."""
     if _ESCAPED_HALF.search(text):
-        # NB: the encoder is written in C. `_place` takes seconds for a MiB, which a peer can send.
+        # NB: the encoder is written in C. `_find_wrong_part` takes seconds for a MiB, which a
+        # peer can send.
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:
@@ -99,7 +100,7 @@ class _HalfOfCharacterError(ValueError):
 
 
 def _half_of_character(value: object) -> ValueError:
-    found = _place(value, _is_half)
+    found = _find_wrong_part(value, _is_half)
     where = "a text" if found is None else found[1]
     return _HalfOfCharacterError(
         f"found an unpaired surrogate at {where}, which UTF-8 cannot encode"
@@ -117,7 +118,7 @@ def _decoded(text: str) -> Any:  # noqa: ANN401
         raise
     except ValueError as error:
         # Read once more with these words kept, to find their position.
-        place = _place(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
+        place = _find_wrong_part(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
         if place is None:  # A later value of the same key has replaced it.
             raise ValueError(f"found {error}; {NOT_JSON}") from error
         raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
@@ -133,7 +134,7 @@ def _reject(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _reject(text)
 
@@ -145,7 +146,7 @@ def _finite_or_word(text: str) -> float | _NonFinite:
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 _ANY_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str)
-_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_parse_finite)
 _EXACT = json.JSONDecoder(parse_constant=_reject, parse_float=Decimal)
 _LENIENT = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)
 
@@ -154,7 +155,9 @@ def _is_not_finite(part: object) -> bool:
     return isinstance(part, float) and not math.isfinite(part)
 
 
-def _place(value: object, is_wrong: Callable[[object], bool]) -> tuple[object, str] | None:
+def _find_wrong_part(
+    value: object, is_wrong: Callable[[object], bool]
+) -> tuple[object, str] | None:
     """Return the first wrong part of a value and its position, without recursion."""
     waiting: list[tuple[object, str]] = [(value, "$")]
     seen: set[int] = set()

@@ -83,7 +83,7 @@ class Unpacker:
                 for a column that is not nullable.
         """
         rows = self.decoded(data, where)
-        for index, name in self._lacking(rows):
+        for index, name in self._missing_values(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
             )
@@ -92,20 +92,20 @@ class Unpacker:
 
     def readable_columns(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the columns, null for payloads that do not fit, and a mask of the others."""
-        columns, good = self.piecemeal(data)
+        columns, good = self.columns_with_nulls(data)
         if good.all():
             return columns, good
         place = pa.array(np.arange(len(data)), mask=~good)
         return [column.take(place) for column in columns], good
 
-    def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+    def columns_with_nulls(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the columns, null for values that do not fit, and a mask of complete rows.
 
         A value that does not fit is null in its column only; a payload that is not a map, in each.
         A row with a null in a column that is not nullable is not complete (rule 5).
         """
-        rows, is_whole = self._maps(data)
-        for index, _ in self._lacking(rows):
+        rows, is_whole = self._decode_each_map(data)
+        for index, _ in self._missing_values(rows):
             is_whole[index] = False
         columns = []
         for each, part in enumerate(self._fields):
@@ -131,13 +131,15 @@ class Unpacker:
             for row, value in zip(rows, found, strict=True)
         ]
 
-    def _lacking(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    def _missing_values(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         for name in self._required:
             for index, row in enumerate(rows):
                 if name not in row and self._find(row, name, _ABSENT) is _ABSENT:
                     yield index, name
 
-    def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
+    def _decode_each_map(
+        self, data: pa.Array
+    ) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
         """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
@@ -293,20 +295,20 @@ def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR0911 - a case each
     """Return the builder of a flat type (rule 1)."""
     if pa.types.is_boolean(kind):
-        return lambda values: pa.array(_only(values, bool), kind)
+        return lambda values: pa.array(_check_types(values, bool), kind)
     if pa.types.is_integer(kind):
-        return lambda values: pa.array(_only(values, int), kind)
+        return lambda values: pa.array(_check_types(values, int), kind)
     if pa.types.is_floating(kind):
         return lambda values: _floats(values, kind)
     if pa.types.is_decimal(kind):
         return lambda values: _decimals(values, kind)
     if is_binary(kind) and data_format == "json":
         return lambda values: pa.array(
-            map(_from_base64, _only(values, str)), kind, size=len(values)
+            map(_from_base64, _check_types(values, str)), kind, size=len(values)
         )
     if is_binary(kind):
-        return lambda values: pa.array(_only(values, bytes), kind)
-    typed = typed_builder(kind, _only) if data_format in TYPED_FORMATS else None
+        return lambda values: pa.array(_check_types(values, bytes), kind)
+    typed = typed_builder(kind, _check_types) if data_format in TYPED_FORMATS else None
     return typed or _plain_builder(kind, data_format)
 
 
@@ -318,11 +320,11 @@ def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
     if pa.types.is_null(kind):
         return lambda values: pa.array(values, kind)
     if pa.types.is_string(plain) or pa.types.is_large_string(plain):
-        return lambda values: pa.array(_only(values, str), plain).cast(kind)
-    return lambda values: pa.array(_only(values, int), plain).cast(kind)
+        return lambda values: pa.array(_check_types(values, str), plain).cast(kind)
+    return lambda values: pa.array(_check_types(values, int), plain).cast(kind)
 
 
-def _only(values: list[Any], *wanted: type) -> list[Any]:
+def _check_types(values: list[Any], *wanted: type) -> list[Any]:
     """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *wanted}:
         value = next(each for each in values if each is not None and type(each) not in wanted)
@@ -333,7 +335,7 @@ def _only(values: list[Any], *wanted: type) -> list[Any]:
 
 def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not set(map(type, values)) <= {NoneType, float}:
-        _only(values, float, int, Decimal)
+        _check_types(values, float, int, Decimal)
         values = [
             each if each is None or type(each) is float else _exact_float(each, kind)
             for each in values
@@ -361,7 +363,9 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
 
 
 def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
-    texts = [each if each is None else _digits(each) for each in _only(values, str, int, Decimal)]
+    texts = [
+        each if each is None else _digits(each) for each in _check_types(values, str, int, Decimal)
+    ]
     # Through a wider type: a text with too many digits for 128 bits overflows in Arrow's cast.
     wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
     return wide.cast(kind)
@@ -383,7 +387,7 @@ _NANOSECONDS = re.compile(r"(\.\d{6})0{1,3}(?!\d)")
 
 def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Return strings as timestamps; nanoseconds must be whole microseconds."""
-    texts = _only(values, str)
+    texts = _check_types(values, str)
     try:
         return pa.array(texts, pa.string()).cast(kind)
     except pa.ArrowInvalid:
@@ -395,7 +399,7 @@ def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builde
     parts = [(part, _builder(part.type, data_format, find)) for part in kind]
 
     def build(values: list[Any]) -> pa.Array:
-        present = _present(values, dict)
+        present = _present_mask(values, dict)
         if not parts:
             return pa.array([{} if is_there else None for is_there in present], kind)
         arrays = []
@@ -413,7 +417,7 @@ def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
     def build(values: list[Any]) -> pa.Array:
-        present = _present(values, list)
+        present = _present_mask(values, list)
         elements = list(chain.from_iterable(filter(None, values)))
         _check_nulls(kind.value_field, elements)
         parts = inner(elements)
@@ -428,10 +432,10 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
     def build(values: list[Any]) -> pa.Array:
         if data_format != "json":
-            present = _present(values, dict)
+            present = _present_mask(values, dict)
             pairs = list(chain.from_iterable(value.items() for value in values if value))
         else:
-            present = _present(values, list)
+            present = _present_mask(values, list)
             pairs = list(chain.from_iterable(filter(None, values)))
             _check_pairs(pairs)
         _check_nulls(kind.item_field, (pair[1] for pair in pairs))
@@ -448,7 +452,7 @@ def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
         raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
 
 
-def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
+def _present_mask(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
     """Return a mask of the values that are not null; all must be dicts, or lists."""
     present = np.fromiter((value is not None for value in values), np.bool_, len(values))
     for value in values:

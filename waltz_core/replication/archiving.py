@@ -244,19 +244,19 @@ class SessionArchiver:
             LineageRequest, first, first, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _checked(self, answer: LineageResponse, now_ms: int) -> None:
+    def _mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
         assert self.recorded is not None
         begins = not answer.lineage or answer.lineage[0].first == self.last + 1
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
-        self._differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
+        self._chain_differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
-    def begins_later(self, now_ms: int) -> None:
+    def log_begins_later(self, now_ms: int) -> None:
         """The log of the replica that is checked begins after the ID that follows the mark."""
-        self._differs("begins later", now_ms)
+        self._chain_differs("begins later", now_ms)
 
-    def _differs(self, found: str, now_ms: int) -> None:
+    def _chain_differs(self, found: str, now_ms: int) -> None:
         assert self.recorded is not None
         replica = self._unchecked.pop(0).replica
         if self._unchecked:
@@ -286,7 +286,9 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is not None:
             if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
-                self._fail(f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms)
+                self._attempt_failed(
+                    f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms
+                )
             elif attempt.found is not None and not attempt.is_comparing:
                 self._compare(attempt, attempt.found, engaged, now_ms)
             return
@@ -298,9 +300,9 @@ class SessionArchiver:
         if is_due and self.recorded is not None and self._attempt is None:
             self._expire(capable, self.recorded, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
-            self._change(capable, replicas, committed, now_ms)
+            self._begin_attempt(capable, replicas, committed, now_ms)
 
-    def _change(
+    def _begin_attempt(
         self,
         capable: Sequence[ReplicaSession],
         replicas: Collection[ReplicaSession],
@@ -363,9 +365,9 @@ class SessionArchiver:
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _collected(self, notice: GarbageCollected, now_ms: int) -> None:
+    def _garbage_collected(self, notice: GarbageCollected, now_ms: int) -> None:
         if notice.error:
-            self._fail(notice.error, now_ms)
+            self._attempt_failed(notice.error, now_ms)
             return
         self._attempt = None
         pause_ms = self._limits.collection_interval_ms
@@ -414,13 +416,15 @@ class SessionArchiver:
         recorded = self.recorded
         assert recorded is not None
         if notice.error:
-            self._fail(notice.error, now_ms)
+            self._attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._expiring = None, bounds
             self._expiry_ended(now_ms)
         elif not recorded.first <= notice.first <= recorded.last + 1:
             limits = f"{recorded.first}..{recorded.last + 1}"
-            self._fail(f"expected a first available ID in {limits}, found {notice.first}", now_ms)
+            self._attempt_failed(
+                f"expected a first available ID in {limits}, found {notice.first}", now_ms
+            )
         else:
             self._attempt, self._expiring = None, bounds
             self.wanted = recorded._replace(
@@ -478,14 +482,14 @@ class SessionArchiver:
         assert current is not None
         assert recorded is not None
         if notice.error:
-            self._fail(notice.error, now_ms)
+            self._attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt = None
             current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
             expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
             found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
-            self._fail(
+            self._attempt_failed(
                 f"expected a manifest that ends at transaction {expected}, found one that ends "
                 f"at {found}",
                 now_ms,
@@ -496,7 +500,7 @@ class SessionArchiver:
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )
 
-    def _replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
+    def _object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
         """ZooKeeper has the manifest with the new object."""
         replica, current.written_by = current.written_by, None
         reasons = current.reasons
@@ -504,7 +508,7 @@ class SessionArchiver:
         name, manifest = current.request.name, recorded.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
-    def notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
+    def attempt_notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
         if attempt is None or (attempt.replica, attempt.number) != (each.replica, notice.attempt):
@@ -518,24 +522,24 @@ class SessionArchiver:
                     self._object_written(attempt, notice, now_ms)
                 elif attempt.is_range and attempt.found is None:  # Only the first result.
                     self._lag.report(notice, now_ms)
-                    self._archived(attempt, notice, now_ms)
+                    self._range_archived(attempt, notice, now_ms)
             case GarbageCollected():
                 if attempt.is_collection:
-                    self._collected(notice, now_ms)
+                    self._garbage_collected(notice, now_ms)
             case ObjectsExpired():
                 if attempt.expiry is not None:
                     self._objects_expired(attempt.expiry, notice, now_ms)
             case _:
                 assert_never(notice)
 
-    def _archived(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
+    def _range_archived(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         if notice.error:
-            self._fail(notice.error, now_ms)
+            self._attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._failure_count = None, 0
             self._next_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
-            self._fail(
+            self._attempt_failed(
                 f"expected that the archived range ends at transaction {attempt.first} or later, "
                 f"found {notice.last}",
                 now_ms,
@@ -587,7 +591,7 @@ class SessionArchiver:
     ) -> None:
         """A replica has returned its lineage: at the recorded mark, or at the end of a range."""
         if not self.is_checked:
-            self._checked(answer, now_ms)
+            self._mark_checked(answer, now_ms)
             return
         attempt = self._attempt
         if attempt is None or attempt.found is None or not self._is_current(each, message):
@@ -602,7 +606,7 @@ class SessionArchiver:
             if end is None or end.last != found.last
             else end.chain.hex()
         )
-        self._fail(
+        self._attempt_failed(
             f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
             f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
             now_ms,
@@ -615,7 +619,7 @@ class SessionArchiver:
         if isinstance(message, SetArchived):
             self._report("archive.failed", replica=each.replica, reason=reason)
         elif self._is_current(each, message):
-            self._fail(reason, now_ms)
+            self._attempt_failed(reason, now_ms)
 
     def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
         """Whether a request is one of the present attempt, and not of an abandoned one."""
@@ -629,7 +633,7 @@ class SessionArchiver:
             isinstance(message, LineageRequest) and found is not None and message.last == found.last
         )
 
-    def _fail(self, reason: str, now_ms: int) -> None:
+    def _attempt_failed(self, reason: str, now_ms: int) -> None:
         assert self._attempt is not None
         attempt, self._attempt = self._attempt, None
         if attempt.is_collection:
@@ -653,13 +657,13 @@ class SessionArchiver:
 
     # ---- the recorded mark
 
-    def wrote(self, recorded: ArchivedMark | None, now_ms: int) -> None:
+    def metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
         """ZooKeeper is known to have this mark."""
         if recorded != self.recorded:
             assert recorded is not None
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
-                self._replaced(replacement, recorded)
+                self._object_replaced(replacement, recorded)
             elif recorded.last == self.last:
                 self._report(
                     "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
@@ -677,7 +681,7 @@ class SessionArchiver:
             self.wanted = None
         self._consider_checkpoint()
 
-    def submitted(self, batch: Batch) -> None:
+    def batch_submitted(self, batch: Batch) -> None:
         """A batch is appended in this session."""
         self._submitted_last = batch.last
         self._submitted_bytes += len(batch.records)

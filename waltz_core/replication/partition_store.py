@@ -38,10 +38,10 @@ from waltz_core.replication.session_claim import (
     InDoubtIds,
     PartitionNodes,
     SessionClaim,
-    claim_over,
+    claimed_nodes,
     is_newer,
+    nodes_with_states,
     rejection,
-    states_over,
 )
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
@@ -69,7 +69,7 @@ from waltz_core.replication.session_events import (
     TakeOwnership,
     WriteMetadata,
 )
-from waltz_core.replication.session_recovery import origin_of
+from waltz_core.replication.session_recovery import history_origin_of
 from waltz_core.replication.store_session import (
     EndCause,
     PartitionConstants,
@@ -172,7 +172,7 @@ class PartitionStore:
     def readable_replicas(self) -> list[ReplicaId]:
         """The engaged replicas, those that have synced most first."""
         session = self._session
-        return session.readable() if session is not None and session.is_open else []
+        return session.readable_replicas() if session is not None and session.is_open else []
 
     @property
     def archived(self) -> ArchivedMark | None:
@@ -201,7 +201,7 @@ class PartitionStore:
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of the oldest unanswered request to each replica."""
-        return {} if self._session is None else self._session.waits_ms(now_ms)
+        return {} if self._session is None else self._session.replica_waits_ms(now_ms)
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
         """Return and clear the append latencies of each engaged replica, in ms."""
@@ -251,9 +251,9 @@ class PartitionStore:
                 if event.attempt == self._attempt and self._waiting is not _PendingRequest.NOTHING:
                     self._coordinator_event(event)
             case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
-                self._ordered(event)
+                self._owner_command(event)
             case Wakeup():
-                self._woken()
+                self._wake_up()
             case _:
                 assert_never(event)
         self._follow_session()
@@ -272,7 +272,7 @@ class PartitionStore:
             case ReplicaOpened():
                 session.opened(event.replica, self._now_ms)
             case ReplicaLost():
-                session.lost(event.replica, event.reason, self._now_ms)
+                session.replica_lost(event.replica, event.reason, self._now_ms)
 
     def _use_session(self, event: Submit | ProveMark | ExpireArchive | ReplaceInArchive) -> None:
         session = self._session
@@ -283,7 +283,7 @@ class PartitionStore:
                     session.submit(event.batch, self._now_ms)
             case ProveMark():
                 if session is not None and is_open:
-                    session.prove(event.token, self._now_ms)
+                    session.prove_mark(event.token, self._now_ms)
                 else:
                     self._outbox.append(MarkProofFailed(event.token))
             case ExpireArchive():
@@ -293,21 +293,23 @@ class PartitionStore:
                 if session is not None and is_open:
                     session.replace(event, self._now_ms)
 
-    def _ordered(self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint) -> None:
+    def _owner_command(
+        self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint
+    ) -> None:
         match event:
             case ReleaseOwnership():
                 self._drop_ownership("disowned")
             case TakeOwnership():
-                self._own(event.generation, event.replicas)
+                self._take_ownership(event.generation, event.replicas)
             case Reassign():
                 if self._generation is not None and event.replicas != self._replicas:
-                    self._own(self._generation, event.replicas)
+                    self._take_ownership(self._generation, event.replicas)
             case Checkpoint():
                 if self._session is not None and self._session.is_open:
                     self._end_session("checkpoint")
                     self._claim_after(0)
 
-    def _own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
+    def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """Claim a session, unless generation and replicas are unchanged."""
         assert replicas, "a partition has at least one replica"
         assert len(set(replicas)) == len(replicas)
@@ -332,7 +334,7 @@ class PartitionStore:
         self._drop_ownership(reason)
         self._outbox.append(Released(reason, for_others))
 
-    def _woken(self) -> None:
+    def _wake_up(self) -> None:
         now_ms = self._now_ms
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
@@ -340,7 +342,7 @@ class PartitionStore:
             self._release(f"there was no quorum of replicas for {limit_ms} ms", for_others=True)
             return
         if self._session is not None:
-            self._session.woken(now_ms)
+            self._session.wake_up(now_ms)
         if self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
             self._repeat_request()
@@ -384,7 +386,7 @@ class PartitionStore:
                 self._release(ending.reason, for_others=True)
             case EndCause.REJECTED:
                 self._final_rejection = ending.reason if ending.is_final else None
-                self._rejected(ending.reason)
+                self._claim_rejected(ending.reason)
             case EndCause.FENCED:
                 self._nodes = None
                 self._claim_after(self._pause_ms())
@@ -425,9 +427,9 @@ class PartitionStore:
         self._failure_count += 1
         if self._failure_count == 1:
             return self._rng.randint(0, self._limits.first_retry_ms_max)
-        return self._growing_ms(self._failure_count - 2)
+        return self._backoff_ms(self._failure_count - 2)
 
-    def _growing_ms(self, doublings: int) -> int:
+    def _backoff_ms(self, doublings: int) -> int:
         limits = self._limits
         longest = min(limits.retry_ms_min << min(doublings, 16), limits.retry_ms_max)
         return self._rng.randint(longest // 2, longest)
@@ -453,18 +455,18 @@ class PartitionStore:
         if self._generation is None:
             return
         if self._waiting in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
-            self._read(self._waiting)
+            self._read_metadata(self._waiting)
         elif self._session is None and self._nodes is not None:
             self._claim(self._nodes)
         elif self._session is None:
-            self._read(_PendingRequest.READ)
+            self._read_metadata(_PendingRequest.READ)
 
-    def _read(self, waiting: _PendingRequest) -> None:
+    def _read_metadata(self, waiting: _PendingRequest) -> None:
         self._waiting = waiting
         self._attempt += 1
         self._outbox.append(ReadMetadata(self._attempt))
 
-    def _write(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
+    def _write_metadata(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
         """Compare-and-set; `nodes` has the new values and the versions that they replace."""
         assert nodes.marker is not None
         self._waiting, self._writing = waiting, nodes
@@ -496,11 +498,13 @@ class PartitionStore:
                 nodes = self._writing._replace(
                     metadata_version=event.metadata_version, marker_version=event.marker_version
                 )
-                self._wrote(nodes)
+                self._metadata_written(nodes)
             case MetadataConflict():
                 self._nodes = None
                 check = waiting is _PendingRequest.STATES
-                self._read(_PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK)
+                self._read_metadata(
+                    _PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK
+                )
             case MetadataUnknown():
                 self._coordinator_unavailable(waiting, event.reason)
 
@@ -515,7 +519,7 @@ class PartitionStore:
         elif waiting is not _PendingRequest.READ:
             self._waiting = waiting
         self._attempt += 1  # a late answer is dropped
-        self._retry_at_ms = self._now_ms + self._growing_ms(self._unavailable_count)
+        self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
@@ -529,12 +533,12 @@ class PartitionStore:
             return
         assert wrote is not None
         if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
-            self._wrote(nodes)
+            self._metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
             self._writing = None
             self._claim(nodes)
         elif nodes.versions == wrote.versions:
-            self._write(wrote, _PendingRequest.STATES)
+            self._write_metadata(wrote, _PendingRequest.STATES)
         else:
             self._writing = None
             assert self._session is not None
@@ -542,7 +546,7 @@ class PartitionStore:
                 SessionEnd(EndCause.FENCED, "another server has claimed a store session")
             )
 
-    def _wrote(self, nodes: PartitionNodes) -> None:
+    def _metadata_written(self, nodes: PartitionNodes) -> None:
         """A write is known to have succeeded."""
         self._nodes, self._writing = nodes, None
         if self._session is None:
@@ -550,7 +554,7 @@ class PartitionStore:
             return
         if self._session.window is None:
             self._no_quorum_since_ms = None
-        self._session.wrote(nodes.metadata.states, nodes.archived, self._now_ms)
+        self._session.metadata_written(nodes.metadata.states, nodes.archived, self._now_ms)
 
     # -----------------------------------------------------------------------------------------
     # CAS#1: the claim (A, B)
@@ -570,15 +574,15 @@ class PartitionStore:
             return
         reason = self._final_rejection or rejection(nodes, self._replicas, self._promised)
         if reason is not None:
-            self._rejected(reason)
+            self._claim_rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
-        claimed = claim_over(nodes, self._generation, self._replicas, nonce)
+        claimed = claimed_nodes(nodes, self._generation, self._replicas, nonce)
         # Only this machine knows whether another owner had a session since its own last one.
         self._is_unbroken = self._is_unbroken and nodes.name in self._our_names
         assert claimed.name is not None
         self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
-        self._write(claimed, _PendingRequest.CLAIM)
+        self._write_metadata(claimed, _PendingRequest.CLAIM)
 
     def _is_race_lost(self, nodes: PartitionNodes) -> bool:
         """Count sessions claimed by other servers since the own one; pause or release (row 17)."""
@@ -599,7 +603,7 @@ class PartitionStore:
             return True
         return False
 
-    def _rejected(self, reason: str) -> None:
+    def _claim_rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
         self._report("partition.open_failed", reason=reason)
         self._nodes = None
@@ -617,7 +621,7 @@ class PartitionStore:
             session_id=session_id,
             generation=self._generation,
             nonce=nodes.marker.nonce,
-            origin=origin_of(nodes.metadata, nodes.marker),
+            origin=history_origin_of(nodes.metadata, nodes.marker),
             states=nodes.metadata.states,
             assigned=self._replicas,
             unbroken=self._is_unbroken,
@@ -648,8 +652,8 @@ class PartitionStore:
         assert nodes.marker is not None
         assert nodes.metadata.session_id == session.claim.session_id
         session.writing = session.states if states is None else states
-        written = states_over(nodes, session.writing, archived or nodes.archived)
-        self._write(written, _PendingRequest.STATES)
+        written = nodes_with_states(nodes, session.writing, archived or nodes.archived)
+        self._write_metadata(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:
         self._outbox.append(Report(name, tuple(fields.items())))

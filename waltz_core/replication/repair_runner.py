@@ -60,7 +60,7 @@ from waltz_core.replication.replica_session import (
     ReplicaStage,
 )
 from waltz_core.replication.session_events import Effect
-from waltz_core.replication.session_recovery import Origin, Recovery
+from waltz_core.replication.session_recovery import HistoryOrigin, Recovery
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm, StorageMessage
 
@@ -104,7 +104,7 @@ class RepairRunner:
     # -----------------------------------------------------------------------------------------
     # steps
 
-    def decided(self, mark: TransactionId) -> None:
+    def mark_decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
         assert self.goal is None
         self.goal = RepairGoal(mark, self._recovery.known_chain)
@@ -149,7 +149,7 @@ class RepairRunner:
         assert self.goal is not None
 
         def can_fill(first: TransactionId, last: TransactionId) -> bool:
-            return self._source(each, first, last, now_ms) is not None
+            return self._choose_source(each, first, last, now_ms) is not None
 
         try:
             step = repair.next_step(self._goal_of(each, self.goal, now_ms), can_fill=can_fill)
@@ -164,7 +164,7 @@ class RepairRunner:
             )
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:
-            self._take(each, step, now_ms)
+            self._start_step(each, step, now_ms)
 
     def _goal_of(self, each: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
@@ -194,18 +194,18 @@ class RepairRunner:
         assert each.is_marked
         for damaged in repair.damaged:
             if self._fill_source(each, *damaged, now_ms) is not None:
-                self._take(each, repair.fill_step(damaged), now_ms)
+                self._start_step(each, repair.fill_step(damaged), now_ms)
                 return
 
     def _contradicts(self, repair: ReplicaRepair) -> bool:
         newest = NO_SESSION if repair.newest is None else repair.newest
-        is_recorded = self._recovery.origin is Origin.RECORDED
+        is_recorded = self._recovery.origin is HistoryOrigin.RECORDED
         return is_recorded and newest > self._recovery.newest_session
 
-    def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
+    def _start_step(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         if isinstance(step, FetchSourceLineage | FetchCopy):
             is_fill = isinstance(step, FetchCopy) and not step.whole_batches
-            find = self._fill_source if is_fill else self._source
+            find = self._fill_source if is_fill else self._choose_source
             source = find(each, step.first, step.last, now_ms)
             if source is None:
                 return
@@ -266,7 +266,7 @@ class RepairRunner:
             and self._avoided_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
         ]
 
-    def _source(
+    def _choose_source(
         self, each: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
         """Return a replica with the goal's log and no known damage in a range (rule 2)."""
@@ -288,7 +288,7 @@ class RepairRunner:
         self, each: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
         """Return a source for damaged records: if no log has them, one that reads the archive."""
-        source = self._source(each, first, last, now_ms)
+        source = self._choose_source(each, first, last, now_ms)
         if source is not None or self.archived is None or last > self.archived.last:
             return source
         for other in self._possible_sources(each, now_ms):
@@ -349,7 +349,7 @@ class RepairRunner:
         if running is None or not isinstance(running.step, FillDamage):
             return False
         assert each.repair is not None
-        if each.repair.not_filled(running.step):
+        if each.repair.fill_rejected(running.step):
             # The records may be bad: another source may have better ones.
             self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
         else:
@@ -408,16 +408,16 @@ class RepairRunner:
         assert target.correlation_id == correlation_id
         if isinstance(step, FetchSourceLineage | FetchCopy):
             try:
-                self._supplied(target, source.replica, step, answer, now_ms)
+                self._batches_supplied(target, source.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
                 self._avoid_source(correlation_id, source.replica, str(error), now_ms)
                 return
         else:
-            self._done(target, step, answer)
+            self._step_done(target, step, answer)
         del self._running[correlation_id]
         target.correlation_id = NO_CORRELATION_ID
 
-    def _supplied(
+    def _batches_supplied(
         self,
         target: ReplicaSession,
         source: ReplicaId,
@@ -435,18 +435,18 @@ class RepairRunner:
         assert repair is not None
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
-            repair.fetched(answer, step)
+            repair.copy_fetched(answer, step)
             self._fills_from[target.replica] = source
         else:
             assert isinstance(answer, messages.LineageResponse)
-            repair.source_answered(answer, first=step.first, last=step.last)
+            repair.source_lineage_answered(answer, first=step.first, last=step.last)
 
-    def _done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
+    def _step_done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
         repair = each.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
             assert isinstance(step, FetchOwnLineage)
-            repair.own_answered(answer, first=step.first, last=step.last)
+            repair.own_lineage_answered(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
             assert isinstance(step, AppendCopy)
             expected = step.answer.first + step.answer.count - 1
@@ -455,10 +455,10 @@ class RepairRunner:
                     "copy to a replica: expected that it is synced up to transaction "
                     f"{expected}, found {answer.synced_max}"
                 )
-            repair.appended(step)
+            repair.copy_appended(step)
         else:
             assert isinstance(answer, messages.ReplicaEnd)
-            self._changed(each, repair, step, answer)
+            self._log_changed(each, repair, step, answer)
 
     def _report(
         self, name: str, each: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
@@ -467,7 +467,7 @@ class RepairRunner:
         fields = (("replica", each.replica), ("ids", ranges), ("is_live", each.is_marked))
         self._outbox.append(Report(name, fields))
 
-    def _changed(
+    def _log_changed(
         self,
         each: ReplicaSession,
         repair: ReplicaRepair,
@@ -476,19 +476,19 @@ class RepairRunner:
     ) -> None:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Truncation):
-            repair.truncate(last, chain, step)
+            repair.log_truncated(last, chain, step)
         elif isinstance(step, Reset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
                     "reset of a replica: expected that its log ends at transaction "
                     f"{step.last}, found {last}"
                 )
-            repair.reset(step)
+            repair.log_reset(step)
             self._outbox.append(
                 Report("replica.reset", (("replica", each.replica), ("last", step.last)))
             )
         elif isinstance(step, FillDamage):
-            repair.filled(step)
+            repair.damage_filled(step)
             first, count = TransactionId(step.answer.first), step.answer.count
             self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
         else:
@@ -499,8 +499,8 @@ class RepairRunner:
                     f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
                     f"hash {chain.hex()}"
                 )
-            repair.marked()
-            each.marked(step.mark, step.chain)
+            repair.mark_written()
+            each.mark_written(step.mark, step.chain)
 
 
 def _request_of(
@@ -515,16 +515,16 @@ def _request_of(
         case Reset():
             return messages.ResetLog, tuple(step)
         case AppendCopy(answer, _):
-            return messages.AppendRaw, (*_records(answer), *_lineage(answer))
+            return messages.AppendRaw, (*_record_fields(answer), *_lineage(answer))
         case FillDamage(answer):
-            return messages.Repair, _records(answer)
+            return messages.Repair, _record_fields(answer)
         case SetMark():
             return messages.SetLowWaterMark, tuple(step)
         case _:
             assert_never(step)
 
 
-def _records(answer: messages.RangeBytes) -> tuple[object, ...]:
+def _record_fields(answer: messages.RangeBytes) -> tuple[object, ...]:
     return answer.first, answer.lengths, answer.records, answer.records_crc
 
 

@@ -199,7 +199,7 @@ class ReplicaRepair:
             self._is_aligned = True
         if not self._is_aligned and not self._align():
             return self._align_step(goal.lowest_start)
-        return self._complete(goal.mark, goal.chain, can_fill=can_fill)
+        return self._complete_step(goal.mark, goal.chain, can_fill=can_fill)
 
     def _must_reset(self, archived: ArchivedMark, lowest_start: TransactionId) -> bool:
         """Whether no source has the batches that follow this log, or it needs none (rule 7)."""
@@ -214,7 +214,7 @@ class ReplicaRepair:
         assert damaged in self.damaged
         return self._fill(*damaged)
 
-    def _complete(
+    def _complete_step(
         self, mark: TransactionId, chain: Chain, *, can_fill: CanFill
     ) -> RepairStep | None:
         """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
@@ -253,7 +253,7 @@ class ReplicaRepair:
         """Return whether the log's end is known to be a batch end of the source's log."""
         if self._source is not None:
             # Also if another point was requested first, and the source did not have it.
-            if (self.last, self.chain) in _points(self._source):
+            if (self.last, self.chain) in _batch_ends(self._source):
                 self._forget()
                 self._is_aligned = True
             elif self._ceiling is None:
@@ -269,22 +269,22 @@ class ReplicaRepair:
             return FetchSourceLineage(at, at)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
-            raise self._diverged()
+            raise self._divergence_error()
         if self._own is None:
             return FetchOwnLineage(lowest, self._ceiling)
         if self._ceiling <= lowest_start:
             # No source has batches there: truncate to what no session may lose, and reset.
-            before, chain = _points(self._own)[0]
+            before, chain = _batch_ends(self._own)[0]
             if before < self._floor:
-                raise self._diverged()
+                raise self._divergence_error()
             return Truncation(before, before, chain)
         if self._source is None:
             return FetchSourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
-        source_chains = dict(_points(self._source))
-        for last, chain in reversed(_points(self._own)):
+        source_chains = dict(_batch_ends(self._source))
+        for last, chain in reversed(_batch_ends(self._own)):
             if source_chains.get(last) == chain and last < self.last:
                 if last < self._floor:
-                    raise self._lost_batches(self._own)
+                    raise self._lost_batches_error(self._own)
                 return Truncation(last, last, chain)
         # The last common batch end is below both windows: continue further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
@@ -306,7 +306,7 @@ class ReplicaRepair:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def own_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def own_lineage_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
@@ -314,14 +314,14 @@ class ReplicaRepair:
         if not self._wants_newest:
             self._own = answer
 
-    def source_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def source_lineage_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
             _check_not_reconstructed(answer, self._own)
         self._source = answer
 
-    def fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
+    def copy_fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
         """The source returned records; they are checked before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
@@ -334,7 +334,7 @@ class ReplicaRepair:
             self._fetched_chain = chain
         self._fetched = answer
 
-    def truncate(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
+    def log_truncated(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
         """The replica was truncated."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
@@ -348,7 +348,7 @@ class ReplicaRepair:
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
 
-    def reset(self, step: Reset) -> None:
+    def log_reset(self, step: Reset) -> None:
         """The replica has dropped its records; its log begins after the archived mark."""
         self._forget()
         self.last, self.chain = step
@@ -357,7 +357,7 @@ class ReplicaRepair:
         self.damaged = []
         self._is_aligned = False
 
-    def appended(self, step: AppendCopy) -> None:
+    def copy_appended(self, step: AppendCopy) -> None:
         """The replica has the copied batches on disk."""
         assert step.answer.first == self.last + 1
         self.last = TransactionId(self.last + step.answer.count)
@@ -368,7 +368,7 @@ class ReplicaRepair:
         """The replica has reported all known damage; a step under way continues."""
         self.damaged = damaged
 
-    def filled(self, step: FillDamage) -> None:
+    def damage_filled(self, step: FillDamage) -> None:
         """The replica has overwritten damaged records."""
         filled_first, filled_last = step.answer.first, step.answer.first + step.answer.count - 1
         left: list[tuple[TransactionId, TransactionId]] = []
@@ -379,7 +379,7 @@ class ReplicaRepair:
                 left.append((TransactionId(max(first, filled_last + 1)), last))
         self.damaged, self._fetched = left, None
 
-    def not_filled(self, step: FillDamage) -> bool:
+    def fill_rejected(self, step: FillDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
         It may have reported other damage since. If the range can wait it is ignored until it is
@@ -392,7 +392,7 @@ class ReplicaRepair:
         self._fetched = None
         return is_needed
 
-    def marked(self) -> None:
+    def mark_written(self) -> None:
         """Session and mark are durable: the replica is ready."""
         self.is_set = True
 
@@ -401,7 +401,7 @@ class ReplicaRepair:
         self._forget()
         self._is_aligned = False
 
-    def _aligned(self) -> None:
+    def _logs_aligned(self) -> None:
         self._forget()
         self._is_aligned = True
 
@@ -409,16 +409,16 @@ class ReplicaRepair:
         self._own = self._source = self._ceiling = None
         self._fetched = None
 
-    def _lost_batches(self, own: LineageResponse) -> DataLoss:
+    def _lost_batches_error(self, own: LineageResponse) -> DataLoss:
         if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
-            return self._diverged()
+            return self._divergence_error()
         return DataLoss(
             f"the replica has lost the batches up to transaction {self.last}, even those "
             f"below its confirmed low-water mark {self._floor}. Hint: restart the storage; it "
             "then withdraws the low-water mark."
         )
 
-    def _diverged(self) -> DataLoss:
+    def _divergence_error(self) -> DataLoss:
         return DataLoss(
             f"the replica cannot be repaired: its log up to transaction {self.last} and the "
             "decided log have no common end of a batch at or above its confirmed low-water "
@@ -509,7 +509,7 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
         )
 
 
-def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
+def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     """Return the batch ends of a lineage and the chains there, in order."""
     before = TransactionId(answer.lineage[0].first - 1)
     points = [(before, Chain(bytes(answer.chain_before)))]

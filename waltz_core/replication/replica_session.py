@@ -239,7 +239,7 @@ class ReplicaSession:
     # -----------------------------------------------------------------------------------------
     # the log
 
-    def marked(self, mark: TransactionId, chain: Chain) -> None:
+    def mark_written(self, mark: TransactionId, chain: Chain) -> None:
         """Session and mark are durable: appends continue after the mark."""
         assert self.stage is ReplicaStage.REPAIRING
         self.stage = ReplicaStage.READY
@@ -277,7 +277,7 @@ class ReplicaSession:
         assert self.is_marked
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
-    def appended(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
+    def append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
         """The storage has synced (rule 4).
 
         Raises:

@@ -25,7 +25,11 @@ from waltz_core.cluster.znodes.model import (
 )
 from waltz_core.records.record import Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.session_recovery import Origin, origin_of, states_to_claim
+from waltz_core.replication.session_recovery import (
+    HistoryOrigin,
+    history_origin_of,
+    states_to_claim,
+)
 
 
 class PartitionNodes(NamedTuple):
@@ -75,7 +79,7 @@ class SessionClaim:
     session_id: SessionId
     generation: Generation
     nonce: bytes
-    origin: Origin
+    origin: HistoryOrigin
     states: Mapping[ReplicaId, ReplicaState]
     assigned: tuple[ReplicaId, ...]
     unbroken: bool
@@ -98,7 +102,7 @@ def rejection(
 
     `promised` are the sessions to which storages reported to be bound.
     """
-    if origin_of(nodes.metadata, nodes.marker) is Origin.LOST:
+    if history_origin_of(nodes.metadata, nodes.marker) is HistoryOrigin.LOST:
         return (
             "the partition was opened before, but its metadata in ZooKeeper has no replica states: "
             "ZooKeeper's data was lost or rolled back"
@@ -121,13 +125,13 @@ def rejection(
     return None
 
 
-def claim_over(
+def claimed_nodes(
     nodes: PartitionNodes, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
 ) -> PartitionNodes:
     """Return the values of CAS#1: the next session ID, the nonce, everything else unchanged."""
     assert not is_newer(nodes.metadata.generation, generation), "rule 1"
-    origin = origin_of(nodes.metadata, nodes.marker)
-    assert origin is not Origin.LOST, "rule 2"
+    origin = history_origin_of(nodes.metadata, nodes.marker)
+    assert origin is not HistoryOrigin.LOST, "rule 2"
     session_id = SessionId(nodes.metadata.session_id + 1)
     states = states_to_claim(origin, nodes.metadata.states, replicas)
     state = MarkerState.NEW if nodes.marker is None else nodes.marker.state
@@ -137,7 +141,7 @@ def claim_over(
     )
 
 
-def states_over(
+def nodes_with_states(
     nodes: PartitionNodes, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None
 ) -> PartitionNodes:
     """Return the values of CAS#2 and CAS#3: states, archived mark, and the partition is open."""

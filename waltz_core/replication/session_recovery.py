@@ -43,7 +43,7 @@ from waltz_core.wire.messages import Prepared
 NO_STORAGE_ID = bytes(16)
 
 
-class Origin(Enum):
+class HistoryOrigin(Enum):
     """Where a partition's history is recorded."""
 
     RECORDED = auto()  # ZooKeeper has the replicas and their states
@@ -52,31 +52,33 @@ class Origin(Enum):
     LOST = auto()  # a session was opened once, but the replica states are missing in ZooKeeper
 
 
-def origin_of(metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> Origin:
+def history_origin_of(
+    metadata: PartitionMetadata | None, marker: PartitionMarker | None
+) -> HistoryOrigin:
     """Return where a partition's history is recorded."""
     states = {} if metadata is None else metadata.states
     if marker is not None and marker.state is MarkerState.OPEN:
-        return Origin.RECORDED if states else Origin.LOST
+        return HistoryOrigin.RECORDED if states else HistoryOrigin.LOST
     if not states:
-        return Origin.ADOPTED if marker is None else Origin.NEW
+        return HistoryOrigin.ADOPTED if marker is None else HistoryOrigin.NEW
     # `states_to_claim` writes these states, which stay until the adopting session has opened.
     if marker is not None and all(state == _UNANSWERED for state in states.values()):
-        return Origin.ADOPTED
-    return Origin.RECORDED
+        return HistoryOrigin.ADOPTED
+    return HistoryOrigin.RECORDED
 
 
 _UNANSWERED = ReplicaState(NO_SESSION, UNRESOLVED)
 
 
 def states_to_claim(
-    origin: Origin, states: Mapping[ReplicaId, ReplicaState], assigned: Sequence[ReplicaId]
+    origin: HistoryOrigin, states: Mapping[ReplicaId, ReplicaState], assigned: Sequence[ReplicaId]
 ) -> dict[ReplicaId, ReplicaState]:
     """Return the replica states of the first compare-and-set: unchanged, except for an adoption.
 
     For an adopted partition without states all replicas are recorded as unanswered, so that a later
     session still knows that all of them must answer.
     """
-    if origin is Origin.ADOPTED and not states:
+    if origin is HistoryOrigin.ADOPTED and not states:
         return dict.fromkeys(assigned, _UNANSWERED)
     return dict(states)
 
@@ -112,15 +114,15 @@ class Recovery:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: HistoryOrigin,
         states: Mapping[ReplicaId, ReplicaState],
         archived: ArchivedMark | None = None,
     ) -> None:
-        assert origin is not Origin.LOST
+        assert origin is not HistoryOrigin.LOST
         self.origin = origin
         # Where a new log begins (rule 4).
         self._begin: tuple[TransactionId, Chain] = BEFORE_FIRST, GENESIS_CHAIN
-        if origin is Origin.NEW and archived is not None:
+        if origin is HistoryOrigin.NEW and archived is not None:
             self._begin = archived.last, archived.chain
         self.states = dict(states)
         self.engaged = [
@@ -164,13 +166,13 @@ class Recovery:
 
     def is_foreign(self, answer: Prepared) -> bool:
         """Whether a replica has records where there can be none (rule 4)."""
-        if self.origin is Origin.RECORDED or answer.synced_max == BEFORE_FIRST:
+        if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
         # A log without records can end above its begin only after a reset.
         end = answer.synced_max, bytes(answer.chain)
         return answer.start != answer.synced_max or end != self._begin
 
-    def objection(self, answer: Prepared) -> str | None:
+    def exclusion_reason(self, answer: Prepared) -> str | None:
         """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
             return (
@@ -193,7 +195,7 @@ class Recovery:
         knows a later session, so does every replica that has synced an append there: a quorum of
         the assignment. While the assignment is the same, no session opens without one of them.
         """
-        return self.origin is not Origin.RECORDED or replica in self.engaged
+        return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 
     def answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
@@ -215,9 +217,9 @@ class Recovery:
         return self.mark
 
     def _decide(self) -> TransactionId | None:
-        if self.origin is Origin.NEW:
+        if self.origin is HistoryOrigin.NEW:
             return self._begin[0]
-        if self.origin is Origin.ADOPTED and self.unknown:
+        if self.origin is HistoryOrigin.ADOPTED and self.unknown:
             return None
         maxes = [known for known in map(self._max.get, self.engaged) if known is not None]
         unknown_count = len(self.engaged) - len(maxes)

@@ -103,7 +103,7 @@ class Settlement:
             last = TransactionId(max(last, entry.last))
         self._settle(min(last, in_doubt.last, self._mark))
 
-    def unreadable(self, error: WaltzError, now_ms: int) -> bool:
+    def batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
         """A replica cannot return the batches in doubt (rule 4); return False if that is an error.
 
         Expired ones are gone for all replicas; others are requested from the next replica first.

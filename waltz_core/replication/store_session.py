@@ -5,7 +5,7 @@
 Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
-    3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
+    3. The session opens only when ZooKeeper is known to have its states (`metadata_written`; G, H).
     4. Only while ZooKeeper records a replica as engaged, it counts and gets uncommitted batches
        (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
@@ -182,13 +182,13 @@ class StoreSession:
         """The engaged replicas, in the order of the assignment."""
         return [each for each in self.replicas.values() if each.stage is _ENGAGED]
 
-    def readable(self) -> list[ReplicaId]:
+    def readable_replicas(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
         # The sort is stable: equal ones stay in the order of the assignment.
         engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
-    def waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
+    def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
         return {
             each.replica: now_ms - each.oldest_ms
@@ -243,7 +243,7 @@ class StoreSession:
         if each is None or each.stage is not ReplicaStage.DIALING:
             return
         if each.is_excluded:
-            self._returned(each, now_ms)
+            self._tainted_replica_returned(each, now_ms)
             return
         each.stage = ReplicaStage.PREPARING
         facts = self._facts
@@ -251,7 +251,7 @@ class StoreSession:
         identity = (storage_id, facts.cluster_key, facts.partition_count)
         each.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
-    def lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
+    def replica_lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         """A connection was lost, or could not be opened."""
         each = self.replicas.get(replica)
         if each is not None and each.stage is not ReplicaStage.ABSENT:
@@ -268,14 +268,14 @@ class StoreSession:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
             elif isinstance(answer, ARCHIVE_NOTICES):
-                self._archiving.notified(each, answer, now_ms)
+                self._archiving.attempt_notified(each, answer, now_ms)
             else:
-                self._answered(each, each.take(answer), answer, now_ms)
+                self._request_answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
             self._reject(each, str(error), now_ms)
         self._advance(now_ms)
 
-    def woken(self, now_ms: int) -> None:
+    def wake_up(self, now_ms: int) -> None:
         """Handle timeouts and redials."""
         self.repairs.expire_slow_sources(now_ms)
         for each in list(self.replicas.values()):
@@ -298,12 +298,12 @@ class StoreSession:
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
         if self._archiving.is_used:
-            self._archiving.submitted(batch)
+            self._archiving.batch_submitted(batch)
         for each in self.replicas.values():
             if each.stage is _ENGAGED:
-                self._feed(each, now_ms)
+                self._send_from_window(each, now_ms)
 
-    def prove(self, token: int, now_ms: int) -> None:
+    def prove_mark(self, token: int, now_ms: int) -> None:
         """Query a quorum for a later session."""
         assert self.window is not None
         self._proofs.begin(token, self.window.committed, self.engaged, now_ms)
@@ -326,7 +326,7 @@ class StoreSession:
         """Return the outcome of such a request; None if there is none yet."""
         return self._archiving.replacement(request)
 
-    def wrote(
+    def metadata_written(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
     ) -> None:
         """ZooKeeper is known to have these states and this archived mark (rule 3)."""
@@ -335,7 +335,7 @@ class StoreSession:
         assert goal is not None
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
-        self._archiving.wrote(archived, now_ms)
+        self._archiving.metadata_written(archived, now_ms)
         self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
@@ -367,9 +367,9 @@ class StoreSession:
             return None
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
-        ready = self._marked(now_ms)
+        ready = self._marked_replicas(now_ms)
         if not self._has_quorum(ready):
-            ready = self._marked(None)
+            ready = self._marked_replicas(None)
         if not self._has_quorum(ready):
             self._quorum_since_ms = None
             return None
@@ -402,7 +402,7 @@ class StoreSession:
         is_writing = self.writing is not None
         return None if is_writing or self.ended is not None else self._archiving.wanted
 
-    def _marked(self, now_ms: int | None) -> list[ReplicaId]:
+    def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with a time, without those that are left out then."""
         held = self.claim.excluded
         return [
@@ -425,7 +425,7 @@ class StoreSession:
         late = [each for each in self.replicas.values() if each.stage is _READY]
         if not late:
             return None
-        level, marked = min(window.first, window.committed + 1), self._marked(now_ms)
+        level, marked = min(window.first, window.committed + 1), self._marked_replicas(now_ms)
         joining = [e.replica for e in late if e.replica in marked and e.next_id >= level]
         if not joining:
             return None
@@ -482,7 +482,7 @@ class StoreSession:
         """
         return self.is_settled and each.stage in _PREPARED
 
-    def _returned(self, each: ReplicaSession, now_ms: int) -> None:
+    def _tainted_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A tainted replica has returned: it needs a new session (replica_session.py, rule 3)."""
         each.close()
         earliest_ms = now_ms
@@ -500,20 +500,20 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _answered(
+    def _request_answered(
         self, each: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
             case messages.Appended() if each.stage in MARKED:
                 assert isinstance(request.message, messages.AppendRaw)
-                each.appended(request.message, answer)
+                each.append_synced(request.message, answer)
                 if each.stage is _ENGAGED:
                     self._measure(each, request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
-                self._nacked(each, request, answer, now_ms)
+                self._request_nacked(each, request, answer, now_ms)
             case messages.Prepared():
-                self._prepared(each, answer, now_ms)
+                self._replica_prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
                 self._proofs.vote(request.correlation_id, each.replica)
             case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
@@ -548,7 +548,7 @@ class StoreSession:
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
             self._archiving.rejected(each, request.message, reason, now_ms)
         elif isinstance(error, BeforeLogStart):
-            self._archiving.begins_later(now_ms)
+            self._archiving.log_begins_later(now_ms)
             self._note_checked()
         else:
             return False
@@ -561,7 +561,7 @@ class StoreSession:
         else:
             self._note_settled()
 
-    def _nacked(
+    def _request_nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
     ) -> None:
         error = from_code(nack.error_code, nack.message)
@@ -590,7 +590,7 @@ class StoreSession:
         """Whether the settlement continues without a replica that cannot return its batches."""
         if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
-        return self._settlement.unreadable(error, now_ms)
+        return self._settlement.batches_unreadable(error, now_ms)
 
     def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
@@ -605,14 +605,16 @@ class StoreSession:
             )
             self.end(SessionEnd(EndCause.REJECTED, reason, is_final=True))
 
-    def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
+    def _replica_prepared(
+        self, each: ReplicaSession, answer: messages.Prepared, now_ms: int
+    ) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
             fault = f"expected the storage with ID {expected} at this address, found {found}"
             self._reject(each, fault, now_ms)
             return
-        reason = self.recovery.objection(answer)
+        reason = self.recovery.exclusion_reason(answer)
         if reason is not None:
             if self.window is None and self.recovery.is_needed(each.replica):
                 self.end(
@@ -643,7 +645,7 @@ class StoreSession:
         if self.window is not None and self.ended is None:
             for each in self.replicas.values():
                 if each.stage in MARKED:
-                    self._feed(each, now_ms)
+                    self._send_from_window(each, now_ms)
         if self._archiving.is_used and self.is_settled and self.ended is None:
             assert self.window is not None
             replicas = self.replicas.values()
@@ -673,7 +675,7 @@ class StoreSession:
             self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
-        self.repairs.decided(mark)
+        self.repairs.mark_decided(mark)
         return True
 
     def _open(self, now_ms: int) -> None:
@@ -706,13 +708,13 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # the live log
 
-    def _feed(self, each: ReplicaSession, now_ms: int) -> None:
+    def _send_from_window(self, each: ReplicaSession, now_ms: int) -> None:
         """Send a replica the next batches that it may get, within the limit (rules 4 and 7)."""
         window = self.window
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
         while each.next_id <= last and not each.is_lagging:
-            window_batch = window.at(each.next_id)
+            window_batch = window.batch_at(each.next_id)
             if window_batch is None:
                 copied_last = min(window.committed, window.first - 1)
                 self.repairs.supply(each, TransactionId(copied_last), now_ms)

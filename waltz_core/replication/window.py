@@ -76,7 +76,7 @@ class SessionWindow:
         """When the oldest batch in flight was submitted."""
         return self._uncommitted[0].submitted_ms if self._uncommitted else None
 
-    def at(self, first: TransactionId) -> WindowBatch | None:
+    def batch_at(self, first: TransactionId) -> WindowBatch | None:
         """Return the batch that begins at `first`, if it is kept."""
         return self._batches.get(first)
 

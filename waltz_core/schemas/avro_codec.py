@@ -71,7 +71,7 @@ class AvroCodec:
             if not text.strip().replace(".", "").replace("_", "").isalnum():
                 raise BadFormat(f"Avro schema: expected JSON: {error}") from None
             given = text.strip()  # the name of a type, without quotes
-        checked = check.checked(given)
+        checked = check.check_schema(given)
         try:
             return fastavro.parse_schema(checked, named_schemas=self._named)
         except _INVALID as error:

@@ -82,7 +82,7 @@ class SchemaCheck:
     def __init__(self) -> None:
         self._named: dict[str, _Size | None] = {}  # None: its definition has not ended
 
-    def checked(self, schema: object) -> Any:  # noqa: ANN401 - JSON
+    def check_schema(self, schema: object) -> Any:  # noqa: ANN401 - JSON
         """Return a schema for `avro_codec.py`.
 
         Raises:

@@ -36,7 +36,7 @@ from waltz_core.schemas.strict_values import (
     decimal_of,
     floating,
     integer,
-    mismatch,
+    mismatch_error,
     null,
     text,
     unscaled_of,
@@ -164,7 +164,7 @@ class AvroConverter:
 
         def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
             if not isinstance(value, dict):
-                raise mismatch("a map of fields", value)
+                raise mismatch_error("a map of fields", value)
             if not value.keys() <= names:
                 unknown = next(key for key in value if key not in names)
                 raise ValueError(f"the schema has no field {unknown!r:.100}")
@@ -240,7 +240,7 @@ _PRIMITIVES: Final[dict[str, Convert]] = {
 def _array(inner: Convert) -> Convert:
     def convert(value: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(value, list | tuple):
-            raise mismatch("a list", value)
+            raise mismatch_error("a list", value)
         return [inner(each) for each in value]
 
     return convert
@@ -249,7 +249,7 @@ def _array(inner: Convert) -> Convert:
 def _map(inner: Convert) -> Convert:
     def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(value, dict):
-            raise mismatch("a map", value)
+            raise mismatch_error("a map", value)
         return {text(key): inner(each) for key, each in value.items()}
 
     return convert
@@ -258,7 +258,7 @@ def _map(inner: Convert) -> Convert:
 def _enum(symbols: frozenset[str]) -> Convert:
     def convert(value: Any) -> str:  # noqa: ANN401
         if not isinstance(value, str) or value not in symbols:
-            raise mismatch(f"one of {', '.join(sorted(symbols)[:10])}", value)
+            raise mismatch_error(f"one of {', '.join(sorted(symbols)[:10])}", value)
         return value
 
     return convert
@@ -293,14 +293,14 @@ def _logical(schema: Mapping[str, Any], name: str) -> Convert:
 
 def _from_date(value: Any) -> int:  # noqa: ANN401
     if not isinstance(value, date) or isinstance(value, datetime):
-        raise mismatch("a date", value)
+        raise mismatch_error("a date", value)
     return value.toordinal() - _DAYS
 
 
 def _from_time(micros: int) -> Convert:
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, time) or value.tzinfo is not None:
-            raise mismatch("a time without a time zone", value)
+            raise mismatch_error("a time without a time zone", value)
         since = datetime.combine(_LOCAL_EPOCH, value) - _LOCAL_EPOCH
         return _whole(since // _MICROSECOND, micros)
 
@@ -312,7 +312,7 @@ def _from_timestamp(nanos: int, epoch: datetime) -> Convert:
 
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, datetime) or (value.tzinfo is not None) is not has_zone:
-            raise mismatch(f"a timestamp with{'' if has_zone else 'out'} a time zone", value)
+            raise mismatch_error(f"a timestamp with{'' if has_zone else 'out'} a time zone", value)
         found = _whole((value - epoch) // _MICROSECOND * 1_000, nanos)
         number: int = _LONG(found)
         return number
@@ -333,7 +333,7 @@ def _from_decimal(schema: Mapping[str, Any]) -> Convert:
 
     def convert(value: Any) -> bytes:  # noqa: ANN401
         if isinstance(value, bool) or not isinstance(value, Decimal | int):
-            raise mismatch("a decimal", value)
+            raise mismatch_error("a decimal", value)
         unscaled = unscaled_of(value, scale)
         if abs(unscaled) >= 10**precision:
             raise ValueError(f"expected up to {precision} digits, found {value!r:.100}")
@@ -354,5 +354,5 @@ def _from_uuid(value: Any) -> bytes:  # noqa: ANN401
 
 def _uuid(value: Any) -> UUID:  # noqa: ANN401
     if not isinstance(value, UUID):
-        raise mismatch("a UUID", value)
+        raise mismatch_error("a UUID", value)
     return value

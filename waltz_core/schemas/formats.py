@@ -43,7 +43,7 @@ class PayloadCodec(Protocol):
         """Return the names of the fields that are written; none if it is not a record."""
 
 
-class _Missing(NamedTuple):
+class _MissingSchema(NamedTuple):
     reason: str
     until_s: float
 
@@ -67,7 +67,7 @@ class SchemaCache:
         self.kind = kind
         self._clock = clock
         # NB: no lock, which a fork could copy in a locked state: each access is one operation.
-        self._codecs: OrderedDict[int, PayloadCodec | _Missing] = OrderedDict()
+        self._codecs: OrderedDict[int, PayloadCodec | _MissingSchema] = OrderedDict()
 
     def decode(self, data: bytes) -> Any:  # noqa: ANN401
         """Return the value of a payload.
@@ -78,8 +78,8 @@ class SchemaCache:
         """
         schema_id, body = split_prefix(data)
         codec = self._codecs.get(schema_id)
-        if codec is None or isinstance(codec, _Missing):
-            codec = self._requested(schema_id, codec)
+        if codec is None or isinstance(codec, _MissingSchema):
+            codec = self._request_codec(schema_id, codec)
         return codec.decode(body)
 
     def add(self, schema: RegisteredSchema) -> None:
@@ -87,18 +87,18 @@ class SchemaCache:
         if schema.schema_id not in self._codecs:
             self._keep(schema.schema_id, codec_of(schema))
 
-    def _requested(self, schema_id: int, missing: _Missing | None) -> PayloadCodec:
+    def _request_codec(self, schema_id: int, missing: _MissingSchema | None) -> PayloadCodec:
         if missing is not None and self._clock() < missing.until_s:
             raise BadFormat(missing.reason)
         try:
             codec = codec_of(self.registry.schema(schema_id, self.kind))
         except BadFormat as error:
-            self._keep(schema_id, _Missing(str(error), self._clock() + MISSING_S))
+            self._keep(schema_id, _MissingSchema(str(error), self._clock() + MISSING_S))
             raise
         self._keep(schema_id, codec)
         return codec
 
-    def _keep(self, schema_id: int, codec: PayloadCodec | _Missing) -> None:
+    def _keep(self, schema_id: int, codec: PayloadCodec | _MissingSchema) -> None:
         self._codecs[schema_id] = codec
         if len(self._codecs) > SCHEMAS_MAX:
             with suppress(KeyError):  # another thread has removed it

@@ -35,7 +35,7 @@ from waltz_core.schemas.strict_values import (
     decimal_of,
     floating,
     integer,
-    mismatch,
+    mismatch_error,
     text,
     unscaled_of,
 )
@@ -144,7 +144,7 @@ def _enum_number(names: Mapping[int, str]) -> Convert:
         if isinstance(value, str) and value in numbers:
             return numbers[value]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise mismatch(f"one of {', '.join(list(numbers)[:10])}", value)
+            raise mismatch_error(f"one of {', '.join(list(numbers)[:10])}", value)
         return value
 
     return convert
@@ -267,7 +267,7 @@ class MessageBuilder:
         if kind in _WRAPPERS:
             value = {"value": value}
         if not isinstance(value, dict):
-            raise mismatch("a map of fields", value)
+            raise mismatch_error("a map of fields", value)
         fields = self._types.of(message.DESCRIPTOR).fields
         unknown = value.keys() - fields.keys()
         if unknown:
@@ -298,7 +298,7 @@ class MessageBuilder:
             self._map(getattr(message, part.name), part, part.key, given)
         elif part.is_repeated:
             if not isinstance(given, list | tuple):
-                raise mismatch("a list", given)
+                raise mismatch_error("a list", given)
             target = getattr(message, part.name)
             if part.scalar is not None:
                 target.extend([part.scalar(each) for each in given])
@@ -312,7 +312,7 @@ class MessageBuilder:
 
     def _map(self, target: Any, part: MessagePart, key: Convert, given: Any) -> None:  # noqa: ANN401
         if not isinstance(given, dict):
-            raise mismatch("a map", given)
+            raise mismatch_error("a map", given)
         for name, each in given.items():
             if part.scalar is not None:
                 target[key(name)] = part.scalar(each)
@@ -322,27 +322,27 @@ class MessageBuilder:
 
 def _write_timestamp(message: Message, value: Any) -> None:  # noqa: ANN401
     if not isinstance(value, datetime) or value.tzinfo is None:
-        raise mismatch("a timestamp with a time zone", value)
+        raise mismatch_error("a timestamp with a time zone", value)
     seconds, micros = divmod((value - _EPOCH) // _MICROSECOND, 1_000_000)
     message.seconds, message.nanos = seconds, micros * 1_000
 
 
 def _write_date(message: Message, value: Any) -> None:  # noqa: ANN401
     if not isinstance(value, date) or isinstance(value, datetime):
-        raise mismatch("a date", value)
+        raise mismatch_error("a date", value)
     message.year, message.month, message.day = value.year, value.month, value.day
 
 
 def _write_time(message: Message, value: Any) -> None:  # noqa: ANN401
     if not isinstance(value, time) or value.tzinfo is not None:
-        raise mismatch("a time without a time zone", value)
+        raise mismatch_error("a time without a time zone", value)
     message.hours, message.minutes, message.seconds = value.hour, value.minute, value.second
     message.nanos = value.microsecond * 1_000
 
 
 def _write_decimal(message: Message, value: Any) -> None:  # noqa: ANN401
     if isinstance(value, bool) or not isinstance(value, Decimal | int):
-        raise mismatch("a decimal", value)
+        raise mismatch_error("a decimal", value)
     exponent = Decimal(value).as_tuple().exponent
     scale = max(0, -exponent) if isinstance(exponent, int) else 0
     unscaled = unscaled_of(value, scale)

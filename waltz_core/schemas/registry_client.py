@@ -68,7 +68,7 @@ class SchemaRegistry:
         found = lookup.get(f"/schemas/ids/{schema_id}")
         if found is None:
             raise BadFormat(f"schema {schema_id} does not exist in the schema registry at {self}")
-        return lookup.registered(schema_id, found)
+        return lookup.resolve_schema(schema_id, found)
 
     def version(self, subject: str, version: int | None, kind: SchemaType) -> RegisteredSchema:
         """Return a version of a subject's schemas; None: the latest one.
@@ -79,7 +79,7 @@ class SchemaRegistry:
         """
         lookup = _Lookup(self, kind)
         found = lookup.version(subject, "latest" if version is None else version)
-        return lookup.registered(_schema_id(found, str(self)), found)
+        return lookup.resolve_schema(_schema_id(found, str(self)), found)
 
     def register(self, subject: str, kind: SchemaType, text: str) -> RegisteredSchema:
         """Register a schema under a subject, if it is new, and return it with its ID.
@@ -157,7 +157,7 @@ class _Lookup:
             )
         return found
 
-    def registered(self, schema_id: int, found: dict[str, Any]) -> RegisteredSchema:
+    def resolve_schema(self, schema_id: int, found: dict[str, Any]) -> RegisteredSchema:
         """Return an answer with a schema, and the schemas to which it refers."""
         what = f"schema {schema_id} of the schema registry at {self._registry}"
         known: dict[tuple[str, int], NamedSchema | None] = {}

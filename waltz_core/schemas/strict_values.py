@@ -20,7 +20,7 @@ _DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
 _EXACT: Final = Context(prec=2 * _DIGITS, traps=[Inexact])
 
 
-def mismatch(expected: str, value: object) -> TypeError:
+def mismatch_error(expected: str, value: object) -> TypeError:
     """Return the error for a value of another type."""
     return TypeError(f"expected {expected}, found {value!r:.100} ({type(value).__name__})")
 
@@ -28,13 +28,13 @@ def mismatch(expected: str, value: object) -> TypeError:
 def null(value: Any) -> None:  # noqa: ANN401
     """Return None."""
     if value is not None:
-        raise mismatch("null", value)
+        raise mismatch_error("null", value)
 
 
 def boolean(value: Any) -> bool:  # noqa: ANN401
     """Return a boolean."""
     if not isinstance(value, bool):
-        raise mismatch("a boolean", value)
+        raise mismatch_error("a boolean", value)
     return value
 
 
@@ -43,7 +43,7 @@ def integer(kind: str, low: int, high: int) -> Convert:
 
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, int) or isinstance(value, bool):
-            raise mismatch(f"an integer ({kind})", value)
+            raise mismatch_error(f"an integer ({kind})", value)
         if not low <= value <= high:
             raise ValueError(f"{value} is out of the range of {kind}")
         return value
@@ -65,7 +65,7 @@ def floating(layout: str, kind: str) -> Convert:
             if int(stored) != value:
                 raise ValueError(f"{value} has more digits than a {kind}")
         else:
-            raise mismatch(f"a number ({kind})", value)
+            raise mismatch_error(f"a number ({kind})", value)
         pack(number)  # raises OverflowError
         return number
 
@@ -75,14 +75,14 @@ def floating(layout: str, kind: str) -> Convert:
 def binary(value: Any) -> bytes:  # noqa: ANN401
     """Return bytes."""
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise mismatch("bytes", value)
+        raise mismatch_error("bytes", value)
     return bytes(value)
 
 
 def text(value: Any) -> str:  # noqa: ANN401
     """Return a text."""
     if not isinstance(value, str):
-        raise mismatch("a text", value)
+        raise mismatch_error("a text", value)
     return value
 
 

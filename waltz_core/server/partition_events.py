@@ -8,8 +8,8 @@ Rules:
        `cost_bytes` of this effect is the size of the request; earlier answers (the feed) have
        `cost_bytes` 0.
     2. If there is no other answer to a request, it gets an `ErrorResponse`; none is dropped.
-    3. `Fetch` has one outcome with the same token: `Fetched` or `FetchFailed`.
-    4. `Drained` follows every `Congested`, and may come without one.
+    3. `Fetch` has one outcome with the same token: `FetchAnswered` or `FetchFailed`.
+    4. `ConnectionDrained` follows every `ConnectionCongested`, and may come without one.
 """
 
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ class PartitionIdentity:
 
 
 @value(frozen=True, slots=True)
-class Received:
+class RequestReceived:
     """A client's request for this partition arrived, `cost_bytes` long.
 
     `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
@@ -162,28 +162,28 @@ class Received:
 
 
 @value(frozen=True, slots=True)
-class Closed:
+class ConnectionClosed:
     """A connection was closed; its requests that were not submitted yet are dropped."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
-class Congested:
+class ConnectionCongested:
     """A connection accepts no more frames for now: its client reads too slowly."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
-class Drained:
+class ConnectionDrained:
     """A congested connection accepts frames again."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
-class Fetched:
+class FetchAnswered:
     """A storage answered a fetch."""
 
     token: int
@@ -206,11 +206,11 @@ class FetchFailed:
 
 
 Event: TypeAlias = (
-    Received
-    | Closed
-    | Congested
-    | Drained
-    | Fetched
+    RequestReceived
+    | ConnectionClosed
+    | ConnectionCongested
+    | ConnectionDrained
+    | FetchAnswered
     | FetchFailed
     | Wakeup
     | replication.TakeOwnership

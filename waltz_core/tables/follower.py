@@ -333,7 +333,7 @@ class TableProgress(Generic[ChangesT]):
         for each in sorted(others):
             if each.version not in self._warned and not each.is_maintenance:
                 _log.warning(
-                    "follow.other_commit table=%s version=%d operation=%s",
+                    "follow.foreign_commit table=%s version=%d operation=%s",
                     self._place,
                     each.version,
                     each.operation,

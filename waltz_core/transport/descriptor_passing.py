@@ -41,7 +41,7 @@ _ROOT: Final = 0
 Open = Callable[[bytes], Awaitable[int]]
 
 
-async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
+async def serve_descriptors(name: str, request_bytes: int, open_requested: Open) -> None:
     """Serve files under this name until cancelled.
 
     Returns if that is not possible here: then readers use the storage's connection.
@@ -88,7 +88,7 @@ def is_offered(name: str) -> bool:
             return False
 
 
-def take(name: str, request: bytes, *, timeout_s: float) -> int:
+def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
     """Return the descriptor of a requested file; blocks, and the caller closes it.
 
     Raises:

@@ -64,14 +64,14 @@ async def connect(
     raise OSError("; ".join(failures))
 
 
-async def state_token(link: "Link", token: Token) -> None:
+async def send_token(link: "Link", token: Token) -> None:
     """Send the token first, and wait for the answer.
 
     Raises AuthenticationFailed, Overloaded or RemoteProtocolError.
     """
     version = link.version
     assert version is not None
-    credential = authentication.credential(link.protocol, version, token.secret)
+    credential = authentication.credential_message(link.protocol, version, token.secret)
     if credential is None:
         return
     link.send(credential)

@@ -150,7 +150,7 @@ async def dial(
                 await dialing.connect(link.as_protocol, host, port, ssl)
                 await ready
                 if token is not None:
-                    await dialing.state_token(link, token)
+                    await dialing.send_token(link, token)
         except TimeoutError as error:
             raise Unreachable(
                 f"{address} did not accept a connection and send its hello message within "
@@ -302,7 +302,7 @@ class Link:
         if self._throttle is not None:
             self._throttle.feeds_ended(partition_id)
 
-    def permitted(self, requests: list[Message]) -> list[Message]:
+    def filter_permitted(self, requests: list[Message]) -> list[Message]:
         """Return the requests that are permitted; answer the others (rule 8)."""
         if self.access is None:
             return requests
@@ -312,7 +312,7 @@ class Link:
             if error is None:
                 permitted.append(request)
             else:
-                self.send(authentication.rejected(request, self.version, error))
+                self.send(authentication.rejected_answer(request, self.version, error))
         return permitted
 
     def audited(self, request: Message) -> "AuditedRequest | None":
@@ -377,7 +377,7 @@ class Link:
             self._transport.write(buffers[0])
         else:
             self._transport.writelines(buffers)
-        self._sent(sum(map(len, buffers)))
+        self._count_sent(sum(map(len, buffers)))
         throttle = None if self.access is None else self._limiting()
         if throttle is not None:
             throttle.sent(message)
@@ -389,7 +389,7 @@ class Link:
         assert self._transport is not None
         buffers = [buffer for message in messages for buffer in self._connection.send(message)]
         self._transport.write(buffers[0] if len(buffers) == 1 else b"".join(buffers))
-        self._sent(sum(map(len, buffers)))
+        self._count_sent(sum(map(len, buffers)))
 
     def send_frames(self, frames: bytes) -> None:
         """Send complete frames of a feed, of the agreed version; see `send`."""
@@ -397,19 +397,19 @@ class Link:
             return
         assert self._transport is not None
         self._transport.write(frames)
-        self._sent(len(frames))
+        self._count_sent(len(frames))
         throttle = self._limiting()
         if throttle is not None:
             throttle.feed_sent(len(frames))
 
-    def _sent(self, size_bytes: int) -> None:
+    def _count_sent(self, size_bytes: int) -> None:
         assert self._transport is not None
         self.bytes_sent += size_bytes
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:
             self.abort(f"the peer does not read: {backlog_bytes} bytes for it are unsent")
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Wait until the link is not congested, or is closed."""
         await self._drained.wait()
 
@@ -438,7 +438,7 @@ class Link:
 
     # ------------------------------------------------------------------ private
 
-    def _made(self, transport: asyncio.Transport) -> None:
+    def _connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.address = tcp.peer_address(transport)
         if self._owner.access is not None:
@@ -456,7 +456,7 @@ class Link:
         transport.write(self._connection.first_bytes())
         self._set_timer(HELLO_S_MAX, self._hello_is_late)
 
-    def _lost(self, error: Exception | None) -> None:
+    def _connection_lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
             reason = tls.failure_text(error) if error else ""
             self.closed_reason = f"connection lost: {reason}" if error else "closed by the peer"
@@ -477,7 +477,7 @@ class Link:
         if self._on_closed is not None:
             self._on_closed(self.closed_reason)
 
-    def _received(self, count: int) -> None:
+    def _bytes_received(self, count: int) -> None:
         self.bytes_received += count
         incomplete_bytes = self.incomplete_bytes
         events = self._connection.buffer_updated(count)
@@ -538,7 +538,7 @@ class Link:
             return []
         if credential is None:
             return messages
-        self.send(authentication.accepted(credential))
+        self.send(authentication.accepted_answer(credential))
         return messages[1:]
 
     def _enter(self) -> None:
@@ -549,7 +549,7 @@ class Link:
     def _reject(self, first: Message, error: WaltzError) -> None:
         """Answer the first message with an error, and close the connection."""
         try:
-            self.send(authentication.rejected(first, self.version, error))
+            self.send(authentication.rejected_answer(first, self.version, error))
         except LocalProtocolError:  # a 0.13 client, which would connect again without a pause
             self.pause_reading()
             self._set_timer(CLOSE_S_MAX, lambda: self.abort(str(error)))
@@ -605,7 +605,7 @@ class Link:
         self._update_reading()
         return taken
 
-    def _congested(self, *, is_congested: bool) -> None:
+    def _congestion_changed(self, *, is_congested: bool) -> None:
         if is_congested:
             self._drained.clear()
         else:
@@ -687,25 +687,25 @@ class _LinkProtocol(asyncio.BufferedProtocol):
         self._link = link
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._link._made(cast("asyncio.Transport", transport))
+        self._link._connection_made(cast("asyncio.Transport", transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._link._lost(exc)
+        self._link._connection_lost(exc)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._link._connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._link._received(nbytes)
+        self._link._bytes_received(nbytes)
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
-        self._link._congested(is_congested=True)
+        self._link._congestion_changed(is_congested=True)
 
     def resume_writing(self) -> None:
-        self._link._congested(is_congested=False)
+        self._link._congestion_changed(is_congested=False)
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:

@@ -35,7 +35,7 @@ async def open_port_files(
         port.access.on_denied = partial(metrics.add, name)
 
     def open_again() -> None:
-        tls.renew(config, port, dialing)
+        tls.reload_files(config, port, dialing)
         if audit is not None:
             audit.open_again()
 

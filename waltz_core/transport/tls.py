@@ -13,8 +13,8 @@ Rules:
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
     4. On a non-loopback address, a daemon starts only if its ports require TLS and check
        permissions, or with `insecure_network = true`, which it then logs.
-    5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
-       removes them.
+    5. A daemon reads its files again on SIGHUP (`reload_files`). Authorities are added; only a
+       restart removes them.
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
        connects again and again does not fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
@@ -136,7 +136,7 @@ class DialContext(ssl.SSLContext):
     token: TokenSource | None = None
 
 
-def dialing(config: TlsConfig, connect: str) -> DialContext | None:
+def dial_context(config: TlsConfig, connect: str) -> DialContext | None:
     """Return the context for outgoing connections; None: without TLS.
 
     Raises:
@@ -145,17 +145,17 @@ def dialing(config: TlsConfig, connect: str) -> DialContext | None:
     """
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
-    return _client_context(_effective(config, place_in(connect)), token_source_in(connect))
+    return _client_context(_effective_settings(config, place_in(connect)), token_source_in(connect))
 
 
-def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
+def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
     """Read a daemon's files again, for new connections.
 
     If they are not valid, that is logged, and the previous ones stay in use.
     """
     try:
-        listening(config)  # a new one first: half of a pair of files must not be used
-        chosen = _effective(config, place_in(config.connect))
+        listen_context(config)  # a new one first: half of a pair of files must not be used
+        chosen = _effective_settings(config, place_in(config.connect))
     except BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)
         return
@@ -172,22 +172,22 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
     _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
 
 
-def named(place: str, token: TokenSource | None = None) -> DialContext | None:
+def named_dial_context(place: str, token: TokenSource | None = None) -> DialContext | None:
     """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
-        BadConfig: like `dialing`.
+        BadConfig: like `dial_context`.
     """
-    return _client_context(_effective(TlsConfig(), place), token)
+    return _client_context(_effective_settings(TlsConfig(), place), token)
 
 
-def listening(config: ServerConfig | StorageConfig) -> ListenContext | None:
+def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None:
     """Return the context for a daemon's incoming connections; None: without TLS.
 
     Raises:
-        BadConfig: like `dialing`; or there is no certificate, or no authority for peers.
+        BadConfig: like `dial_context`; or there is no certificate, or no authority for peers.
     """
-    chosen = _effective(config, place_in(config.connect))
+    chosen = _effective_settings(config, place_in(config.connect))
     if chosen is None:
         _check_without_tls(config)
         return None
@@ -229,7 +229,7 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
     It logs if every process that reaches ZooKeeper can change the permissions.
 
     Raises:
-        BadConfig: it does, and `insecure_network` does not permit it; or like `dialing`.
+        BadConfig: it does, and `insecure_network` does not permit it; or like `dial_context`.
     """
     if config.access == "on" and not parse_connect_string(config.connect).auth_file:
         _log.warning(
@@ -239,7 +239,7 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         )
     if is_loopback(config.listen_host):
         return
-    has_tls = _effective(config, place_in(config.connect)) is not None
+    has_tls = _effective_settings(config, place_in(config.connect)) is not None
     required = {
         'tls = "on"': has_tls,
         'access = "on"': config.access == "on",
@@ -347,9 +347,9 @@ def _words(reason: str) -> str:
     return reason.lower().replace("_", " ")
 
 
-def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
+def _effective_settings(config: TlsConfig, place: str) -> TlsConfig | None:
     """Return the effective settings (rule 1); None: no TLS."""
-    value = _read(ON if place == UNVERIFIED and config.tls_authorities else place)
+    value = _read_settings(ON if place == UNVERIFIED and config.tls_authorities else place)
     given = {
         each.name: getattr(config, each.name)
         for each in fields(TlsConfig)
@@ -366,7 +366,7 @@ def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
     return None
 
 
-def _read(place: str) -> TlsConfig:
+def _read_settings(place: str) -> TlsConfig:
     """Return the settings that ?tls= names (rule 2)."""
     if not place:
         return TlsConfig()
@@ -442,9 +442,9 @@ def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:
     try:
         context.load_verify_locations(file)
     except ssl.SSLError as error:
-        raise _bad("tls_authorities", file, "certificates", error) from None
+        raise _bad_file_error("tls_authorities", file, "certificates", error) from None
     except OSError as error:
-        raise _unreadable("tls_authorities", file, error) from None
+        raise _unreadable_file_error("tls_authorities", file, error) from None
 
 
 def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
@@ -453,7 +453,7 @@ def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
         try:
             Path(each).read_bytes()  # the errors of `ssl` do not name the file
         except OSError as error:
-            raise _unreadable(name, each, error) from None
+            raise _unreadable_file_error(name, each, error) from None
 
     def no_password() -> NoReturn:
         raise BadConfig(f"setting tls_key: {key!r}: expected a private key without a password")
@@ -462,13 +462,15 @@ def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
         context.load_cert_chain(file, key, no_password)
     except ssl.SSLError as error:
         where = file if key == file else f"{file} and {key}"
-        raise _bad("tls_certificate", where, "a certificate and its private key", error) from None
+        raise _bad_file_error(
+            "tls_certificate", where, "a certificate and its private key", error
+        ) from None
 
 
-def _bad(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
+def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
     reason = _words(error.reason or "") or str(error)
     return BadConfig(f"setting {name}: {file}: expected a PEM file with {expected}: {reason}")
 
 
-def _unreadable(name: str, file: str, error: OSError) -> BadConfig:
+def _unreadable_file_error(name: str, file: str, error: OSError) -> BadConfig:
     return BadConfig(f"setting {name}: {file!r} cannot be read: {error.strerror or error}")

@@ -60,7 +60,7 @@ class TlsPort:
         )
         try:
             for family, _, _, _, address in dict.fromkeys(infos):
-                self._sockets.append(_listening(family, address))
+                self._sockets.append(_listening_socket(family, address))
         except OSError:
             self._close_sockets()
             raise
@@ -152,7 +152,7 @@ class TlsPort:
                 # It becomes readable with these bytes: a slow peer takes three turns at most.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 deadline.reschedule(late_s)
-                late_s += await self._turn(accepted, host, deadline)
+                late_s += await self._wait_for_turn(accepted, host, deadline)
                 try:
                     found = accepted.recv(client_hello.BYTES_MAX, socket.MSG_PEEK)
                 except ConnectionResetError:
@@ -165,7 +165,9 @@ class TlsPort:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return found
 
-    async def _turn(self, accepted: socket.socket, host: str, deadline: asyncio.Timeout) -> float:
+    async def _wait_for_turn(
+        self, accepted: socket.socket, host: str, deadline: asyncio.Timeout
+    ) -> float:
         """Wait until it is readable, then for its turn; return how long the latter took."""
         turn, readable_s = self._loop.create_future(), 0.0
 
@@ -210,7 +212,7 @@ class TlsPort:
         return False
 
 
-def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+def _listening_socket(family: int, address: tuple[object, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
 """The exchange by which a token states the principal of a connection (decision 048, AC 3).
 
 It is the same in all three protocols: after the hellos the dialer sends the token, and the listener
-accepts it, or answers with an error and closes the connection. `rejected` is also the answer to a
-request that is denied, or over a limit.
+accepts it, or answers with an error and closes the connection. `rejected_answer` is also the
+answer to a request that is denied, or over a limit.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ CREDENTIALS: Final = (Authenticate, AuthenticateAtStorage, AuthenticateForAdmin)
 _REQ_ID: Final = ReqId(ClientId(-1), Generation(-1), PartitionId(-1), -1)
 
 
-def credential(protocol: WireProtocol, version: int, secret: bytes) -> Credential | None:
+def credential_message(protocol: WireProtocol, version: int, secret: bytes) -> Credential | None:
     """Return the dialer's message; None: this version has none, and so no access control."""
     made: Credential
     match protocol:
@@ -50,7 +50,7 @@ def credential(protocol: WireProtocol, version: int, secret: bytes) -> Credentia
     return made if version >= made.since else None
 
 
-def accepted(message: Credential) -> Message:
+def accepted_answer(message: Credential) -> Message:
     """Return the listener's answer to a valid token."""
     match message:
         case Authenticate():
@@ -61,7 +61,7 @@ def accepted(message: Credential) -> Message:
             return Done(message.sequence)
 
 
-def rejected(message: Message, version: int | None, error: WaltzError) -> Message:
+def rejected_answer(message: Message, version: int | None, error: WaltzError) -> Message:
     """Return the listener's answer to a token that it does not accept, or to a denied request."""
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     if isinstance(message, ClientMessage):

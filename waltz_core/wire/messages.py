@@ -122,7 +122,7 @@ class WireProtocol(Enum):
         return tuple(sorted({*self.versions_taken, *self.versions_offered}))
 
 
-class Reason(IntEnum):
+class RowOutcomeCode(IntEnum):
     """Why one row of an append is not in the log. COMMITTED is not a rejection."""
 
     COMMITTED = 0
@@ -489,8 +489,8 @@ class AppendBatch(ClientMessage):
 class AppendResult(ClientMessage):
     """The outcome of every row of an append, sent when all of them are final.
 
-    `transaction_ids` holds -1 for rejected rows, `reasons` one byte each (`Reason`), `conflicting`
-    the ID that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
+    `transaction_ids` holds -1 for rejected rows, `reasons` one byte each (`RowOutcomeCode`),
+    `conflicting` the ID that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
     """
 
     code = 65

@@ -159,7 +159,7 @@ class DisasterRecovery:
         }
         logs = {each: _log_of(answer) for each, answer in prepared.items()}
         if self._accepted is None:
-            verdict = rebuilding.choose(
+            verdict = rebuilding.choose_log(
                 self._partition_id,
                 logs,
                 groups={},
@@ -179,7 +179,7 @@ class DisasterRecovery:
         declared = verdict.declared_in(self._session_id)
         operations = _SimulatedOperations(self, declared, prepared[verdict.source])
         generation = self._cluster.coordinator.assignment.generation
-        await rebuilding.declare(declared.metadata(generation, self._session_id), operations)
+        await rebuilding.declare_log(declared.metadata(generation, self._session_id), operations)
         if self._accepted is not None:
             await self._add(verdict.members[2:])
         return verdict

@@ -25,17 +25,17 @@ from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Closed,
-    Congested,
+    ConnectionClosed,
+    ConnectionCongested,
+    ConnectionDrained,
     ConnectionId,
-    Drained,
     Effect,
     Event,
     Fetch,
-    Fetched,
+    FetchAnswered,
     FetchFailed,
     PartitionIdentity,
-    Received,
+    RequestReceived,
     SendToClient,
     error_answer,
 )
@@ -337,7 +337,7 @@ class SimServer(Process):
         if self.partition is None:
             self._client_nowhere(link, message)
             return
-        self.step(Received(connection, message, cost_bytes, self.wall_ms))
+        self.step(RequestReceived(connection, message, cost_bytes, self.wall_ms))
 
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
         """Answer as the daemon does for a partition that it does not serve."""
@@ -346,7 +346,7 @@ class SimServer(Process):
         self.cluster.network.send(link, FAR, answer.message)
 
     def _client_lost(self, link: SimLink, reason: str) -> None:
-        self.step(Closed(ConnectionId(link.number)))
+        self.step(ConnectionClosed(ConnectionId(link.number)))
 
     def _answer(self, effect: SendToClient) -> None:
         self.cluster.checks.answered(self, effect)
@@ -357,8 +357,10 @@ class SimServer(Process):
     def congest(self, link: SimLink) -> None:
         """Let a client stop reading for a while."""
         connection = ConnectionId(link.number)
-        self.step(Congested(connection))
-        self.after(self.rng.randrange(1_000, 200_000), lambda: self.step(Drained(connection)))
+        self.step(ConnectionCongested(connection))
+        self.after(
+            self.rng.randrange(1_000, 200_000), lambda: self.step(ConnectionDrained(connection))
+        )
 
     # ---- storages
 
@@ -451,7 +453,7 @@ class SimServer(Process):
             return
         token = found[2].token
         if isinstance(message, RangeBytes | LockBlocks):
-            self.step(Fetched(token, message))
+            self.step(FetchAnswered(token, message))
         else:
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
@@ -477,11 +479,11 @@ def describe(event: Event) -> str:
     match event:
         case session_events.ReplicaResponded():
             return f"{event.replica} {message_in_words(event.message)}"
-        case Received():
+        case RequestReceived():
             return f"client {event.connection} {message_in_words(event.message)}"
         case session_events.MetadataRead():
             return f"MetadataRead session {event.metadata and event.metadata.session_id}"
-        case Fetched():
+        case FetchAnswered():
             return f"Fetched {event.token} {message_in_words(event.message)}"
         case _:
             return str(event)

@@ -40,7 +40,7 @@ from waltz_core.archive.garbage_collection import (
     GRACE_MS,
     GarbageCollectionJob,
     GarbageCollectionOutcome,
-    collect,
+    collect_garbage,
 )
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ObjectEntry
 from waltz_core.archive.manifest_jobs import (
@@ -245,7 +245,7 @@ class SimArchive:
         _checked((yield _Read(name)), name, crc32(data))
         return ExpiredManifest(first, name, crc32(data))
 
-    def collect(
+    def collect_garbage(
         self,
         storage: "SimStorage",
         job: GarbageCollectionJob,
@@ -260,7 +260,7 @@ class SimArchive:
             store = cast("ArchiveStore", _Listing(self))
             now_ms = self._archive_ms(self._world.now_ms)
             try:
-                found = collect(store, self._cluster.key, job, now_ms=now_ms)
+                found = collect_garbage(store, self._cluster.key, job, now_ms=now_ms)
             except WaltzError as error:
                 done(error)
                 return

@@ -41,7 +41,7 @@ from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import StorageIdentity, StorageService
 from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkOutcome, WorkResult
-from waltz_core.wire.authentication import rejected
+from waltz_core.wire.authentication import rejected_answer
 from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
@@ -345,7 +345,7 @@ class SimStorage(Process):
     def _received(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         if self.is_denying:
-            answer = rejected(message, None, PermissionDenied("replicate was revoked"))
+            answer = rejected_answer(message, None, PermissionDenied("replicate was revoked"))
             self._cluster.network.send(link, FAR, answer)
             return
         self._step(LaneRequest(ConnectionId(link.number), message))
@@ -401,7 +401,7 @@ class SimStorage(Process):
                 self.is_uploading = True
                 archive.upload(self, job, partial(self._uploaded, job))
             case service_effects.CollectFiles(collection):
-                archive.collect(self, collection, partial(self._collected, collection))
+                archive.collect_garbage(self, collection, partial(self._collected, collection))
             case service_effects.WriteExpiry(expiry):
                 self.is_uploading = True
                 archive.expire(self, expiry, partial(self._expired, expiry))
@@ -412,7 +412,7 @@ class SimStorage(Process):
 
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
-        self._step(archive_jobs.Uploaded(job, outcome))
+        self._step(archive_jobs.UploadDone(job, outcome))
 
     def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
         self.is_uploading = False

@@ -29,8 +29,8 @@ from waltz_core.wire.messages import (
     HighWaterMarkRequest,
     RangeForm,
     RangeRequest,
-    Reason,
     ReplicasRequest,
+    RowOutcomeCode,
     TransactionDataRequest,
 )
 from waltz_sim.guarantees.history import NUMBER_BYTES, Operation, data_of
@@ -140,7 +140,11 @@ class Workload:
         self, author: str, row: RowPlan, mark: int, pipelined_state: PipelinedState | None
     ) -> Operation:
         self._numbers += 1
-        ahead = () if pipelined_state is None else pipelined_state.above(TransactionId(mark))
+        ahead = (
+            ()
+            if pipelined_state is None
+            else pipelined_state.predecessors_above(TransactionId(mark))
+        )
         number, checks = self._numbers, self._cluster.checks
         if isinstance(row, CheckedTransaction):
             write, read = row.write, row.read
@@ -303,7 +307,7 @@ class _Application:
         again = [
             each.row
             for each, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
-            if reason == Reason.LOCK
+            if reason == RowOutcomeCode.LOCK
         ]
         if again and self._retries < RETRIES_MAX and not self._workload.is_over:
             self._retries += 1

@@ -18,7 +18,7 @@ import numpy as np
 from waltz_core.client.stream import stream_events
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, TransactionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 from waltz_sim.guarantees.history import Operation, data_in
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
     from waltz_sim.world.process import Process
 
-_REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
+_REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in RowOutcomeCode}
 _HEAD: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
 
 
@@ -177,7 +177,7 @@ class OutcomeGuarantees:
             if transaction_id >= 0:
                 self._reported_committed(operation, transaction_id)
             else:
-                self._reported_rejected(operation, Reason(reason), conflict)
+                self._reported_rejected(operation, RowOutcomeCode(reason), conflict)
         self._not_beyond(client, outcome.high_water_mark)
 
     def _reported_committed(self, operation: Operation, transaction_id: int) -> None:
@@ -189,14 +189,16 @@ class OutcomeGuarantees:
         operation.outcome = "ok"
         self._answers.acknowledged(transaction_id)
 
-    def _reported_rejected(self, operation: Operation, reason: Reason, conflict: int) -> None:
+    def _reported_rejected(
+        self, operation: Operation, reason: RowOutcomeCode, conflict: int
+    ) -> None:
         if operation.transaction_id >= 0:
             self._facts.fail(
                 "OutcomeTruth", f"{operation} is in the log, but was reported as {reason!r}"
             )
-        if reason == Reason.LOCK and conflict > self._facts.history.last:
+        if reason == RowOutcomeCode.LOCK and conflict > self._facts.history.last:
             self._facts.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
-        if reason == Reason.AHEAD and self._is_reached(operation):
+        if reason == RowOutcomeCode.AHEAD and self._is_reached(operation):
             self._facts.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
         operation.outcome = "no"
 
@@ -223,7 +225,7 @@ class OutcomeGuarantees:
         elif isinstance(result, int):
             self._reported_committed(operation, result)
         else:
-            self._reported_rejected(operation, Reason.LOST, BEFORE_FIRST)
+            self._reported_rejected(operation, RowOutcomeCode.LOST, BEFORE_FIRST)
 
     # ---- the feed
 

@@ -37,9 +37,9 @@ from waltz_core.wire.messages import (
     Predecessors,
     RangeData,
     RangeForm,
-    Reason,
     ReplicasRequest,
     ReplicasResponse,
+    RowOutcomeCode,
     TransactionDataResponse,
 )
 from waltz_sim.guarantees.history import data_in
@@ -63,9 +63,11 @@ _NEEDS_SESSION: Final = (
 _MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
 # Committed records are final: a server may send them after the session of the request.
 _FINAL: Final = (FeedBatch, RangeData)
-_WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
+_WITHOUT_SESSION: Final = bytes(
+    (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.TOO_LARGE, RowOutcomeCode.OVERLOADED)
+)
 _READY: Final = 0
-_LOSSES: Final = (Reason.LOST, Reason.NO_SPACE)
+_LOSSES: Final = (RowOutcomeCode.LOST, RowOutcomeCode.NO_SPACE)
 _FROM_THE_LOG: Final = (ClientAheadOfLog.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
@@ -244,13 +246,13 @@ class ResponseGuarantees:
         """Check that a lock conflict names a committed transaction; it may have waited for that."""
         reasons = bytes(message.reasons)
         claimed = self._claims.pop(message.req_id, None)
-        if Reason.LOCK not in reasons:
+        if RowOutcomeCode.LOCK not in reasons:
             return
         if claimed is not None and claimed not in self._in_step[name]:
             self._facts.count("dependent append of another session rejected")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
-            if reason != Reason.LOCK:
+            if reason != RowOutcomeCode.LOCK:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._facts.history.last:
@@ -265,7 +267,7 @@ class ResponseGuarantees:
         req_id, reasons = message.req_id, bytes(message.reasons)
         key = req_id.client_id, connection
         lost = self._lost.get(key)
-        if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
+        if lost is not None and lost < req_id.sequence and RowOutcomeCode.COMMITTED in reasons:
             self._facts.fail(
                 "Overtaken", f"{name} reports {req_id} as committed, but {lost} was lost"
             )
@@ -276,7 +278,7 @@ class ResponseGuarantees:
     def _note_older_connection(self, name: str, connection: int, message: AppendResult) -> None:
         """Count rejections on connections older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
-        if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
+        if connection < mounted and RowOutcomeCode.NOT_MOUNTED in bytes(message.reasons):
             self._facts.count("append on an older connection")
 
     # ---- what clients send and receive

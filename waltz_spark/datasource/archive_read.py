@@ -18,7 +18,7 @@ from waltz_core.client import (
     RangeForm,
     ReplicaSet,
     find_objects,
-    last_older,
+    last_committed_before,
     read_archived,
 )
 from waltz_core.errors import BadConfig, WaltzError
@@ -57,14 +57,14 @@ def objects_of(
     return found
 
 
-def older_in_archive(url: str, partition: int, archived: ArchivedRange, time_ms: int) -> int:
+def last_archived_before(url: str, partition: int, archived: ArchivedRange, time_ms: int) -> int:
     """Return the last archived ID that is known to be older than a time; -1 if none is known.
 
     Raises:
         BadConfig: the URL names no object store.
     """
     try:
-        return last_older(url, archived, time_ms)
+        return last_committed_before(url, archived, time_ms)
     except BadConfig:
         raise
     except WaltzError as error:

@@ -102,7 +102,7 @@ def tasks_of(
     spans = whole
     if options.feed is None:
         pieces = [piece for span in whole for piece in pieces_of(span, objects.get(span.partition))]
-        spans = planning.split(
+        spans = planning.split_spans(
             pieces,
             task_count_min=options.task_count_min,
             per_task_max=options.task_transactions_max,
@@ -112,7 +112,7 @@ def tasks_of(
     for span in spans:
         found = objects.get(span.partition)
         if found is not None and found.manifest.first <= span.first <= found.manifest.last:
-            found = found.between(span.first, span.last)
+            found = found.objects_between(span.first, span.last)
         else:
             found = None
         owners, replicas = layout.of(span.partition), sources[span.partition]

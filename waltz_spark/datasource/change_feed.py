@@ -31,7 +31,7 @@ from waltz_core.records.unpacking import Decode, Unpacker, columns_named
 from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
 from waltz_spark.datasource.feed_state import KEY_BYTES, FeedState, StoredRow
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, OnCorrupt, ReadOptions
-from waltz_spark.payload_encryption import decrypted, decryption_of
+from waltz_spark.payload_encryption import decrypt_batch, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive, pack
 from waltz_spark.spark_version import arrow_schema
@@ -183,9 +183,9 @@ class ChangeFeed:
         if self._encryption is None:
             log = {name: batch.column(name) for name in batch.schema.names}
         else:
-            log = decrypted(batch, self._encryption)
+            log = decrypt_batch(batch, self._encryption)
         data = log["data"]
-        payload, is_whole = self._unpacker.piecemeal(data.fill_null(self._empty_map))
+        payload, is_whole = self._unpacker.columns_with_nulls(data.fill_null(self._empty_map))
         is_whole &= data.is_valid().to_numpy(zero_copy_only=False)
         return _Transactions(log, batch.column("data"), payload, is_whole)
 

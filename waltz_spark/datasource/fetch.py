@@ -25,7 +25,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.archive_read import chunks_of
 from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
-from waltz_spark.payload_encryption import decrypted, decryption_of
+from waltz_spark.payload_encryption import decrypt_batch, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.planning import TransactionRange
 from waltz_spark.rows import is_case_sensitive
@@ -78,7 +78,7 @@ class BatchColumns:
         if self._encryption is None:
             found = {name: batch.column(name) for name in batch.schema.names}
         else:
-            found = decrypted(batch, self._encryption)
+            found = decrypt_batch(batch, self._encryption)
         if self._unpacker is not None:
             found = self._unpacked(found, self._unpacker)
         if not len(self.arrow):

@@ -16,7 +16,7 @@ from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
-from waltz_spark.datasource.archive_read import older_in_archive
+from waltz_spark.datasource.archive_read import last_archived_before
 from waltz_spark.options import ReadOptions
 
 # A start by time takes about thirty sequential requests; for this many partitions concurrently.
@@ -48,7 +48,7 @@ def starts(
         archived = sources[partition].archived
         older = firsts[partition] - 1
         if options.archive is not None and archived is not None:
-            older = older_in_archive(options.archive, partition, archived, since_ms)
+            older = last_archived_before(options.archive, partition, archived, since_ms)
             if BEFORE_FIRST < older < archived.last:
                 return max(older, firsts[partition] - 1)
         return first_since(
@@ -71,7 +71,7 @@ def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]
     ids = options.transaction_ids
     lows = [low for low, _ in ids]
     wanted = {partition: min([first, *lows]) - 1 for partition, first in firsts.items()}
-    shown = planning.listed([f"{low}-{high}" if low < high else low for low, high in ids])
+    shown = planning.parts_text([f"{low}-{high}" if low < high else low for low, high in ids])
     return check_available(options, wanted, firsts, f"option 'transactionIds' ({shown})")
 
 

@@ -160,7 +160,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f"but its log ends at transaction {marks[shown]}"
             )
             if marks[shown] >= begin[shown]:
-                what = self._other_cluster(start.cluster, self._cluster_key)
+                what = self._other_cluster_text(start.cluster, self._cluster_key)
             raise DataLoss(f"{what}: {_OTHER_LOG}")
         _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
@@ -172,7 +172,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._cluster is not None
         return self._cluster.restored_from.has(offset.cluster, offset.marks)
 
-    def _other_cluster(self, expected: str | None, found: bytes) -> str:
+    def _other_cluster_text(self, expected: str | None, found: bytes) -> str:
         return (
             f"{self._options.connect} is another cluster than that of the checkpoint: "
             f"expected cluster key {expected}, found {found.hex()}"
@@ -232,13 +232,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         whole = planning.spans(begin, ends, options.transaction_ids)
         held = {span.partition: ends[span.partition] for span in whole}
         client, sources = self._query(list(held), linearizable=False)
-        if _past(held, sources):
+        if _partitions_past(held, sources):
             client, sources = self._query(list(held), linearizable=True)
-        past, key = _past(held, sources), client.cluster().key
+        past, key = _partitions_past(held, sources), client.cluster().key
         is_other = not self._continues(StreamOffset(ends, cluster))
         if lost := [each for each in held if each in past or is_other]:
             if options.fail_on_data_loss:
-                what = self._other_cluster(cluster, key)
+                what = self._other_cluster_text(cluster, key)
                 if past:
                     what = (
                         f"the micro-batch ends at transaction {held[past[0]]} of partition "
@@ -291,6 +291,6 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         raise self._error
 
 
-def _past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
+def _partitions_past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
     """Return the partitions whose log ends before an end."""
     return [each for each, end in ends.items() if end > sources[each].high_water_mark]

@@ -35,7 +35,7 @@ from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import client_of, sources_of, with_client
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.log_changes import (
-    SparkLog,
+    SparkFollowedLog,
     changes_of_frame,
     last_of_tasks,
     table_columns,
@@ -43,7 +43,7 @@ from waltz_spark.tables.log_changes import (
 )
 from waltz_spark.tables.merged_table import MergedDeltaTable
 from waltz_spark.tables.parquet_files import SparkParquetTable
-from waltz_spark.tables.shared_read import SharedSparkLog, SharedTable
+from waltz_spark.tables.shared_read import SharedSparkFollowedLog, SharedTable
 from waltz_spark.tables.table_formats import MergedTable, TableFormat, open_merged_table, open_table
 from waltz_spark.tables.table_session import table_session
 
@@ -185,7 +185,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     with table_session(spark) as session:
         position = LogPosition(client_of(connect), interval_s=interval_s)
         opened = [_opened(session, connect, name, each, options) for name, each in given.items()]
-        log: SparkLog | SharedSparkLog
+        log: SparkFollowedLog | SharedSparkFollowedLog
         if tables is None:
             log = _log_of_one(session, position, opened[0])
         else:
@@ -265,17 +265,17 @@ def _opened(
     return _Opened(place, declared, rules, headers, reads, target)
 
 
-def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) -> SparkLog:
+def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) -> SparkFollowedLog:
     known: StructType | Callable[[], StructType] | None = table.declared
     if known is None:
         assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
         known = table.target.columns
-    return SparkLog(session, position, known, table.rules, table.reads)
+    return SparkFollowedLog(session, position, known, table.rules, table.reads)
 
 
 def _log_of_several(
     session: SparkSession, position: LogPosition, tables: Sequence[_Opened]
-) -> SharedSparkLog:
+) -> SharedSparkFollowedLog:
     found = []
     for each in tables:
         if each.declared is None:
@@ -288,7 +288,7 @@ def _log_of_several(
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
-    return SharedSparkLog(session, position, found, options)
+    return SharedSparkFollowedLog(session, position, found, options)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them

@@ -31,7 +31,7 @@ from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 from waltz_spark.tables.merge_statement import (
-    Place,
+    PlaceColumns,
     check_names,
     merge_actions,
     parts_of_name,
@@ -41,7 +41,7 @@ from waltz_spark.tables.spark_errors import ICEBERG, reported
 
 _PROPERTY = "waltz.marks"
 _SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
-_PLACE = Place(partition="_log_partition")  # rule 4
+_PLACE = PlaceColumns(partition="_log_partition")  # rule 4
 # Iceberg creates a table with a column like its own, and then cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",

@@ -50,7 +50,7 @@ _HEADER = StructField("header", IntegerType())
 _REASON = StructField(ERROR_COLUMN, StringType())
 
 
-class SparkLog:
+class SparkFollowedLog:
     """The log and the changes in it, read by the tasks of a session (`FollowedLog`).
 
     Args:

@@ -19,7 +19,7 @@ from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
 
-class Place(NamedTuple):
+class PlaceColumns(NamedTuple):
     """The columns of a table for the place of the last change (rule 1)."""
 
     partition: str = "_partition"
@@ -31,13 +31,13 @@ class Place(NamedTuple):
         return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
 
 
-PLACE = Place()
+PLACE = PlaceColumns()
 # A part of a name in backticks may have any character.
 _PART = re.compile(r"`(?:[^`]|``)+`|\w+")
 _NAME = re.compile(rf"(?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*")
 
 
-def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLACE) -> str:
+def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumns = PLACE) -> str:
     """Return the condition and the actions of `MERGE INTO ... AS target USING ... AS source ON`.
 
     Args:
@@ -57,7 +57,7 @@ def merge_actions(columns: Sequence[str], key: Sequence[str], place: Place = PLA
     )
 
 
-def _checked(is_deleted: str, key: Sequence[str], place: Place) -> str:
+def _checked(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
     """Return a condition, which fails with the key if the row is of another partition."""
     shown = ", ', ', ".join(f"CAST(source.{quoted(name)} AS STRING)" for name in key)
     places = ", ' and ', ".join(

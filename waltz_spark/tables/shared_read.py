@@ -94,7 +94,7 @@ class SharedTable:
         return BatchColumns(parse_read(self.options), with_reasons(self.rows(), self.options))
 
 
-class SharedSparkLog:
+class SharedSparkFollowedLog:
     """The log and the changes of several tables in it (`FollowedLog`).
 
     Args:

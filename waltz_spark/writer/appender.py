@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core.client import BatchOutcome, Reason, ReportOrder
+from waltz_core.client import BatchOutcome, ReportOrder, RowOutcomeCode
 from waltz_core.errors import (
     BadRequest,
     ClientAheadOfLog,
@@ -48,25 +48,25 @@ _LOCK_BYTES = 4
 RETRY_SECONDS_MAX = 60.0
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.02, 1.0
 _RETRIED = (
-    Reason.LOST,
-    Reason.NOT_MOUNTED,
-    Reason.GENERATION,
-    Reason.OVERLOADED,
-    Reason.NO_SPACE,
+    RowOutcomeCode.LOST,
+    RowOutcomeCode.NOT_MOUNTED,
+    RowOutcomeCode.GENERATION,
+    RowOutcomeCode.OVERLOADED,
+    RowOutcomeCode.NO_SPACE,
 )
-_KINDS: dict[Reason, type[Unavailable]] = {
-    Reason.NO_SPACE: NoSpace,
-    Reason.OVERLOADED: Overloaded,
+_KINDS: dict[RowOutcomeCode, type[Unavailable]] = {
+    RowOutcomeCode.NO_SPACE: NoSpace,
+    RowOutcomeCode.OVERLOADED: Overloaded,
 }
-_FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
-    Reason.AHEAD: (
+_FATAL: dict[RowOutcomeCode, tuple[type[WaltzError], str]] = {
+    RowOutcomeCode.AHEAD: (
         ClientAheadOfLog,
         (
             "the log ends at transaction {end}, but the client_high_water_mark of a row "
             "is {mark}: the mark is from another cluster, or the log was created again"
         ),
     ),
-    Reason.TOO_LARGE: (TooLarge, "the server rejected a transaction as too large"),
+    RowOutcomeCode.TOO_LARGE: (TooLarge, "the server rejected a transaction as too large"),
 }
 
 
@@ -160,7 +160,7 @@ class _PartitionRows:
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
     failures: int = 0
-    last_reason: Reason = Reason.LOST
+    last_reason: RowOutcomeCode = RowOutcomeCode.LOST
     last_detail: str = ""
 
 
@@ -195,8 +195,8 @@ class Appender:
         """
         for shaped in batches:
             self._enqueue(shaped)
-            yield from self._pump(last=False)
-        yield from self._pump(last=True)
+            yield from self._send_and_collect(last=False)
+        yield from self._send_and_collect(last=True)
 
     # -- in -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Appender:
 
     # -- out ----------------------------------------------------------------------------------
 
-    def _pump(self, *, last: bool) -> Iterator[FinalRows]:
+    def _send_and_collect(self, *, last: bool) -> Iterator[FinalRows]:
         """Send what can be sent; return when the input may continue (or all is answered)."""
         while True:
             for partition in sorted(self._lanes):
@@ -281,22 +281,22 @@ class Appender:
             if fit == 0 and taken:
                 break
             fit = max(fit, 1)
-            head = _cut(chunk, 0, fit)
+            head = _slice_chunk(chunk, 0, fit)
             taken.append(head)
             rows += fit
             size += head.append.nbytes + fit * self._sealed_bytes
             if fit == chunk.append.num_rows:
                 lane.waiting.pop(0)
             else:
-                lane.waiting[0] = _cut(chunk, fit, chunk.append.num_rows - fit)
+                lane.waiting[0] = _slice_chunk(chunk, fit, chunk.append.num_rows - fit)
         lane.waiting_rows -= rows
         lane.waiting_bytes = max(0, lane.waiting_bytes - size) if lane.waiting else 0
-        return _joined(taken)
+        return _join_chunks(taken)
 
     def _submit(self, lane: _PartitionRows, chunk: _Chunk) -> None:
         append = chunk.append
         if self._sealer is not None:
-            append = self._sealer.sealed(append, chunk.partition)
+            append = self._sealer.encrypt_columns(append, chunk.partition)
         payload = encode_append_arrow(append)
         # Every row has its own mark in the batch; the frame's mark applies to none.
         future = self._client.append_batch(
@@ -333,14 +333,14 @@ class Appender:
         if lost.any():
             lane.order.processed_count += 1
             lane.resend.append(chunk.take(np.flatnonzero(lost)))
-            lane.last_reason = Reason(int(reasons[lost][0]))
+            lane.last_reason = RowOutcomeCode(int(reasons[lost][0]))
             lane.last_detail = f": {outcome.detail}" if outcome.detail else ""
         elif not lane.resend:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
         if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
-            rejected = np.flatnonzero(~lost & (reasons != Reason.COMMITTED))
-            kept = np.flatnonzero(reasons == Reason.COMMITTED)
+            rejected = np.flatnonzero(~lost & (reasons != RowOutcomeCode.COMMITTED))
+            kept = np.flatnonzero(reasons == RowOutcomeCode.COMMITTED)
             if len(rejected):
                 due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
                 won, mark = outcome.conflicting[rejected], outcome.high_water_mark
@@ -409,7 +409,7 @@ class Appender:
         time.sleep(pause)
 
 
-def _cut(chunk: _Chunk, start: int, count: int) -> _Chunk:
+def _slice_chunk(chunk: _Chunk, start: int, count: int) -> _Chunk:
     if start == 0 and count == chunk.append.num_rows:
         return chunk
     append, identity, source = (
@@ -425,7 +425,7 @@ def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]
     while start < chunk.append.num_rows:
         rest = chunk.append.slice(start)
         count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX, sealed_bytes))
-        yield _cut(chunk, start, count)
+        yield _slice_chunk(chunk, start, count)
         start += count
 
 
@@ -437,7 +437,7 @@ def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> Fin
         chunk.partition,
         None if chunk.identity is None else chunk.identity.take(pa.array(rows)),
         np.full(len(rows), -1, dtype=np.int64),
-        np.full(len(rows), int(Reason.LOCK), dtype=np.uint8),
+        np.full(len(rows), int(RowOutcomeCode.LOCK), dtype=np.uint8),
         waiting.conflicting[rows],
         waiting.high_water_mark,
         chunk.attempt - 1,  # `take` has counted an attempt that did not happen
@@ -445,7 +445,7 @@ def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> Fin
     )
 
 
-def _joined(chunks: list[_Chunk]) -> _Chunk:
+def _join_chunks(chunks: list[_Chunk]) -> _Chunk:
     assert chunks, "a batch has rows"
     if len(chunks) == 1:
         return chunks[0]

@@ -35,7 +35,7 @@ from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES
 from waltz_spark.options import WriteOptions
 from waltz_spark.payload_encryption import KEY_COLUMN, ROW_BYTES_MAX
 from waltz_spark.payload_schemas import payload_encoder
-from waltz_spark.planning import listed
+from waltz_spark.planning import parts_text
 from waltz_spark.rows import check_packed_type, pack
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
@@ -385,7 +385,7 @@ class RowShaper:
             return
         row = int(np.flatnonzero(is_wrong)[0])
         found = f"partition {chosen[row]} of {self._row(batch, pa.array(is_wrong))}"
-        expected = f"expected one of option 'partitions', {listed(self._own.tolist())}, found"
+        expected = f"expected one of option 'partitions', {parts_text(self._own.tolist())}, found"
         if is_named[row]:
             raise BadRequest(f"column 'partition': {expected} {found}")
         by = self._options.partition_by

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from waltz_core.client import Encryption, RangeForm, Reason, WaltzClient
+from waltz_core.client import Encryption, RangeForm, RowOutcomeCode, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
 from waltz_spark.payload_encryption import KEY_COLUMN
@@ -97,13 +97,15 @@ class EarlierRows:
             if found is not None:
                 there[found.partition].append((row, found.transaction_id))
             elif key in self._others:
-                raise _cut_differently(int(shaped.partitions[row]))
+                raise _cut_differently_error(int(shaped.partitions[row]))
             else:
                 missing.append(row)
-        answers = [_answered(shaped, partition, rows) for partition, rows in sorted(there.items())]
+        answers = [
+            _outcomes_of(shaped, partition, rows) for partition, rows in sorted(there.items())
+        ]
         if not there:
             return shaped, []
-        return (_taken(shaped, missing) if missing else None), answers
+        return (_selected_rows(shaped, missing) if missing else None), answers
 
     def _take(self, key: bytes) -> EarlierRecord | None:
         waiting = self._own.get(key)
@@ -247,7 +249,7 @@ def read_back(
         for record in _records_of(client, partition, (first, int(last)), wanted):
             data: bytes | memoryview = record.data
             if encryption is not None:
-                data = _decrypted(record, encryption)
+                data = _decrypt(record, encryption)
             both = keys.of_record(partition, record.header, data)
             if record.client_id == own:
                 for key in both:
@@ -258,7 +260,7 @@ def read_back(
     return EarlierRows(records, frozenset(elsewhere), sequences, keys)
 
 
-def _decrypted(record: "_Record", encryption: Encryption) -> bytes:
+def _decrypt(record: "_Record", encryption: Encryption) -> bytes:
     partition, transaction_id = record.found
     payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
     if payload.data is None:
@@ -317,7 +319,7 @@ def _whole_records(
 _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 
 
-def _taken(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
+def _selected_rows(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
     index = pa.array(rows, pa.int64())
     identity = None if shaped.identity is None else shaped.identity.take(index)
     source = None if shaped.source is None else shaped.source.take(index)
@@ -326,21 +328,21 @@ def _taken(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
     )
 
 
-def _answered(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
+def _outcomes_of(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
     ids = np.array([found for _, found in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
     return FinalRows(
         partition=partition,
         identity=None if shaped.identity is None else shaped.identity.take(index),
         transaction_ids=ids,
-        reasons=np.full(len(rows), int(Reason.COMMITTED), dtype=np.uint8),
+        reasons=np.full(len(rows), int(RowOutcomeCode.COMMITTED), dtype=np.uint8),
         conflicting=np.full(len(rows), -1, dtype=np.int64),
         high_water_mark=int(ids.max()),
         attempt=1,
     )
 
 
-def _cut_differently(partition: int) -> BadRequest:
+def _cut_differently_error(partition: int) -> BadRequest:
     return BadRequest(
         f"partition {partition}: in an earlier run of this write, another task has appended "
         "a row of this task. Hint: if the input is split into other tasks than before, run "

@@ -30,7 +30,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.user_functions import load_function
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
-from waltz_spark.payload_encryption import decrypted, decryption_of
+from waltz_spark.payload_encryption import decrypt_batch, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
@@ -151,13 +151,15 @@ class Recomputer:
         except Exception as error:
             error.add_note(f"raised by {name}, the function of option 'recompute'")
             raise
-        return _checked(answer, rejected.source, name, self._options.identity_columns)
+        return _check_answer(answer, rejected.source, name, self._options.identity_columns)
 
     def _since_of_marks(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
         """Return the marks from which rows are recomputed, and the transactions since the first."""
         marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
-            since = self._since(rejected.partition, marks[0] + 1, last, rejected.source.schema)
+            since = self._transactions_since(
+                rejected.partition, marks[0] + 1, last, rejected.source.schema
+            )
             if since is not None:
                 return marks, since
             _log.warning(
@@ -189,7 +191,9 @@ class Recomputer:
         shaped = dataclasses.replace(shaped, source=source, identity=identity)
         return RecomputedRows(shaped, np.array(rows, np.int64))
 
-    def _since(self, partition: int, first: int, last: int, schema: pa.Schema) -> pa.Table | None:
+    def _transactions_since(
+        self, partition: int, first: int, last: int, schema: pa.Schema
+    ) -> pa.Table | None:
         """Return transactions first..last, unpacked like the input; None: too many (rule 4)."""
         unpacker, names = self._unpacker(schema)
         found: list[pa.RecordBatch] = []
@@ -205,8 +209,10 @@ class Recomputer:
                 partition_id=PartitionId(partition),
             ):
                 size += batch.nbytes
-                plain = batch if self._encryption is None else _plain(batch, self._encryption)
-                found.append(_unpacked(plain, unpacker, names))
+                plain = (
+                    batch if self._encryption is None else _decrypt_batch(batch, self._encryption)
+                )
+                found.append(_unpack_payloads(plain, unpacker, names))
             if size > SINCE_BYTES_MAX:
                 return None
         own = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
@@ -228,18 +234,20 @@ class Recomputer:
         return unpacker, [part.name for part in fields]
 
 
-def _plain(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBatch:
+def _decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBatch:
     """Return a batch with decrypted payloads, null where that is not possible."""
-    found = decrypted(batch, encryption)
+    found = decrypt_batch(batch, encryption)
     columns = [found[name] for name in batch.schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-def _unpacked(batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]) -> pa.RecordBatch:
+def _unpack_payloads(
+    batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]
+) -> pa.RecordBatch:
     """Add the payload's columns, null for transactions of another kind (rule 5)."""
     if unpacker is None:
         return batch
-    columns, is_whole = unpacker.piecemeal(batch.column("data"))
+    columns, is_whole = unpacker.columns_with_nulls(batch.column("data"))
     found = {name: batch.column(name) for name in batch.schema.names}
     found |= dict(zip(names, columns, strict=True))
     found[WHOLE_COLUMN] = pa.array(is_whole)
@@ -268,7 +276,7 @@ def _rejected_table(rejected: RejectedRows) -> pa.Table:
     return pa.table(kept | own)
 
 
-def _checked(
+def _check_answer(
     answer: object, source: pa.RecordBatch, name: str, identity: tuple[str, ...]
 ) -> tuple[list[int], pa.RecordBatch]:
     """Return the numbers of the replaced rows, and the new ones with the input's columns (rule 3).
@@ -279,21 +287,25 @@ def _checked(
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])
     if not isinstance(answer, pa.Table):
-        raise _wrong(f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}")
+        raise _wrong_result_error(
+            f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}"
+        )
     names = answer.column_names
     lost = {ROW_COLUMN, *source.schema.names} - {*_SET_BY_WRITER, *names}
     if lost:
-        raise _wrong(
+        raise _wrong_result_error(
             f"expected {name} to return a table with the columns of the rejected rows, found "
             f"a table without {', '.join(sorted(lost))}"
         )
     if len(set(names)) != len(names):
-        raise _wrong(f"expected {name} to return a table with unique column names, found {names}")
+        raise _wrong_result_error(
+            f"expected {name} to return a table with unique column names, found {names}"
+        )
     rows = answer.column(ROW_COLUMN).to_pylist()
     count = source.num_rows
     is_fit = all(type(row) is int and 0 <= row < count for row in rows)
     if not is_fit or len(set(rows)) != len(rows):
-        raise _wrong(
+        raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
             f"{count - 1}, found {rows[:20]}"
         )
@@ -301,17 +313,19 @@ def _checked(
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
-        raise _wrong(
+        raise _wrong_result_error(
             f"expected {name} to return columns with the types of the input: {error}"
         ) from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:
         if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
-            raise _wrong(f"expected {name} to leave identity column {each!r} unchanged")
+            raise _wrong_result_error(
+                f"expected {name} to leave identity column {each!r} unchanged"
+            )
     return rows, batch
 
 
-def _wrong(text: str) -> BadRequest:
+def _wrong_result_error(text: str) -> BadRequest:
     return BadRequest(f"option 'recompute': {text}")
 
 

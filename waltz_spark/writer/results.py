@@ -24,7 +24,7 @@ from pyarrow import fs
 from pyspark.errors import PySparkException
 from pyspark.sql.types import StructType
 
-from waltz_core.client import Reason
+from waltz_core.client import RowOutcomeCode
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.appender import FinalRows
@@ -54,7 +54,7 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
     assert answered.identity is not None
     identity = answered.identity
     kept = [name for name in identity.schema.names if name not in _OWN]
-    committed = answered.reasons == Reason.COMMITTED
+    committed = answered.reasons == RowOutcomeCode.COMMITTED
     count = len(committed)
     marks = np.maximum(answered.conflicting, answered.high_water_mark)
     own = [

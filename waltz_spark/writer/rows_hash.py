@@ -79,17 +79,17 @@ def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) ->
         headers, crcs = np.zeros_like(headers), data_crcs(data)
     places = np.where(shaped.is_free, np.int32(_ANY_PARTITION), shaped.partitions)
     lengths = pc.binary_length(data).to_numpy()
-    hashes = _mixed(_joined(crcs.to_numpy(), lengths))
-    hashes = _mixed(hashes ^ _joined(places, headers))
+    hashes = _mix_bits(_join_halves(crcs.to_numpy(), lengths))
+    hashes = _mix_bits(hashes ^ _join_halves(places, headers))
     return RowsHash(len(hashes), int(hashes.sum()))
 
 
-def _joined(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
+def _join_halves(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
     """Combine two columns of 32 bits into one of 64."""
     return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
 
 
-def _mixed(values: U64) -> U64:
+def _mix_bits(values: U64) -> U64:
     """Mix the bits of values: each bit depends on all others (SplitMix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

@@ -20,12 +20,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import WriterCommitMessage
 
-from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
+from waltz_core.client import ClusterLayout, RowOutcomeCode, TaskClaim, WaltzClient
 from waltz_core.errors import BadRequest, LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.payload_encryption import decryption_of
-from waltz_spark.planning import listed
-from waltz_spark.shared_clients import client_at, settle
+from waltz_spark.planning import parts_text
+from waltz_spark.shared_clients import client_at, freeze_long_lived
 from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import RowShaper, ShapedRows
 from waltz_spark.writer.earlier_rows import EarlierRows, read_back
@@ -64,7 +64,7 @@ class TaskResult(WriterCommitMessage):
 
     def count(self, answered: FinalRows) -> None:
         """Add the outcomes of some rows to the counts."""
-        committed = answered.reasons == Reason.COMMITTED
+        committed = answered.reasons == RowOutcomeCode.COMMITTED
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
         self.recomputed += int(committed.sum()) if answered.retries else 0
@@ -115,7 +115,7 @@ class WriteJob:
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         """Write a task's rows; return their outcomes."""
         written = self._write_task(batches, task, attempt)
-        settle("write")
+        freeze_long_lived("write")
         return written
 
     def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
@@ -159,7 +159,7 @@ class WriteJob:
         Only their marks are known: rows in other partitions would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
-            began, now = (listed(sorted(each)) for each in (claim.marks, self.marks))
+            began, now = (parts_text(sorted(each)) for each in (claim.marks, self.marks))
             raise BadRequest(
                 f"write {claim.write!r} was begun for partitions {began}, but this run is "
                 f"for partitions {now}. Hint: run it again with the same option 'partitions' "
@@ -259,7 +259,7 @@ class WriteJob:
     def _fail(self, written: TaskResult, answered: FinalRows, results: ResultFile | None) -> None:
         if results is not None:
             results.close_of_failed()
-        rejected = np.flatnonzero(answered.reasons != Reason.COMMITTED)
+        rejected = np.flatnonzero(answered.reasons != RowOutcomeCode.COMMITTED)
         conflict = int(answered.conflicting[rejected[0]])
         where = (
             f"Hint: {self.options.results_path} has each row's outcome."
@@ -285,12 +285,12 @@ def _with_existing(
 ) -> Iterator[FinalRows]:
     """Yield the outcomes of sent rows, and of rows that were in the log already."""
     for answered in sent:
-        yield from _drained(there, written)
+        yield from _drain(there, written)
         yield answered
-    yield from _drained(there, written)
+    yield from _drain(there, written)
 
 
-def _drained(there: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
+def _drain(there: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
     while there:
         answered = there.pop(0)
         written.found += len(answered.transaction_ids)

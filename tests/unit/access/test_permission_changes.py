@@ -58,9 +58,9 @@ def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     both = changes.grant(
         changes.grant(old, ANN, [READ], None), Grantee("ann", is_group=True), [APPEND], None
     )
-    assert changes.granted(both, "ann", READ, COUNT) == set(range(COUNT))
-    assert changes.granted(both, "ann", APPEND, COUNT) == set()
-    assert changes.granted(both, "bob", APPEND, COUNT) == set(range(COUNT))
+    assert changes.granted_partitions(both, "ann", READ, COUNT) == set(range(COUNT))
+    assert changes.granted_partitions(both, "ann", APPEND, COUNT) == set()
+    assert changes.granted_partitions(both, "bob", APPEND, COUNT) == set(range(COUNT))
 
 
 def test_a_revocation_leaves_the_other_partitions():
@@ -97,7 +97,7 @@ def test_grants_and_revocations_are_unions_and_differences(steps):
             found, expected = changes.grant(found, ANN, [READ], ranges), expected | numbers
         elif expected & numbers:
             found, expected = revoked(found, ANN, [READ], ranges), expected - numbers
-        assert changes.granted(found, "ann", READ, COUNT) == expected
+        assert changes.granted_partitions(found, "ann", READ, COUNT) == expected
         assert len(found.grants) <= 1
         access_node.encode(found)  # asserts that it decodes
 
@@ -116,7 +116,7 @@ def test_a_principal_is_checked_before_it_is_encoded(name):
 
 def test_anonymous_may_have_grants_and_no_token():
     made = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
-    assert changes.granted(made, "anonymous", READ, 1) == {0}
+    assert changes.granted_partitions(made, "anonymous", READ, 1) == {0}
     with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
         changes.add_token(EMPTY, "ab" * 32, KnownToken("t", "anonymous", 1))
 

@@ -16,7 +16,7 @@ from waltz_core.archive.garbage_collection import (
     GRACE_MS,
     CollectedGarbage,
     GarbageCollectionJob,
-    collect,
+    collect_garbage,
 )
 from waltz_core.archive.manifest import RecordedManifest, decode_page
 from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
@@ -76,7 +76,7 @@ def request(made, *, session=10, nonce=OTHER, attempt=1, **changes):
 
 
 def run(store, job, *, now_ms=LATER_MS):
-    return collect(store, KEY, job, now_ms=now_ms)
+    return collect_garbage(store, KEY, job, now_ms=now_ms)
 
 
 def fail_upload(store, made, *, attempt, writes=1, kind=Crash, **changes):
@@ -423,7 +423,7 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
     store, made = archived
     store.fail_next(-1, is_after=False)
     calls = []
-    collect(store, KEY, request(made), now_ms=LATER_MS, on_progress=lambda: calls.append(1))
+    collect_garbage(store, KEY, request(made), now_ms=LATER_MS, on_progress=lambda: calls.append(1))
     assert len(calls) == len(store.done) - 1, "all but the read of the head"
     calls.clear()
     upload(store, KEY, job_after(made, attempt=50), lambda: calls.append(1))

@@ -80,8 +80,8 @@ def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
         expired = read(found.expired(first, 5))
         assert (expired.first, expired.version, expired.last) == (first, found.version + 1, 39)
         assert (expired.pages, expired.newest) == (found.pages, found.newest)
-        assert expired.deletable(5 + EXPIRY_GRACE_MS - 1) == 0
-        assert expired.deletable(5 + EXPIRY_GRACE_MS) == first
+        assert expired.deletable_below(5 + EXPIRY_GRACE_MS - 1) == 0
+        assert expired.deletable_below(5 + EXPIRY_GRACE_MS) == first
         kept = read(expired.expired(first, 5 + EXPIRY_GRACE_MS))
         assert (kept.first, len(kept.pages), len(kept.newest)) == (first, pages, newest)
     assert read(kept.with_object(entry(4))).last == 49
@@ -89,11 +89,11 @@ def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
 
 def test_each_expiry_has_its_own_grace_period():
     found = filled(4).expired(10, 0).expired(30, 100)
-    assert found.deletable(EXPIRY_GRACE_MS) == 10
+    assert found.deletable_below(EXPIRY_GRACE_MS) == 10
     found = read(found.expired(30, EXPIRY_GRACE_MS))
     assert [each.first for each in found.newest] == [10, 20, 30]
-    assert found.deletable(EXPIRY_GRACE_MS) == 10  # for the objects of a page that stays
-    assert found.deletable(EXPIRY_GRACE_MS + 100) == 30
+    assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # for the objects of a page that stays
+    assert found.deletable_below(EXPIRY_GRACE_MS + 100) == 30
 
 
 def test_the_first_available_id_never_decreases():

@@ -322,9 +322,9 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     assert reader.objects_between(9, 8) == []
     for time_ms in range(STAMP - 500, STAMP + 7_000, 500):
         older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
-        assert reader.last_older(time_ms) == max(older, default=-1)
+        assert reader.last_committed_before(time_ms) == max(older, default=-1)
     crc = write_manifest(store, log.manifest.expired(60, 0), "expired")
-    assert ArchiveReader(store, "expired", crc, cache).last_older(STAMP) == 59
+    assert ArchiveReader(store, "expired", crc, cache).last_committed_before(STAMP) == 59
 
 
 @pytest.fixture

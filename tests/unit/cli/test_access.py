@@ -102,7 +102,7 @@ class World:
 def world(monkeypatch):
     made = World()
     for module in (access_change, access_views, access_export):
-        monkeypatch.setattr(module, "connected", made.connected)
+        monkeypatch.setattr(module, "open_command_session", made.connected)
     monkeypatch.setattr(access_change, "ACCESS_OFF_AFTER_S", 0.0)
     return made
 

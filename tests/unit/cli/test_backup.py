@@ -17,7 +17,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import change_commands
 from waltz_core.cli.backup import backup_command, restore_command
 from waltz_core.cli.backup.backup_command import take_backup
-from waltz_core.cli.backup.backup_files import BackupPlace
+from waltz_core.cli.backup.backup_files import BackupLocation
 from waltz_core.cli.backup.restore_command import RequestedEnds
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
@@ -178,21 +178,21 @@ async def test_a_missing_manifest_is_an_error(store):
 
 
 def test_a_backup_is_a_new_file(tmp_path):
-    place = BackupPlace.parse(str(tmp_path / "new folder" / "b"))
+    place = BackupLocation.parse(str(tmp_path / "new folder" / "b"))
     place.check_absent()
     assert place.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
     assert place.read() == BACKUP
-    assert BackupPlace.parse(f"file://{tmp_path}/copy").name == "copy"
+    assert BackupLocation.parse(f"file://{tmp_path}/copy").name == "copy"
     assert (tmp_path / "new folder" / "b").stat().st_mode & 0o777 == 0o600
     with pytest.raises(BadConfig, match="the file for the"):
         place.check_absent()
     (tmp_path / "other").write_bytes(b"{}")
     with pytest.raises(ChecksumMismatch, match=f"backup {tmp_path}/other"):
-        BackupPlace.parse(str(tmp_path / "other")).read()
+        BackupLocation.parse(str(tmp_path / "other")).read()
     with pytest.raises(ObjectMissing):
-        BackupPlace.parse(str(tmp_path / "none")).read()
+        BackupLocation.parse(str(tmp_path / "none")).read()
     with pytest.raises(BadConfig, match="ends with a file name"):
-        BackupPlace.parse("s3://bucket/folder/")
+        BackupLocation.parse("s3://bucket/folder/")
 
 
 # ---- options of restore
@@ -298,7 +298,7 @@ def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
         async def __aexit__(self, *_):
             pass
 
-    monkeypatch.setattr(change_commands, "connected", lambda _connect: Session())
+    monkeypatch.setattr(change_commands, "open_command_session", lambda _connect: Session())
     words = (*words, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
     return run_command("restore", *words, "--storage", "a:1:2")
 
@@ -361,8 +361,8 @@ class Pins:
 
 
 def test_a_backup_has_a_place_in_a_store_with_options():
-    place = BackupPlace.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
+    place = BackupLocation.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
     assert place.name == "b1"
     assert place.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"
     with pytest.raises(BadConfig, match="ends with a file name"):
-        BackupPlace.parse("s3://bucket/backups/?scheme=http")
+        BackupLocation.parse("s3://bucket/backups/?scheme=http")

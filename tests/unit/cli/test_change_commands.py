@@ -8,7 +8,7 @@ import pytest
 from tests.cluster_contract import KEY
 from tests.loops import on_virtual_loop
 from waltz_core import errors
-from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audited, time_limit
+from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audit_change, time_limit
 from waltz_core.cluster.change.audit import BEGUN, DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -39,7 +39,7 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
 ):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(type(error)) if error else contextlib.nullcontext():
-        async with audited(coordinator):
+        async with audit_change(coordinator):
             assert await outcomes(coordinator) == [BEGUN]
             if error:
                 raise error
@@ -48,7 +48,7 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
 
 @on_virtual_loop
 async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
-    async with audited(coordinator, creates=True):
+    async with audit_change(coordinator, creates=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
@@ -57,7 +57,7 @@ async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator)
 async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
-        async with audited(coordinator, creates=creates):
+        async with audit_change(coordinator, creates=creates):
             await coordinator.delete_cluster(lambda _done, _count: None)
         with pytest.raises(errors.BadConfig, match="there is no cluster at /w"):
             await coordinator.read_cluster()
@@ -78,7 +78,7 @@ async def test_the_audit_record_names_the_user_behind_sudo(
     if sudoer:
         monkeypatch.setenv("SUDO_USER", sudoer)
     await coordinator.create_cluster(CLUSTER)
-    async with audited(coordinator):
+    async with audit_change(coordinator):
         (entry,) = await coordinator.audit.read()
     assert entry.user.rpartition("@")[0] == user_name
 

@@ -10,7 +10,7 @@ import pytest
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_disaster_recovery
-from waltz_core.cli.cluster.cluster_disaster_recovery import _chosen
+from waltz_core.cli.cluster.cluster_disaster_recovery import _chosen_replica
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import access_node
@@ -47,15 +47,15 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
     ],
 )
 def test_the_best_log_is_chosen(logs, expected):
-    assert _chosen(None, 0, logs) == expected
+    assert _chosen_replica(None, 0, logs) == expected
 
 
 def test_a_named_replica_is_chosen_if_it_answered():
-    assert _chosen(B, 0, {A: log(), B: log(last=1)}) == B
+    assert _chosen_replica(B, 0, {A: log(), B: log(last=1)}) == B
     with pytest.raises(BadConfig, match="did not answer as a replica"):
-        _chosen(C, 0, {A: log()})
+        _chosen_replica(C, 0, {A: log()})
     with pytest.raises(Unavailable, match="no replica answers"):
-        _chosen(None, 0, {})
+        _chosen_replica(None, 0, {})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     )
     command = SimpleNamespace(coordinator=Coordinator())
     with pytest.raises(Died):
-        asyncio.run(cluster_disaster_recovery._declare(command, 0, answered, A, None))
+        asyncio.run(cluster_disaster_recovery._declare_chosen_log(command, 0, answered, A, None))
     assert not marked
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.certificates import make
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
-from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather, mode_of
+from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather_facts, mode_of
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts
@@ -31,7 +31,7 @@ def gathered(monkeypatch, tmp_path):
         assert connect == CONNECT
         return facts.pop(0) if len(facts) > 1 else facts[0]
 
-    monkeypatch.setattr(doctor_command, "gather", gather_next)
+    monkeypatch.setattr(doctor_command, "gather_facts", gather_next)
     return facts
 
 
@@ -104,7 +104,7 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered,
     gathered[:] = [without(healthy(), A), Facts(CONNECT)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     assert "could not be queried" in capsys.readouterr().out
-    value = doctor_command.value_of(Facts(CONNECT), [])
+    value = doctor_command.findings_json(Facts(CONNECT), [])
     assert "zookeeper" in value["facts"]
     assert not value["is_healthy"]
 
@@ -129,7 +129,7 @@ def test_a_silent_zookeeper_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
         began_s = time.monotonic()
-        found = asyncio.run(gather(connect, timeout_s=2.0, local=None))
+        found = asyncio.run(gather_facts(connect, timeout_s=2.0, local=None))
     assert time.monotonic() - began_s < 60
     first, second = found.zookeeper_servers
     assert first.is_silent

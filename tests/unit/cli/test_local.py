@@ -77,7 +77,7 @@ def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
     made._load_or_create()
     made._release_ports()
     assert made._values(made.member("server-1"))["insecure_network"] is False
-    made._loaded().host = "10.1.2.3"
+    made._load_state().host = "10.1.2.3"
     for name in ("server-1", "storage-1"):
         values = made._values(made.member(name))
         assert (values["insecure_network"], values["http_host"]) == (True, "10.1.2.3")

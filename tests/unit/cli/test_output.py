@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core.cli import progress
 from waltz_core.cli.client.client_command import _print
-from waltz_core.cli.output import one_line, print_table
+from waltz_core.cli.output import print_table, to_one_line
 from waltz_core.cli.progress import ProgressLine
 
 TABLE = (("partition", "state"), [(0, "ok"), (12, "FAILED"), (3, "[red]?")])
@@ -106,6 +106,6 @@ def test_no_progress_is_written_to_a_file(capsys):
     ],
 )
 def test_data_is_one_line_without_control_characters(data, shown, capsys):
-    assert one_line(data) == shown
+    assert to_one_line(data) == shown
     _print(7, 1, data, as_json=False)
     assert capsys.readouterr().out == f"7\t1\t{shown}\n"

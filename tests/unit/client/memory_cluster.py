@@ -26,12 +26,12 @@ from waltz_core.replication import session_events as replication
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition, PartitionIdentity
 from waltz_core.server.partition_events import (
-    Closed,
+    ConnectionClosed,
     ConnectionId,
     Fetch,
-    Fetched,
+    FetchAnswered,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
     error_answer,
 )
@@ -164,12 +164,14 @@ class MemoryServer:
                     )
                     link.send(answer.message)
                 else:
-                    hosted[1].post(Received(ConnectionId(number), message, 100, 1_700_000_000_000))
+                    hosted[1].post(
+                        RequestReceived(ConnectionId(number), message, 100, 1_700_000_000_000)
+                    )
 
         def gone(reason: str) -> None:
             del self.links[number]
             for _, driver, _ in self.partitions.values():
-                driver.post(Closed(ConnectionId(number)))
+                driver.post(ConnectionClosed(ConnectionId(number)))
 
         link.start(take, gone)
 
@@ -187,7 +189,7 @@ class MemoryServer:
                 answer = self._cluster.logs[number].read(effect.message)
                 driver = self.partitions[number][1]
                 loop = asyncio.get_running_loop()
-                loop.call_soon(driver.post, Fetched(effect.token, answer))
+                loop.call_soon(driver.post, FetchAnswered(effect.token, answer))
 
     def cut(self) -> None:
         """Break every connection."""

@@ -265,14 +265,14 @@ class ModelWorld:
             self.is_mounted = False  # as the server does, so that nothing overtakes what was lost
         for row in self.sent[token]:
             if lost or self.random.random() < 0.2:
-                reason = m.Reason.LOST if lost else m.Reason.LOCK
+                reason = m.RowOutcomeCode.LOST if lost else m.RowOutcomeCode.LOCK
                 ids.append(-1)
             else:
-                reason = m.Reason.COMMITTED
+                reason = m.RowOutcomeCode.COMMITTED
                 ids.append(len(self.log))
                 self.log.append(row)
             reasons.append(reason)
-            conflicting.append(0 if reason is m.Reason.LOCK else -1)
+            conflicting.append(0 if reason is m.RowOutcomeCode.LOCK else -1)
         if self.random.random() < 0.05:
             self.reject(link, message.req_id, errors.OutcomeUnknown("unknown"))
             return
@@ -446,7 +446,7 @@ class ModelWorld:
             assert rows
             outcome = settled.outcome
             for i, row in enumerate(rows):
-                if outcome.reasons[i] == m.Reason.COMMITTED:
+                if outcome.reasons[i] == m.RowOutcomeCode.COMMITTED:
                     assert where.get(row) == outcome.transaction_ids[i], (token, i)
                 else:
                     assert row not in where, (token, i, outcome.reasons[i])

@@ -45,7 +45,7 @@ def submission(token: int, rows: int = 1, data: bytes = b"data") -> Submission:
     return Submission(token, rows, BEFORE_FIRST, content, 99)
 
 
-def result(req_id: ReqId, *rows: tuple[int, m.Reason, int], mark: int) -> m.AppendResult:
+def result(req_id: ReqId, *rows: tuple[int, m.RowOutcomeCode, int], mark: int) -> m.AppendResult:
     ids, reasons, conflicting = zip(*rows, strict=True)
     return m.AppendResult(
         req_id,
@@ -57,7 +57,7 @@ def result(req_id: ReqId, *rows: tuple[int, m.Reason, int], mark: int) -> m.Appe
 
 
 def committed(req_id: ReqId, *ids: int) -> m.AppendResult:
-    return result(req_id, *((i, m.Reason.COMMITTED, -1) for i in ids), mark=max(ids))
+    return result(req_id, *((i, m.RowOutcomeCode.COMMITTED, -1) for i in ids), mark=max(ids))
 
 
 def headers(first: int, *req_ids: ReqId) -> bytes:

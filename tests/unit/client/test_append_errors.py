@@ -10,7 +10,7 @@ from waltz_core import errors
 from waltz_core.client.stream import append_errors
 from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 DEFINITE = {
     errors.LockFailed,
@@ -28,7 +28,7 @@ DEFINITE = {
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
 def test_only_errors_before_submission_are_definite_failures(code):
     kind = errors.BY_CODE[code]
-    assert (append_errors.reason_of(kind("x")) is not None) is (kind in DEFINITE)
+    assert (append_errors.outcome_code_of(kind("x")) is not None) is (kind in DEFINITE)
 
 
 def test_mounts_are_retried_unless_the_error_is_permanent():
@@ -38,12 +38,17 @@ def test_mounts_are_retried_unless_the_error_is_permanent():
         assert not append_errors.is_mount_retriable(kind("x"))
 
 
-@pytest.mark.parametrize("reason", Reason)
+@pytest.mark.parametrize("reason", RowOutcomeCode)
 def test_a_transient_rejection_loses_the_order_of_an_ordered_append(reason):
     one = replace(submission(1), keeps_order=True)
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])
     )
-    may_be = (Reason.COMMITTED, Reason.LOCK, Reason.AHEAD, Reason.TOO_LARGE)
+    may_be = (
+        RowOutcomeCode.COMMITTED,
+        RowOutcomeCode.LOCK,
+        RowOutcomeCode.AHEAD,
+        RowOutcomeCode.TOO_LARGE,
+    )
     assert append_errors.is_order_lost(one, outcome) is (reason not in may_be)
     assert not append_errors.is_order_lost(submission(1), outcome)

@@ -13,7 +13,7 @@ from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow, 
 from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 BATCH = b"two rows"
 NO_SERVER = errors.Unreachable("no server is there")
@@ -41,9 +41,9 @@ class Author:
         assert self.window.try_take(2, len(BATCH))
         return self.appends.add_batch(BATCH, 2, 0, order)
 
-    def lose(self, token, reason=Reason.NO_SPACE):
+    def lose(self, token, reason=RowOutcomeCode.NO_SPACE):
         outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)
-        self.appends.settled(token, outcome)
+        self.appends.submission_settled(token, outcome)
 
 
 async def until(condition):
@@ -142,7 +142,9 @@ async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
 PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 
 
-@pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
+@pytest.mark.parametrize(
+    "reason", [RowOutcomeCode.LOST, RowOutcomeCode.OVERLOADED, RowOutcomeCode.LOCK]
+)
 @pytest.mark.parametrize(
     "fields", [{"is_attempt": True}, {"pipelined_state": PIPELINED_STATE}, {"deadline_s": 0.0}, {}]
 )
@@ -154,7 +156,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     author = Author()
     future = author.append(**fields)
     author.lose(1, reason)
-    if not fields and reason is not Reason.LOCK:
+    if not fields and reason is not RowOutcomeCode.LOCK:
         await until(lambda: len(author.sent) == 2)
         return
     assert future.done()
@@ -171,9 +173,13 @@ async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
     author = Author()
     future = author.append(deadline_s=0.0)
     outcome = BatchOutcome.uniform(
-        1, Reason.OVERLOADED, high_water_mark=0, detail="etl is over a limit", retry_after_ms=700
+        1,
+        RowOutcomeCode.OVERLOADED,
+        high_water_mark=0,
+        detail="etl is over a limit",
+        retry_after_ms=700,
     )
-    author.appends.settled(1, outcome)
+    author.appends.submission_settled(1, outcome)
     error = future.exception()
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_ms == 700
@@ -201,7 +207,7 @@ async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch
     author.lose(1)
     lost = author.append_batch(order)
     order.reported_count += 1
-    assert (await lost).reasons.tolist() == [Reason.LOST] * 2
+    assert (await lost).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     author.lose(2)
     refused = author.append_batch()
     author.appends.abandon(NO_SERVER)
@@ -217,14 +223,16 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     author.append()
     author.lose(2)
     behind = author.append_batch(order)
-    author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
-    assert (await first).reasons.tolist() == [Reason.LOST] * 2
+    author.appends.submission_settled(
+        1, BatchOutcome.uniform(2, RowOutcomeCode.LOST, high_water_mark=0)
+    )
+    assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 1  # the writer has received the first one only
     again = author.append_batch(order)
     await until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
     for each in (behind, again):
-        assert (await each).reasons.tolist() == [Reason.LOST] * 2
+        assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 2
     author.append_batch(order)
     assert author.sent[-1].row_count == 2

@@ -21,7 +21,7 @@ from waltz_core.client import (
     AsyncWaltzClient,
     ClusterInfo,
     PoisonPolicy,
-    Reason,
+    RowOutcomeCode,
     TransactionContext,
     lock,
     partition_of,
@@ -267,7 +267,11 @@ async def test_a_batch_reports_every_row():
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
         outcome = await (await client.append_batch(0, payload, 3, client_high_water_mark=-1))
         assert outcome.transaction_ids.tolist() == [0, -1, 1]
-        assert outcome.reasons.tolist() == [Reason.COMMITTED, Reason.LOCK, Reason.COMMITTED]
+        assert outcome.reasons.tolist() == [
+            RowOutcomeCode.COMMITTED,
+            RowOutcomeCode.LOCK,
+            RowOutcomeCode.COMMITTED,
+        ]
         assert outcome.conflicting.tolist() == [-1, 0, -1]
         with pytest.raises(errors.BadRequest, match="Arrow"):
             await (await client.append_batch(0, b"nonsense", 1, client_high_water_mark=-1))
@@ -317,7 +321,7 @@ async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported(
         await until(lambda: store.held and server.received.count("AppendBatch") == 2)
         store.is_holding = False
         server.lose_session(0, committed=0)
-        assert (await batch).reasons.tolist() == [Reason.LOST] * 2
+        assert (await batch).reasons.tolist() == [RowOutcomeCode.LOST] * 2
         assert sorted([await future for future in futures]) == list(range(20))
         assert sorted(data for _, _, data in cluster.logs[0].rows()) == sorted(
             b"%d" % i for i in range(20)

@@ -17,9 +17,9 @@ ROWS = tuple(req(i, 0, 99) for i in range(1, 10))
 
 def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     cursor = FeedCursor(ahead_max)
-    cursor.want(mark)
+    cursor.start_after(mark)
     cursor.start_at_end(mark)
-    cursor.mounted()
+    cursor.mount_succeeded()
     return cursor
 
 
@@ -27,7 +27,7 @@ def test_no_feed_batch_is_accepted_before_a_subscription():
     cursor = FeedCursor(10)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.take_request_mark() is None
-    cursor.want(None)
+    cursor.start_after(None)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.start_at_end(4) == 4
     assert cursor.start_at_end(9) == 4
@@ -36,13 +36,13 @@ def test_no_feed_batch_is_accepted_before_a_subscription():
 def test_records_before_the_start_do_not_count_as_lag():
     mark = 1_000_000
     cursor = FeedCursor(ahead_max=3)
-    cursor.want(mark)
-    cursor.mounted()
+    cursor.start_after(mark)
+    cursor.mount_succeeded()
     assert cursor.take_request_mark() == mark
     latest = FeedCursor(ahead_max=3)
-    latest.want(None)
+    latest.start_after(None)
     assert latest.start_at_end(mark) == mark
-    latest.mounted()
+    latest.mount_succeeded()
     assert latest.take_request_mark() == mark
 
 
@@ -59,10 +59,10 @@ def test_a_cursor_requests_more_once_when_half_is_applied():
     cursor.take(feed_batch(req(-1), 0, *ROWS[:3]))
     cursor.is_suspended = True
     assert cursor.take_request_mark() is None
-    assert not cursor.applied(0)  # not before it is half way
+    assert not cursor.note_applied(0)  # not before it is half way
     assert cursor.take_request_mark() is None
-    assert cursor.applied(1)
-    assert not cursor.applied(BEFORE_FIRST)  # received late, changes nothing
+    assert cursor.note_applied(1)
+    assert not cursor.note_applied(BEFORE_FIRST)  # received late, changes nothing
     assert cursor.take_request_mark() == 2
 
 
@@ -92,7 +92,7 @@ def filtered(first: int, values: list[int], wanted: tuple[int, ...]) -> FeedBatc
 
 def cursor_of(*wanted: int) -> FeedCursor:
     cursor = FeedCursor(10)
-    cursor.want(BEFORE_FIRST, wanted)
+    cursor.start_after(BEFORE_FIRST, wanted)
     return cursor
 
 

@@ -36,7 +36,7 @@ def ids(found) -> list[int]:
 def test_a_client_that_has_seen_no_predecessor_claims_none():
     assert not NO_PREDECESSORS.has_seen
     assert NO_PREDECESSORS.claim(5) == (5, NO_PREDECESSORS)
-    assert NO_PREDECESSORS.above(5) == ()
+    assert NO_PREDECESSORS.predecessors_above(5) == ()
 
 
 def test_each_report_is_added_to_the_earlier_ones():
@@ -47,7 +47,7 @@ def test_each_report_is_added_to_the_earlier_ones():
     more = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS)
     assert (more.base, more.mark) == (5, 11)
     assert ids(more.predecessors) == [6, 8, 11]
-    assert ids(more.above(8)) == [11]
+    assert ids(more.predecessors_above(8)) == [11]
 
 
 def test_a_mark_between_the_first_and_last_predecessor_is_a_base():

@@ -190,7 +190,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         keys.keys_of.cache_clear()
         with pytest.raises(errors.LockFailed) as failed:
             waltz.client(config(directory, key="b")).append(b"x", **hot).result()
-        found = failed.value.pipelined_state.above(2)[0]
+        found = failed.value.pipelined_state.predecessors_above(2)[0]
         assert (found.data, found.value(), found.data_error) == (
             None,
             None,

@@ -66,7 +66,7 @@ class Files:
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     made = Files(tmp_path)
-    monkeypatch.setattr(local_reader_module.descriptor_passing, "take", made.take)
+    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", made.take)
     return made
 
 
@@ -145,7 +145,7 @@ def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatc
     def no_answer(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
-    monkeypatch.setattr(local_reader_module.descriptor_passing, "take", no_answer)
+    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", no_answer)
     with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 
@@ -214,7 +214,7 @@ def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(file
         assert is_running.wait(HANG_S)
         return files.take("the name", question, timeout_s=100 * timeout_s)
 
-    monkeypatch.setattr(local_reader_module.descriptor_passing, "take", hangs)
+    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hangs)
 
     async def ask():
         return files.grant(10, 20)

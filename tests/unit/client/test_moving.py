@@ -23,7 +23,7 @@ from tests.unit.client.memory_cluster import (
     memory_cluster,
 )
 from tests.unit.client.test_async_client import Applying, batch_of, until
-from waltz_core.client import Reason
+from waltz_core.client import RowOutcomeCode
 from waltz_core.client.links import silent_servers
 from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
@@ -166,7 +166,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
         await make_moves(cluster, there, moves)
         old.lose_client()
         # The batch is not in the log: rows are sent again and the batch is reported as lost.
-        assert (await batch).reasons.tolist() == [Reason.LOST] * 2
+        assert (await batch).reasons.tolist() == [RowOutcomeCode.LOST] * 2
         assert sorted([await future for future in futures]) == list(range(5))
         assert cluster.owner(0) is server or moves == 1
         before = server.received.count("AppendBatch") + server.received.count("AppendRequest")
@@ -251,7 +251,7 @@ async def test_resent_appends_keep_their_place() -> None:
         store.is_holding = True
         in_flight = await client.append(b"1", partition=0)
         await until(lambda: store.held)
-        server.partitions[0].partition.pipeline.hold()
+        server.partitions[0].partition.pipeline.hold_submissions()
         queued = await client.append(b"2", partition=0)
         await until(lambda: server.received.count("AppendRequest") == 2)
         stream = client._partitions[0].stream

@@ -24,10 +24,10 @@ def logged_at(
         for at_s in failures_s:
             caplog.clear()
             if at_s is None:
-                each.succeeded()
+                each.note_success()
                 continue
             now[0] = at_s
-            each.failed("no answer")
+            each.note_failure("no answer")
             if "feed.waiting partition=3 for=server" in caplog.text:
                 logged.append(at_s)
 

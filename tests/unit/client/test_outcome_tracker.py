@@ -19,16 +19,18 @@ from tests.unit.client.scenarios import (
 )
 from waltz_core import errors
 from waltz_core.client.stream import outcome_tracker
-from waltz_core.client.stream.outcome_tracker import OutcomeTracker, Pending
+from waltz_core.client.stream.outcome_tracker import OutcomeTracker, PendingSubmission
 from waltz_core.records.raw_records import ONE_BY_ONE_MAX
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 def sent(
     tracker: OutcomeTracker, token: int, sequence: int, rows: int = 1, mark: int = 9
-) -> Pending:
-    pending = Pending(submission(token, rows), req(sequence), 1, 1, TransactionId(mark), 100)
+) -> PendingSubmission:
+    pending = PendingSubmission(
+        submission(token, rows), req(sequence), 1, 1, TransactionId(mark), 100
+    )
     tracker.register(pending)
     return pending
 
@@ -57,7 +59,9 @@ def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    "row", [(-1, Reason.COMMITTED, -1), (7, Reason.LOST, -1)], ids=["no id", "an id"]
+    "row",
+    [(-1, RowOutcomeCode.COMMITTED, -1), (7, RowOutcomeCode.LOST, -1)],
+    ids=["no id", "an id"],
 )
 def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
     tracker = a_tracker()
@@ -71,8 +75,8 @@ def test_the_log_takes_precedence_over_an_answer():
     tracker = a_tracker()
     sent(tracker, 1, 1, rows=2)
     tracker.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
-    _, outcome = tracker.answered(result(req(1), *[(-1, Reason.LOST, -1)] * 2, mark=9))
-    assert outcome.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
+    _, outcome = tracker.answered(result(req(1), *[(-1, RowOutcomeCode.LOST, -1)] * 2, mark=9))
+    assert outcome.reasons.tolist() == [RowOutcomeCode.LOST, RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 21]
     assert outcome.high_water_mark == 21
 
@@ -93,7 +97,7 @@ def test_a_submission_found_in_part_has_an_unknown_outcome():
     tracker.prove(TransactionId(15))
     tracker.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
-    assert tracker.unresolved() == (10, 15)
+    assert tracker.unresolved_range() == (10, 15)
 
 
 def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
@@ -102,7 +106,7 @@ def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
     tracker.prove(TransactionId(12))
     sent(tracker, 2, 2, mark=12)
     tracker.prove(TransactionId(20))
-    assert tracker.unresolved() == (10, 20)
+    assert tracker.unresolved_range() == (10, 20)
 
 
 def test_a_proof_does_not_cover_later_appends():
@@ -110,11 +114,11 @@ def test_a_proof_does_not_cover_later_appends():
     sent(tracker, 1, 1, mark=9)
     tracker.prove(TransactionId(12))
     late = sent(tracker, 2, 2, mark=12)
-    assert tracker.unresolved() == (10, 12)
+    assert tracker.unresolved_range() == (10, 12)
     settled = tracker.settle(TransactionId(12))
     assert [pending.submission.token for pending, _ in settled] == [1]
     assert list(tracker) == [late]
-    assert tracker.unresolved() is None
+    assert tracker.unresolved_range() is None
 
 
 @settings(max_examples=40)

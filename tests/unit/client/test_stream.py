@@ -64,12 +64,12 @@ def test_an_answer_settles_its_submission_and_moves_the_mark():
     scenario = Scenario().ready()
     scenario.step(stream_events.SendAppends(submission(1, rows=2)))
     effects = scenario.receive(
-        result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
+        result(req(1), (5, m.RowOutcomeCode.COMMITTED, -1), (-1, m.RowOutcomeCode.LOCK, 4), mark=5)
     )
     assert effects[0] == stream_events.MarkAdvanced(5)
     outcome = settled(effects)[1]
     assert outcome.transaction_ids.tolist() == [5, -1]
-    assert outcome.reasons.tolist() == [m.Reason.COMMITTED, m.Reason.LOCK]
+    assert outcome.reasons.tolist() == [m.RowOutcomeCode.COMMITTED, m.RowOutcomeCode.LOCK]
     assert outcome.conflicting.tolist() == [-1, 4]
     assert outcome.high_water_mark == 5
     assert outcome.committed_count == 1
@@ -106,7 +106,7 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
         scenario.step(stream_events.SendAppends(one))
     effects = scenario.mounted(scenario.link(), -1)
     assert isinstance(refused(effects)[1], errors.TooLarge)
-    assert settled(effects)[2].reasons.tolist() == [m.Reason.LOST]
+    assert settled(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
     assert [each.req_id for each in scenario.sent(m.AppendBatch)] == [req(1)]  # it keeps no order
     assert scenario.sent(m.AppendRequest) == []
 
@@ -140,7 +140,7 @@ def test_rows_in_doubt_are_searched_between_the_two_marks():
     assert effects == [stream_events.MarkAdvanced(12), stream_events.Send(2, asked)]
     effects = scenario.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
     outcome = settled(effects)[1]
-    assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
+    assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
     assert [each.req_id for each in scenario.sent()] == [req(3, 1)]
 
@@ -154,8 +154,8 @@ def test_ordered_appends_do_not_overtake_resent_ones():
     effects = scenario.mounted(scenario.link(number=2), 9, link=2)
     outcomes = settled(effects)
     assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
-        1: [m.Reason.LOST],
-        2: [m.Reason.LOST],
+        1: [m.RowOutcomeCode.LOST],
+        2: [m.RowOutcomeCode.LOST],
     }
     assert [each.req_id for each in scenario.sent()] == [req(2)]  # the third: it is ignored
 
@@ -208,7 +208,7 @@ def test_a_chain_below_the_start_of_the_log_is_not_compared():
 def test_without_later_records_all_unanswered_appends_are_lost():
     scenario = in_doubt()
     effects = scenario.mounted(scenario.link(number=2), 9, link=2)
-    assert settled(effects)[1].reasons.tolist() == [m.Reason.LOST] * 2
+    assert settled(effects)[1].reasons.tolist() == [m.RowOutcomeCode.LOST] * 2
     assert scenario.stream.phase is Phase.READY
 
 
@@ -330,13 +330,13 @@ def test_a_closed_link_need_not_be_avoided():
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (errors.SessionLost("x"), m.Reason.LOST),
-        (errors.Overloaded("x"), m.Reason.OVERLOADED),
-        (errors.NoSpace("x"), m.Reason.NO_SPACE),
-        (errors.TooLarge("x"), m.Reason.TOO_LARGE),
-        (errors.ClientAheadOfLog("x"), m.Reason.AHEAD),
-        (errors.NotOwned("x"), m.Reason.NOT_MOUNTED),
-        (errors.GenerationMismatch("x"), m.Reason.GENERATION),
+        (errors.SessionLost("x"), m.RowOutcomeCode.LOST),
+        (errors.Overloaded("x"), m.RowOutcomeCode.OVERLOADED),
+        (errors.NoSpace("x"), m.RowOutcomeCode.NO_SPACE),
+        (errors.TooLarge("x"), m.RowOutcomeCode.TOO_LARGE),
+        (errors.ClientAheadOfLog("x"), m.RowOutcomeCode.AHEAD),
+        (errors.NotOwned("x"), m.RowOutcomeCode.NOT_MOUNTED),
+        (errors.GenerationMismatch("x"), m.RowOutcomeCode.GENERATION),
     ],
 )
 def test_a_definite_rejection_is_reported_for_every_row(error, reason):
@@ -345,7 +345,7 @@ def test_a_definite_rejection_is_reported_for_every_row(error, reason):
     outcome = settled(scenario.reject(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
-    remounts = reason in (m.Reason.NOT_MOUNTED, m.Reason.GENERATION)
+    remounts = reason in (m.RowOutcomeCode.NOT_MOUNTED, m.RowOutcomeCode.GENERATION)
     assert (scenario.stream.phase is Phase.READY) is not remounts
 
 
@@ -360,10 +360,10 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
         scenario.step(stream_events.SendAppends(submission(token)))
     begun_ms = scenario.now_ms
     effects = scenario.receive(over_limit(req(1), 4_000))
-    assert settled(effects)[1].reasons.tolist() == [m.Reason.OVERLOADED]
+    assert settled(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
     scenario.step(stream_events.SendAppends(submission(3)))
     assert scenario.sent() == []  # it would be rejected: the server expects a mount
-    scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.WAITING
     assert scenario.stream.failure == "over a limit"
     assert scenario.stream.wake_at_ms == begun_ms + 4_000
@@ -420,11 +420,11 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     scenario = Scenario().ready()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
-    scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    scenario.receive(result(req(1), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.READY
     scenario.step(stream_events.SendAppends(submission(3)))
     assert scenario.sent() == []  # it would overtake nothing, and be rejected, too
-    effects = scenario.receive(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    effects = scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     scenario.mounted(scenario.link(number=1), -1)
     assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
@@ -434,7 +434,7 @@ def test_missing_answers_time_out():
     scenario = Scenario().ready()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
-    scenario.receive(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    scenario.receive(result(req(1), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
 
 
@@ -644,7 +644,7 @@ def test_a_server_that_knows_the_form_returns_own_headers_only():
     (asked,) = scenario.sent(m.RangeRequest)
     assert (asked.first, asked.last, settled(effects)) == (12, 12, {})
     outcome = settled(scenario.receive(own_data(asked, next_id=13), link=2))[1]
-    assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
+    assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
 
 

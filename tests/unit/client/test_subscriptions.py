@@ -449,7 +449,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
         applier = client._partitions[0].applier
         await until(lambda: applier.stopped is not None)
         with pytest.raises(errors.Unavailable, match="CancelledError"):
-            await applier.reached(1)
+            await applier.wait_until_applied(1)
 
 
 @on_virtual_loop
@@ -564,7 +564,7 @@ async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
         applier._consumer._source_of = no_thread
         await write(client, 0, 1)
         with pytest.raises(errors.Unavailable, match="can't start new thread"):
-            await applier.reached(0)
+            await applier.wait_until_applied(0)
         assert callbacks.errors == [(0, 0)]
 
 

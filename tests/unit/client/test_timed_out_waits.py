@@ -45,7 +45,7 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
     applier = Applier(PARTITION, None, lambda mark: None)
     applier.start(TransactionId(3))
     for _ in range(COUNT):
-        await time_out(applier.reached(TransactionId(4)))
+        await time_out(applier.wait_until_applied(TransactionId(4)))
     assert not applier._waiting
 
 
@@ -53,8 +53,8 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
 async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
-        await time_out(partition.mounted())
-        await time_out(partition.known(TransactionId(4)))
+        await time_out(partition.ensure_mounted())
+        await time_out(partition.wait_until_known(TransactionId(4)))
     assert not partition._mount_waiters
     assert not partition._mark_waiters
     partition.close()

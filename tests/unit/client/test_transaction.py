@@ -11,7 +11,7 @@ from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, pa
 from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.client.model.transaction import check_data, check_mark, check_partition, check_range
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
+from waltz_core.records.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, partition_of_hash
 from waltz_core.wire.messages import ENTRIES_MAX
 
 
@@ -22,7 +22,7 @@ def builder() -> TransactionBuilder:
 def test_the_hash_of_a_text_key_is_its_crc():
     assert lock("account", "äb") == lock_hash("account", crc32("äb".encode()))
     assert lock("account") == lock("account", 0)
-    assert partition_of(lock("account", 7), 5) == spread(lock("account", 7), 5)
+    assert partition_of(lock("account", 7), 5) == partition_of_hash(lock("account", 7), 5)
     with pytest.raises(errors.BadRequest, match="64 bits"):
         lock("account", 1 << 63)
     assert lock("account", np.int64(7)) == lock("account", 7)

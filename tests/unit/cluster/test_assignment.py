@@ -9,7 +9,7 @@ from waltz_core.cluster.membership.assignment import (
     assign_partitions,
     assign_replicas,
     check_replica_change,
-    handed_over,
+    hand_over_partition,
     is_current,
     move_partitions,
 )
@@ -46,12 +46,12 @@ def test_partitions_are_assigned_as_by_waltz_0_13():
 
 def test_one_partition_is_handed_to_another_server():
     old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1, 4: 9}})
-    found = handed_over(old, 1, 4, 1)
+    found = hand_over_partition(old, 1, 4, 1)
     assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {1: 5, 2: 1, 3: 1, 4: 9}})
     # It is another one's by now, or has been elsewhere meanwhile, or no other server is there.
-    assert handed_over(old, 1, 4, 2) is None
-    assert handed_over(old, 1, 3, 1) is None
-    assert handed_over(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
+    assert hand_over_partition(old, 1, 4, 2) is None
+    assert hand_over_partition(old, 1, 3, 1) is None
+    assert hand_over_partition(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
 
 
 @pytest.mark.parametrize("sick", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
@@ -61,7 +61,7 @@ def test_partitions_are_handed_over_to_a_healthy_server(sick):
     for _ in range(len(sick)):
         for owner in sorted(sick):
             for partition_id, generation in now.servers[owner].items():
-                now = handed_over(now, partition_id, generation, owner)
+                now = hand_over_partition(now, partition_id, generation, owner)
     assert [each for each in sorted(sick) if now.servers[each]] == []
     well = [len(now.servers[each]) for each in {1, 2, 3, 4} - sick]
     assert sum(well) == 24

@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import KnownToken, Permissions
-from waltz_core.archive.manifest import Manifest, ObjectEntry, framed, unframed
+from waltz_core.archive.manifest import Manifest, ObjectEntry, frame_json, unframe_json
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
 from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
@@ -52,15 +52,15 @@ ACCESS = Permissions(17, "ann", 5, bytes(range(32)), tokens={"ab" * 32: KnownTok
 def test_a_backup_has_the_permissions_if_there_are_any():
     taken = replace(BACKUP, access=ACCESS)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
-    assert "access" not in unframed(BACKUP.to_bytes(), "f")
+    assert "access" not in unframe_json(BACKUP.to_bytes(), "f")
 
 
 def test_a_backup_has_the_last_issued_id_and_an_earlier_one_has_none():
     taken = replace(BACKUP, issued_client_id=FIRST_ISSUED + 7)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
-    values = dict(unframed(taken.to_bytes(), "f"))
+    values = dict(unframe_json(taken.to_bytes(), "f"))
     del values["issued_client_id"]
-    assert Backup.from_bytes(framed(values), "f") == BACKUP
+    assert Backup.from_bytes(frame_json(values), "f") == BACKUP
 
 
 def test_every_changed_byte_is_found():
@@ -102,7 +102,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
     ],
 )
 def test_wrong_values_are_named(changes, problem):
-    data = framed({**unframed(BACKUP.to_bytes(), "f"), **changes})
+    data = frame_json({**unframe_json(BACKUP.to_bytes(), "f"), **changes})
     with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")
 

@@ -20,7 +20,9 @@ MINUTE_MS = 60_000
 
 def planned(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
     balancer = Balancer(limits or BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS))
-    return balancer.plan(owners, preferred, loads, servers or sorted(set(owners.values())), now_ms)
+    return balancer.plan_moves(
+        owners, preferred, loads, servers or sorted(set(owners.values())), now_ms
+    )
 
 
 def loads_by_server(owners, loads):
@@ -73,12 +75,15 @@ def test_a_limited_number_moves_at_a_time_and_then_stays():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))
-    moves = balancer.plan(owners, (), loads, [1, 2], 0)
+    moves = balancer.plan_moves(owners, (), loads, [1, 2], 0)
     assert len(moves) == 5
     balancer.partitions_moved(moves, 0)
     hot = {**dict.fromkeys(owners, 1.0), **dict.fromkeys(moves, 10_000.0)}
-    assert not balancer.plan({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS - 1).keys() & moves
-    assert balancer.plan({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS).keys() & moves
+    assert (
+        not balancer.plan_moves({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS - 1).keys()
+        & moves
+    )
+    assert balancer.plan_moves({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS).keys() & moves
 
 
 @st.composite
@@ -113,7 +118,7 @@ def test_repeated_planning_ends(cluster):
     balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, settling_ms=2 * WINDOW_MS))
     for number in range(30):
         now_ms = number * INTERVAL_MS  # Nothing rests any more, so anything might go back.
-        moves = balancer.plan(owners, preferred, loads, servers, now_ms)
+        moves = balancer.plan_moves(owners, preferred, loads, servers, now_ms)
         if not moves:
             return
         balancer.partitions_moved(moves, now_ms)
@@ -127,21 +132,21 @@ def test_a_short_imbalance_moves_nothing():
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     looked = [(0, uneven), (10_000, uneven), (14_000, even), (15_000, uneven), (29_000, uneven)]
     for now_ms, loads in looked:
-        assert balancer.plan(owners, (), loads, (1, 2), now_ms) == {}
-    assert balancer.plan(owners, (), uneven, (1, 2), 30_000) == {1: 2}
+        assert balancer.plan_moves(owners, (), loads, (1, 2), now_ms) == {}
+    assert balancer.plan_moves(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_an_unobserved_imbalance_moves_nothing(is_alone):
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
-    assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
+    assert balancer.plan_moves(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers reports its loads
-        assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
+        assert balancer.plan_moves(owners, (), uneven, (1,), 10_000) == {}
     else:  # another server was the leader, or servers have started or ended
         balancer.reset_history()
-    assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
-    assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
+    assert balancer.plan_moves(owners, (), uneven, (1, 2), 20_000) == {}
+    assert balancer.plan_moves(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
 def test_the_first_unconfirmed_load_report_moves_nothing():
@@ -149,18 +154,18 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     loads = {0: 85, 1: 85, 2: 85, 3: 300}
-    assert balancer.plan(owners, (), loads, (1, 2), 0) == {}
-    assert balancer.plan(owners, (), loads, (1, 2), 15_000) == {2: 1}
+    assert balancer.plan_moves(owners, (), loads, (1, 2), 0) == {}
+    assert balancer.plan_moves(owners, (), loads, (1, 2), 15_000) == {2: 1}
     balancer.partitions_moved([2], 15_000)
     owners[2] = 1
-    assert balancer.plan(owners, (), loads, (1, 2), 30_000) == {}
+    assert balancer.plan_moves(owners, (), loads, (1, 2), 30_000) == {}
     late = {0: 148, 1: 140, 2: 300, 3: 67}
-    assert balancer.plan(owners, (), late, (1, 2), 50_000) == {}
-    assert balancer.plan(owners, (), late | {3: 1_500}, (1, 2), 55_000) == {}
+    assert balancer.plan_moves(owners, (), late, (1, 2), 50_000) == {}
+    assert balancer.plan_moves(owners, (), late | {3: 1_500}, (1, 2), 55_000) == {}
     # When that lasts it is no accident, and what has begun comes to its end.
-    assert balancer.plan(owners, (), late, (1, 2), 60_000) == {}
-    assert balancer.plan(owners, (), late, (1, 2), 74_000) == {}
-    assert balancer.plan(owners, (), late, (1, 2), 75_000) == {0: 2, 1: 2}
+    assert balancer.plan_moves(owners, (), late, (1, 2), 60_000) == {}
+    assert balancer.plan_moves(owners, (), late, (1, 2), 74_000) == {}
+    assert balancer.plan_moves(owners, (), late, (1, 2), 75_000) == {0: 2, 1: 2}
 
 
 # --- hours
@@ -207,7 +212,7 @@ class Cluster:
             for server in self.servers
         }
         loads = self._averages.take(reports, self.owners)
-        moves = self._balancer.plan(self.owners, (), loads, self.servers, self.now_ms)
+        moves = self._balancer.plan_moves(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}
             self.assignment = move_partitions(self.assignment, moves)

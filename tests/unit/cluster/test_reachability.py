@@ -14,7 +14,7 @@ from waltz_core.cluster.membership.reachability import (
     PublishedReachability,
     Reachability,
     ReachReport,
-    eligible,
+    eligible_servers,
 )
 from waltz_core.cluster.znodes.interface import CreateNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
@@ -112,37 +112,37 @@ def report_without_open_partition(reached=()):
     ],
 )
 def test_reachable_servers_may_own_partitions(live, serving, reports, may_own):
-    assert eligible(live, serving, reports) == set(may_own)
+    assert eligible_servers(live, serving, reports) == set(may_own)
 
 
 def test_a_server_is_unreachable_after_several_failures_over_some_time():
     seen = Reachability()
     for at_ms in (0, 1, 2, FAILING_MS - 1):
-        seen.failed(7, "refused", at_ms)
+        seen.note_failure(7, "refused", at_ms)
         assert seen.report(at_ms) == ReachReport()
-    seen.failed(7, "x" * 1_000, FAILING_MS)
+    seen.note_failure(7, "x" * 1_000, FAILING_MS)
     assert seen.report(FAILING_MS) == ReachReport(unreachable={7: "x" * REASON_CHARS_MAX})
 
 
 def test_few_failures_over_a_long_time_are_ignored():
     seen = Reachability()
-    seen.reached(7, 0)
+    seen.note_connection(7, 0)
     for number in range(FAILURES_MIN - 1):
-        seen.failed(7, "refused", number * 10 * FAILING_MS)
+        seen.note_failure(7, "refused", number * 10 * FAILING_MS)
     assert seen.report(100 * FAILING_MS) == ReachReport(frozenset({7}))
 
 
 def test_a_server_is_reached_again_once_a_connection_lasts():
     seen = Reachability()
     for at_ms in (0, 1, FAILING_MS):
-        seen.failed(7, "refused", at_ms)
-    seen.reached(7, 10_000)
+        seen.note_failure(7, "refused", at_ms)
+    seen.note_connection(7, 10_000)
     assert seen.report(10_000 + STABLE_MS - 1).unreachable
-    seen.failed(7, "refused", 10_000 + STABLE_MS)
+    seen.note_failure(7, "refused", 10_000 + STABLE_MS)
     assert seen.report(10_000 + STABLE_MS).unreachable
-    seen.reached(7, 30_000)
+    seen.note_connection(7, 30_000)
     assert seen.report(30_000 + STABLE_MS) == ReachReport(frozenset({7}))
-    seen.keep([8])
+    seen.keep_only([8])
     assert seen.report(40_000) == ReachReport()
 
 

@@ -12,13 +12,13 @@ from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.rebuilding import ReportedLog, choose
+from waltz_core.cluster.change.rebuilding import ReportedLog, choose_log
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.session_recovery import Origin, Recovery, origin_of
+from waltz_core.replication.session_recovery import HistoryOrigin, Recovery, history_origin_of
 
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0}
 
@@ -28,7 +28,7 @@ def log(session, last, *, suspect=False, damaged=False):
 
 
 def chosen(logs, *, unanswered=(), count=3):
-    return choose(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
+    return choose_log(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
 
 
 def test_the_newest_session_precedes_the_longest_log():
@@ -96,7 +96,7 @@ def test_the_chosen_log_never_lacks_quorum_records(count, data):
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:
-        found = choose(0, answered, groups={}, replica_count=count, unanswered=[])
+        found = choose_log(0, answered, groups={}, replica_count=count, unanswered=[])
     except errors.BadRequest:
         return
     assert found.log.last_session == 4
@@ -117,7 +117,7 @@ def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     gone = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
     logs = {f"r{n}": log(4, last) for n, last in enumerate(lasts) if n not in gone}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
-    found = choose(
+    found = choose_log(
         0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in gone]
     )
     assert found.log.synced_max >= acknowledged
@@ -127,7 +127,7 @@ def test_one_replica_is_declared_and_decides_alone():
     verdict = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     metadata = verdict.metadata(4, 8)
     assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
-    recovery = Recovery(Origin.RECORDED, metadata.states)
+    recovery = Recovery(HistoryOrigin.RECORDED, metadata.states)
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
 
 
@@ -164,8 +164,8 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
         view = await coordinator.read_partition(number)
         assert set(view.metadata.states) == set(assignment.partitions)
         assert rebuilding.is_waiting(view.metadata, view.marker)
-        assert origin_of(view.metadata, view.marker) is Origin.RECORDED
-        recovery = Recovery(Origin.RECORDED, view.metadata.states)
+        assert history_origin_of(view.metadata, view.marker) is HistoryOrigin.RECORDED
+        recovery = Recovery(HistoryOrigin.RECORDED, view.metadata.states)
         assert recovery.decide() is None
         assert view.metadata.generation == 77
     before = model.PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])

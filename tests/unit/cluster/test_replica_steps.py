@@ -116,7 +116,7 @@ def test_a_change_is_not_applied_to_other_replicas():
 
 def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    made = ReplicaPlan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
+    made = ReplicaPlan.for_placement({0: ("B", "C"), 1: ("B", "C")}, assigned)
     assert made.joining == {0: ("C",), 1: ()}
     assert str(ReplicaStep(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
 
@@ -177,7 +177,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     before, wanted, away = journey
     held = {name: ((0,) if name in before else ()) for name in NAMES}
     assigned = ReplicaAssignments(held)
-    made = ReplicaPlan.to({0: tuple(wanted)}, assigned)
+    made = ReplicaPlan.for_placement({0: tuple(wanted)}, assigned)
     owner, steps = Owner(before), 0
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
@@ -214,27 +214,33 @@ GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
 
 def test_the_replicas_of_a_storage_move_to_groups_without_one():
     now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
-    assert replica_steps.without_storage(now, GROUPS, "A") == {
+    assert replica_steps.placement_without_storage(now, GROUPS, "A") == {
         0: ("B", "C", "D"),
         1: ("B", "C", "D"),
     }
     with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0. Hint: add a"):
-        replica_steps.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
+        replica_steps.placement_without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
 def test_an_interrupted_removal_of_a_storage_continues():
     now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
-    found = replica_steps.without_storage(now, GROUPS, "A")
+    found = replica_steps.placement_without_storage(now, GROUPS, "A")
     assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
 
 
 def test_a_storage_takes_over_from_another():
     now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "B")}
-    assert replica_steps.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
-    assert replica_steps.replaced(now, "A", "D", [1, 2]) == {2: ("D", "B")}
+    assert replica_steps.placement_with_replacement(now, "A", "D", now) == {
+        0: ("D", "B"),
+        2: ("D", "B"),
+    }
+    assert replica_steps.placement_with_replacement(now, "A", "D", [1, 2]) == {2: ("D", "B")}
     # The rest of an interrupted move removes only the old replica.
     begun = now | {0: ("A", "B", "D")}
-    assert replica_steps.replaced(begun, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
+    assert replica_steps.placement_with_replacement(begun, "A", "D", now) == {
+        0: ("D", "B"),
+        2: ("D", "B"),
+    }
 
 
 def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
@@ -244,14 +250,17 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
         match=r"storage D already has a replica of partition 0.* left "
         r"with 2 replicas instead of the usual 3",
     ):
-        replica_steps.replaced(now, "A", "D", now)
-    assert replica_steps.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
+        replica_steps.placement_with_replacement(now, "A", "D", now)
+    assert replica_steps.placement_with_replacement(now, "A", "D", [1]) == {1: ("D", "B", "C")}
 
 
 def test_a_restored_storage_is_added_where_replicas_are_missing():
     now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
-    assert replica_steps.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
-    assert replica_steps.restored({0: ("A", "B")}, "C") == {}
+    assert replica_steps.placement_with_restored(now, "C") == {
+        0: ("A", "B", "C"),
+        2: ("B", "A", "C"),
+    }
+    assert replica_steps.placement_with_restored({0: ("A", "B")}, "C") == {}
 
 
 @st.composite
@@ -268,22 +277,24 @@ def test_spreading_is_even_and_over_groups(placed, count):
     groups, now = placed
     if count is not None and count > len(groups):
         with pytest.raises(errors.BadRequest, match="the number of groups of storages, found"):
-            replica_steps.spread(now, groups, count)
+            replica_steps.spread_replicas(now, groups, count)
         return
-    wanted = replica_steps.spread(now, groups, count)
+    wanted = replica_steps.spread_replicas(now, groups, count)
     usual = count or len(set(groups.values()))
     for number, replicas in wanted.items():
         assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
         assert set(replicas) <= set(groups)
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
-    assert replica_steps.spread(wanted, groups, count) == wanted, "what is even is left alone"
+    assert replica_steps.spread_replicas(wanted, groups, count) == wanted, (
+        "what is even is left alone"
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 30))
 def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_count):
     groups = {f"{name}{number}": name for name in "XYZ" for number in range(members)}
     now = dict.fromkeys(range(partition_count), ("X0", "Y0", "Z0"))
-    wanted = replica_steps.spread(now, groups)
+    wanted = replica_steps.spread_replicas(now, groups)
     loads = [sum(each in its for its in wanted.values()) for each in groups]
     assert max(loads) - min(loads) <= 1
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
@@ -296,7 +307,10 @@ def test_partitions_with_replicas_in_one_group_are_listed():
 
 def test_missing_replicas_are_added_and_others_stay():
     now = {0: ("A", "D"), 1: ("A", "B", "C")}
-    assert replica_steps.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
+    assert replica_steps.fill_up_replicas(now, GROUPS, 3) == {
+        0: ("A", "D", "E"),
+        1: ("A", "B", "C"),
+    }
 
 
 @pytest.mark.parametrize(

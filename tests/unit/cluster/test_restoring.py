@@ -24,7 +24,7 @@ from waltz_core.cluster.znodes.model import (
 )
 from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.replication.session_recovery import Origin, origin_of
+from waltz_core.replication.session_recovery import HistoryOrigin, history_origin_of
 
 NEW_KEY = UUID(int=9)
 CLIENT_KEY = b"k" * 32
@@ -54,7 +54,7 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
         assert view.marker.state is MarkerState.NEW
         assert view.marker.archived == end
         assert (view.metadata.session_id, view.metadata.generation) == (IDS, IDS)
-        assert origin_of(view.metadata, view.marker) is Origin.NEW
+        assert history_origin_of(view.metadata, view.marker) is HistoryOrigin.NEW
     before = PartitionAssignment.from_bytes(zookeeper.dump()[f"{ROOT}/serverDescriptors"])
     server = ServerDescriptor(1, "h", 1)
     after = assign_partitions(before, {1: server}, cversion=1, partition_count=2)

@@ -231,7 +231,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
 async def carry_out(cluster, wanted):
     progress = []
     layout = await cluster.coordinator.storages.read()
-    plan = ReplicaPlan.to(wanted, layout.assignment)
+    plan = ReplicaPlan.for_placement(wanted, layout.assignment)
     await cluster.coordinator.storages.carry_out(plan, progress.append)
     return progress
 
@@ -260,7 +260,7 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
     async with cluster.owned(away=[C]):
         progress = []
         layout = await cluster.coordinator.storages.read()
-        plan = ReplicaPlan.to({0: (B, C)}, layout.assignment)
+        plan = ReplicaPlan.for_placement({0: (B, C)}, layout.assignment)
         async with asyncio.TaskGroup() as tasks:
             carrying_out = cluster.coordinator.storages.carry_out(plan, progress.append)
             waiting = tasks.create_task(carrying_out)
@@ -293,7 +293,9 @@ async def test_a_limited_number_of_partitions_changes_at_a_time():
     layout = await cluster.coordinator.storages.read()
     now = replica_steps.placement_of(layout.assignment, cluster.partition_count)
     async with cluster.owned():
-        progress = await carry_out(cluster, replica_steps.replaced(now, A, D, now))
+        progress = await carry_out(
+            cluster, replica_steps.placement_with_replacement(now, A, D, now)
+        )
     assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
     after = await cluster.coordinator.read_replica_assignment()
     assert after.partitions[A] == ()

@@ -18,7 +18,7 @@ from waltz_core.legacy.legacy_client import (
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId, error_answer
 from waltz_core.wire import codec, messages
-from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
+from waltz_core.wire.messages import ClientMessage, MountResponse, RowOutcomeCode
 
 A = ConnectionId(1)
 READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
@@ -47,8 +47,10 @@ def mounted(version: int = 4, sequence: int = 1) -> LegacyClientAdapter:
     return original
 
 
-def result(sequence: int, reason: Reason, conflict: int = -1, mark: int = 9) -> ClientMessage:
-    ids = struct.pack(">q", 8 if reason is Reason.COMMITTED else -1)
+def result(
+    sequence: int, reason: RowOutcomeCode, conflict: int = -1, mark: int = 9
+) -> ClientMessage:
+    ids = struct.pack(">q", 8 if reason is RowOutcomeCode.COMMITTED else -1)
     return messages.AppendResult(
         req(sequence), mark, ids, bytes([reason]), struct.pack(">q", conflict)
     )
@@ -108,9 +110,9 @@ def test_mount_and_feed_errors_become_not_ready(
     assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
     # Once: later the client gets the answer to its next mount.
     assert refused(original, feed, error) is None
-    assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
+    assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
     original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
-    assert translated(original, result(7, Reason.NOT_MOUNTED)) is None
+    assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
     assert translated(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
 
 
@@ -146,41 +148,51 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
 
 
 def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
-    for reason in (Reason.COMMITTED, Reason.OVERLOADED):
+    for reason in (RowOutcomeCode.COMMITTED, RowOutcomeCode.OVERLOADED):
         assert translated(mounted(), result(2, reason)) is None
-    assert isinstance(translated(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
+    assert isinstance(
+        translated(mounted(), result(2, RowOutcomeCode.TOO_LARGE)), InexpressibleError
+    )
     # A lock names the transaction that the client has to reach.
-    failure = translated(mounted(), result(2, Reason.LOCK, conflict=7))
+    failure = translated(mounted(), result(2, RowOutcomeCode.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "reason",
-    [Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE],
+    [
+        RowOutcomeCode.LOST,
+        RowOutcomeCode.AHEAD,
+        RowOutcomeCode.NOT_MOUNTED,
+        RowOutcomeCode.GENERATION,
+        RowOutcomeCode.NO_SPACE,
+    ],
 )
-def test_a_loss_makes_the_client_mount_again_once(version: int, reason: Reason) -> None:
+def test_a_loss_makes_the_client_mount_again_once(version: int, reason: RowOutcomeCode) -> None:
     original = mounted(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
         not_ready = messages.MountOutcome(req(1), is_ready=False)
     assert translated(original, result(2, reason)) == not_ready
-    assert translated(original, result(3, Reason.NOT_MOUNTED)) is None
+    assert translated(original, result(3, RowOutcomeCode.NOT_MOUNTED)) is None
 
 
 def test_an_unanswered_mount_is_not_ended_by_earlier_messages() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(5), -1, 0), 0.0)
-    assert translated(original, result(2, Reason.LOST)) is None
+    assert translated(original, result(2, RowOutcomeCode.LOST)) is None
 
 
 def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
     translated(original, MountResponse(req(2, partition=3), READY))
-    lost = messages.AppendResult(req(4, partition=3), 9, bytes(8), bytes([Reason.LOST]), bytes(8))
+    lost = messages.AppendResult(
+        req(4, partition=3), 9, bytes(8), bytes([RowOutcomeCode.LOST]), bytes(8)
+    )
     assert translated(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
-    assert translated(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
+    assert translated(original, result(5, RowOutcomeCode.LOST)) == MountResponse(req(1), NOT_READY)
 
 
 def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
@@ -310,7 +322,9 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
-    responses: list[Any] = [translated(mounted(version), result(2, reason, 3)) for reason in Reason]
+    responses: list[Any] = [
+        translated(mounted(version), result(2, reason, 3)) for reason in RowOutcomeCode
+    ]
     for question in questions_of(version):
         for error in all_errors():
             responses.append(refused(mounted(version), question, error))
@@ -341,7 +355,9 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     later_request: ClientMessage,
 ) -> None:
     original = mounted()
-    assert translated(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
+    assert translated(original, result(6, RowOutcomeCode.LOST), 100.0) == MountResponse(
+        req(1), NOT_READY
+    )
     # What was on its way may still come, and other partitions continue.
     assert original.note_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S

@@ -26,7 +26,7 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
     def opening() -> Opening[AsyncWaltzClient]:
         return Opening(AsyncWaltzClient(cluster.directory(), "original", config, client_id=None))
 
-    return WaltzClient.wrapping(opening)
+    return WaltzClient.wrap(opening)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ from waltz_core.legacy.legacy_server_link import (
     ReceivedFromLegacyServer,
     SendToLegacyServer,
 )
-from waltz_core.legacy.legacy_server_stream import FLUSH_AFTER_MS, Prove, ToServer, ToStream
+from waltz_core.legacy.legacy_server_stream import (
+    FLUSH_AFTER_MS,
+    ProveOwnership,
+    SendToServer,
+    SendToStream,
+)
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
@@ -18,7 +23,9 @@ def mount_id(partition):
 
 
 def sent_by(effects):
-    return [message for each in effects if isinstance(each, ToServer) for message in each.messages]
+    return [
+        message for each in effects if isinstance(each, SendToServer) for message in each.messages
+    ]
 
 
 def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
@@ -33,11 +40,13 @@ def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     ]
     ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
     proofs = [
-        each for each in link.step(ReceivedFromLegacyServer(ready), 0) if isinstance(each, Prove)
+        each
+        for each in link.step(ReceivedFromLegacyServer(ready), 0)
+        if isinstance(each, ProveOwnership)
     ]
     assert [each.partition_id for each in proofs] == [1]
     (received,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
-    assert isinstance(received, ToStream)
+    assert isinstance(received, SendToStream)
     assert isinstance(received.message, m.Mounted)
     link.step(Wakeup(), 0)
     assert link.wake_at_ms is None

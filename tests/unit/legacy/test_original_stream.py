@@ -11,15 +11,15 @@ from waltz_core.legacy.legacy_server_stream import (
     RETRY_MS,
     CloseLink,
     LegacyServerPartition,
-    Prove,
-    ToServer,
-    ToStream,
+    ProveOwnership,
+    SendToServer,
+    SendToStream,
 )
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
-from waltz_core.wire.messages import LATEST_MARK, RangeForm, Reason
+from waltz_core.wire.messages import LATEST_MARK, RangeForm, RowOutcomeCode
 
 ME, OTHER = 7, 8
 MOUNT = ReqId(ME, 1, 0, -1)
@@ -51,11 +51,11 @@ class Table:
     def do(self, effects):
         for each in effects:
             match each:
-                case ToServer():
+                case SendToServer():
                     self.sent += each.messages
-                case ToStream():
+                case SendToStream():
                     self.translated.append(each.message)
-                case Prove():
+                case ProveOwnership():
                     self.proofs.append(each.number)
                 case CloseLink():
                     self.end_reason = each.reason
@@ -74,7 +74,7 @@ class Table:
     def prove(self, *, is_owner=True):
         self.translated.clear()
         number = self.proofs.pop()
-        self.do(self.partition.proven(number, is_owner=is_owner, now_ms=self.now_ms))
+        self.do(self.partition.ownership_proven(number, is_owner=is_owner, now_ms=self.now_ms))
         return list(self.translated)
 
     def wake(self):
@@ -102,7 +102,7 @@ def outcomes(result):
     ids = list(struct.unpack(f">{count}q", result.transaction_ids))
     return (
         ids,
-        [Reason(each) for each in result.reasons],
+        [RowOutcomeCode(each) for each in result.reasons],
         list(struct.unpack(f">{count}q", result.conflicting)),
     )
 
@@ -244,7 +244,7 @@ def test_a_batch_is_validated_row_by_row_and_answered_once(mounted):
     assert (result.req_id, result.high_water_mark) == (mine(4), 11)
     assert outcomes(result) == (
         [10, -1, 11],
-        [Reason.COMMITTED, Reason.LOCK, Reason.COMMITTED],
+        [RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK, RowOutcomeCode.COMMITTED],
         [-1, 8, -1],
     )
 
@@ -261,7 +261,7 @@ def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
     one, two = mounted.receive(fed(10, mine(2)))
-    assert (one.req_id, outcomes(one)[1]) == (mine(1), [Reason.LOST])
+    assert (one.req_id, outcomes(one)[1]) == (mine(1), [RowOutcomeCode.LOST])
     assert (two.req_id, outcomes(two)[0]) == (mine(2), [10])
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
@@ -271,7 +271,7 @@ def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
     assert mounted.receive(m.LockFailure(mine(1), 12)) == []
     assert mounted.receive(fed(10, other_req_id(1)), fed(11, other_req_id(2))) == []
     (result,) = mounted.receive(fed(12, other_req_id(3)))
-    assert outcomes(result) == ([-1], [Reason.LOCK], [12])
+    assert outcomes(result) == ([-1], [RowOutcomeCode.LOCK], [12])
     assert result.high_water_mark == 12
 
 
@@ -295,8 +295,8 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted):
     mounted.receive(fed(10, other_req_id(1)))
     translated = mounted.prove()
     assert [(each.req_id, outcomes(each)[1]) for each in translated] == [
-        (mine(1), [Reason.NOT_MOUNTED]),
-        (mine(2), [Reason.NOT_MOUNTED]),
+        (mine(1), [RowOutcomeCode.NOT_MOUNTED]),
+        (mine(2), [RowOutcomeCode.NOT_MOUNTED]),
     ]
     # The third one arrived after the flush, which does not cover it.
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
@@ -354,7 +354,7 @@ def test_the_servers_own_mark_is_requested_again(mounted):
     answer = m.HighWaterMarkResponse(mine(2), 10)
     assert mounted.receive(answer, answer) == []
     assert len(mounted.proofs) == 1
-    assert [outcomes(each)[1] for each in mounted.prove()] == [[Reason.AHEAD]]
+    assert [outcomes(each)[1] for each in mounted.prove()] == [[RowOutcomeCode.AHEAD]]
     assert mounted.receive(answer) == []
     assert mounted.say(append(3, 9)) == [append(3, 9)]
 
@@ -362,9 +362,9 @@ def test_the_servers_own_mark_is_requested_again(mounted):
 @pytest.mark.parametrize(
     ("mark", "is_owner", "reason"),
     [
-        (10, True, Reason.AHEAD),
-        (10, False, Reason.NOT_MOUNTED),
-        (NO_SESSION_MARK, True, Reason.NOT_MOUNTED),
+        (10, True, RowOutcomeCode.AHEAD),
+        (10, False, RowOutcomeCode.NOT_MOUNTED),
+        (NO_SESSION_MARK, True, RowOutcomeCode.NOT_MOUNTED),
     ],
 )
 def test_a_mark_above_the_servers_own_is_rejected(mounted, mark, is_owner, reason):

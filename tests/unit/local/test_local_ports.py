@@ -10,10 +10,10 @@ from waltz_core.local.local_cluster import LOOPBACK
 
 def test_a_reserved_port_is_not_reserved_twice_and_a_daemon_can_listen_at_it():
     port = free_port()
-    held = ports.hold(port, LOOPBACK)
+    held = ports.hold_port(port, LOOPBACK)
     assert held is not None
     with held:
-        assert ports.hold(port, LOOPBACK) is None
+        assert ports.hold_port(port, LOOPBACK) is None
         assert ports.is_free(port, LOOPBACK)
 
         async def listen():
@@ -21,11 +21,11 @@ def test_a_reserved_port_is_not_reserved_twice_and_a_daemon_can_listen_at_it():
                 assert not ports.is_free(port, LOOPBACK)
 
         asyncio.run(listen())
-    again = ports.hold(port, LOOPBACK)
+    again = ports.hold_port(port, LOOPBACK)
     assert again is not None
     again.close()
 
 
 def test_a_port_in_use_by_another_program_is_not_reserved():
     with socket.create_server((LOOPBACK, 0)) as other:
-        assert ports.hold(other.getsockname()[1], LOOPBACK) is None
+        assert ports.hold_port(other.getsockname()[1], LOOPBACK) is None

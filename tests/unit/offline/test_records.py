@@ -6,7 +6,7 @@ import pytest
 
 from tests.storage_model import record
 from waltz_core.offline import records
-from waltz_core.offline.records import Gap, RecordRun, fields, is_valid, walk
+from waltz_core.offline.records import Gap, RecordRun, is_valid, record_fields, walk_records
 
 
 class Bytes:
@@ -40,19 +40,19 @@ def ids(parts):
 
 def test_all_records_come_in_order_with_their_bytes():
     made = some(50, first=7)
-    (run,) = walk(Bytes(b"".join(made)), 7)
+    (run,) = walk_records(Bytes(b"".join(made)), 7)
     assert (run.first, run.offset, run.length) == (7, 128, 50)
     taken = [run.data[a:b] for a, b in zip(run.bounds, run.bounds[1:], strict=False)]
     assert taken == made
     assert all(is_valid(one) for one in taken)
-    assert [fields(one).transaction_id for one in taken] == list(range(7, 57))
+    assert [record_fields(one).transaction_id for one in taken] == list(range(7, 57))
 
 
 def test_a_part_of_a_run_is_a_run():
-    (run,) = walk(Bytes(b"".join(some(10))), 0)
+    (run,) = walk_records(Bytes(b"".join(some(10))), 0)
     part = run.starting_at(3).up_to(5)
     assert (part.first, part.length) == (3, 3)
-    assert fields(part.data[part.bounds[0] :]).transaction_id == 3
+    assert record_fields(part.data[part.bounds[0] :]).transaction_id == 3
     assert run.starting_at(12).length == 0
     assert run.up_to(-1).length == 0
 
@@ -60,12 +60,12 @@ def test_a_part_of_a_run_is_a_run():
 def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", 300)
     file = Bytes(b"".join(some(40)))
-    parts = list(walk(file, 0))
+    parts = list(walk_records(file, 0))
     assert ids(parts) == (list(range(40)), [])
     assert len(parts) > 5
     assert file.most == 300
     made = [record(0, b"a" * 10), record(1, b"b" * 5000), record(2, b"c")]
-    assert ids(walk(Bytes(b"".join(made)), 0)) == ([0, 1, 2], [])
+    assert ids(walk_records(Bytes(b"".join(made)), 0)) == ([0, 1, 2], [])
 
 
 @pytest.mark.parametrize("block", [200, 1 << 20])
@@ -77,7 +77,7 @@ def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     low = rng.randrange(29)
     high = rng.randrange(low, 29)
     hurt = [*made[:low], *(bytes(len(one)) for one in made[low : high + 1]), *made[high + 1 :]]
-    found, gaps = ids(walk(Bytes(b"".join(hurt)), 0))
+    found, gaps = ids(walk_records(Bytes(b"".join(hurt)), 0))
     assert found == [*range(low), *range(high + 1, 30)]
     start = 128 + len(b"".join(made[:low]))
     end = start + len(b"".join(made[low : high + 1]))
@@ -87,7 +87,7 @@ def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
 def test_a_torn_end_is_a_gap_without_a_next():
     made = some(5)
     whole = b"".join(made)
-    found, gaps = ids(walk(Bytes(whole[:-1]), 0))
+    found, gaps = ids(walk_records(Bytes(whole[:-1]), 0))
     assert found == [0, 1, 2, 3]
     assert gaps[0][:2] == (4, None)
     assert gaps[0].end == 128 + len(whole) - 1
@@ -97,7 +97,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
     made = some(5)
     hurt = bytearray(b"".join(made))
     hurt[len(made[0]) + 36] ^= 1
-    (run,) = walk(Bytes(bytes(hurt)), 0)
+    (run,) = walk_records(Bytes(bytes(hurt)), 0)
     assert run.length == 5
     assert not is_valid(run.data[run.bounds[1] : run.bounds[2]])
 
@@ -105,6 +105,6 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 def test_a_record_inside_the_data_of_a_record_is_not_found():
     """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
     made = [record(0, record(1, b"bait")), record(1, b"true")]
-    (run,) = walk(Bytes(b"".join(made)), 0)
+    (run,) = walk_records(Bytes(b"".join(made)), 0)
     assert run.length == 2
     assert run.data[run.bounds[1] + 36 : -4] == b"true"

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
 from waltz_core.cluster.znodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.checks import CHECKS, FailedCheck, check, failed_checks
+from waltz_core.ops.checks import CHECKS, FailedCheck, check_cluster, failed_checks
 
 BEHIND = ReplicaState(6, 50)
 
@@ -16,13 +16,13 @@ def case():
 
 
 def failed(case, chosen=(0, 1)):
-    found = check(case.facts.cluster, chosen)
+    found = check_cluster(case.facts.cluster, chosen)
     assert {each.check for each in found} <= set(CHECKS)
     return [(each.check, each.partitions) for each in found]
 
 
 def text(case):
-    (found,) = check(case.facts.cluster, (0, 1))
+    (found,) = check_cluster(case.facts.cluster, (0, 1))
     return found.text
 
 
@@ -77,7 +77,7 @@ def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case
     case.storage(A, storage_id=None)
     assert failed(case) == []  # a 0.13 storage, and a healthy one
     case.storage(A, failure="refused")
-    both = [each.text for each in check(case.facts.cluster, (0, 1))]
+    both = [each.text for each in check_cluster(case.facts.cluster, (0, 1))]
     assert both == [never, f"storage {A} does not answer: refused"]
     case.storage(A, failure="", registered_id="aa", admin_failure="refused", replicas={})
     assert text(case) == f"storage {A} does not answer at its admin port: refused"

@@ -22,7 +22,7 @@ def test_a_healthy_partition_has_no_problems(case):
     assert (now.is_served, now.is_open, now.is_state_lost, now.is_of_other_replicas) == (
         *(True, True, False, False),
     )
-    assert now.answering == now.engaged == [A, B, C]
+    assert now.answering_replicas == now.engaged == [A, B, C]
     assert (now.not_engaged, now.suspects, now.unknown, now.has_no_trusted_quorum) == (
         [],
         [],
@@ -37,7 +37,7 @@ def test_only_an_answering_replica_counts_for_a_session(case):
     case.replica(B, is_stuck=True)
     case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
     now = standing(case)
-    assert now.answering == [C]
+    assert now.answering_replicas == [C]
     assert now.unknown == [A, B]
 
 

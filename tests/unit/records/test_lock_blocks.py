@@ -10,8 +10,8 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.lock_blocks import (
     LOCKS_BYTES_MAX,
     TRAILER_BYTES,
-    Block,
-    Blocks,
+    LockBlock,
+    LockBlockReader,
     LogEnd,
     encode,
 )
@@ -35,8 +35,8 @@ def block(first, last, *values, before=None, history=0):
 
 def trusted(data, at, steps_max=1_000):
     """Return first, last and locks of all blocks that are trusted below an end of the log."""
-    blocks, found = Blocks(data), []
-    while (one := blocks.below(at, steps_max)) is not None:
+    blocks, found = LockBlockReader(data), []
+    while (one := blocks.block_ending_at(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))
         at = one.end_before
     return found
@@ -47,8 +47,8 @@ def test_a_block_has_the_specified_bytes():
     assert made[:8] == bytes.fromhex("ffffffff00000102")
     assert made[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
     assert len(made) == 8 + TRAILER_BYTES == 68
-    found = Blocks(made).below(LogEnd(6, b"c" * 16), 1)
-    assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8])
+    found = LockBlockReader(made).block_ending_at(LogEnd(6, b"c" * 16), 1)
+    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8])
     assert found.end_before == LogEnd(4, b"b" * 16)
 
 
@@ -57,10 +57,10 @@ def test_a_block_with_distances_has_the_specified_bytes():
     assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
     assert len(made) == 10 + TRAILER_BYTES
     older = encode(4, LogEnd(4, b"b" * 16), b"a" * 16, locks_of(9))
-    blocks = Blocks(older + made)
-    found = blocks.below(LogEnd(6, b"c" * 16), 1)
-    assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
-    assert blocks.below(found.end_before, 1).distances == b""
+    blocks = LockBlockReader(older + made)
+    found = blocks.block_ending_at(LogEnd(6, b"c" * 16), 1)
+    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
+    assert blocks.block_ending_at(found.end_before, 1).distances == b""
 
 
 def test_blocks_are_followed_down_to_the_first():
@@ -86,19 +86,19 @@ def test_another_history_of_the_same_ids_is_not_trusted():
 def test_blocks_below_a_gap_are_not_trusted():
     data = block(0, 0, 7) + block(2, 2, 9)
     assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
-    blocks = Blocks(data)
-    blocks.below(end(2), 9)
+    blocks = LockBlockReader(data)
+    blocks.block_ending_at(end(2), 9)
     assert not blocks.is_spent
-    assert blocks.below(end(1), 9) is None
+    assert blocks.block_ending_at(end(1), 9) is None
     assert blocks.is_spent
 
 
 def test_a_search_may_stop_and_continue():
     data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
-    blocks = Blocks(data)
-    assert blocks.below(end(0), 9) is None
+    blocks = LockBlockReader(data)
+    assert blocks.block_ending_at(end(0), 9) is None
     assert not blocks.is_spent
-    assert blocks.below(end(0), 9).first == 0
+    assert blocks.block_ending_at(end(0), 9).first == 0
 
 
 def test_too_many_locks_are_not_reported():

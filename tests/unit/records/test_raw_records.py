@@ -228,7 +228,7 @@ def test_cut_returns_a_part_of_a_run(rows: list[bytes], data: st.DataObject) -> 
     records, lengths = run_of(rows)
     skip = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - skip))
-    part, part_lengths = raw_records.cut(records, lengths, skip=skip, count=count)
+    part, part_lengths = raw_records.slice_records(records, lengths, skip=skip, count=count)
     expected = [record(i, rows[i], sequence=i, header=-i) for i in range(skip, skip + count)]
     assert bytes(part) == b"".join(expected)
     assert part_lengths.tolist() == [len(r) for r in expected]

@@ -53,7 +53,7 @@ def test_a_text_with_escaped_characters_is_not_searched_part_by_part(
     decode: Callable[[bytes], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That takes seconds for a MiB, in which a server would do nothing else."""
-    monkeypatch.setattr(strict_json, "_place", None)
+    monkeypatch.setattr(strict_json, "_find_wrong_part", None)
     text = rb'["\ud83d\ude00", "\\ud800", 0.5, 1]'
     assert decode(text) == ["\U0001f600", r"\ud800", 0.5, 1]
 

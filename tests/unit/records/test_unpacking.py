@@ -179,7 +179,7 @@ def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
     unpacker = Unpacker(fields, "msgpack", required=["id"])
     with pytest.raises(BadFormat, match="transaction 2: the payload has no column 'id'"):
         unpacker.columns(data, where)
-    _, is_whole = unpacker.piecemeal(data)
+    _, is_whole = unpacker.columns_with_nulls(data)
     assert is_whole.tolist() == [True, True, False]
 
 

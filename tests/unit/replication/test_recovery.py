@@ -14,11 +14,11 @@ from waltz_core.cluster.znodes.model import (
 )
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.session_recovery import (
-    Origin,
+    HistoryOrigin,
     Recovery,
     decide,
+    history_origin_of,
     is_credible,
-    origin_of,
     states_to_claim,
 )
 from waltz_core.wire.messages import Prepared
@@ -61,7 +61,7 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
 
 def test_replicas_that_were_not_engaged_do_not_count():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
-    recovery = Recovery(Origin.RECORDED, states)
+    recovery = Recovery(HistoryOrigin.RECORDED, states)
     recovery.answered(C, prepared(99), OWN_ID)
     assert recovery.decide() is None
     recovery.answered(A, prepared(4), OWN_ID)
@@ -71,7 +71,7 @@ def test_replicas_that_were_not_engaged_do_not_count():
 
 def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.answered(A, prepared(-1), OWN_ID)
     recovery.answered(B, prepared(-1, session=4), OWN_ID)
     assert recovery.decide() is None
@@ -80,7 +80,7 @@ def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
 
 
 def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.answered(A, prepared(9, suspect=True), OWN_ID)
     recovery.answered(A, prepared(9), OWN_ID)
     recovery.answered(B, prepared(9), OWN_ID)
@@ -120,28 +120,28 @@ def marker(state):
 @pytest.mark.parametrize(
     ("metadata", "mark", "origin"),
     [
-        (PartitionMetadata(), marker(MarkerState.NEW), Origin.NEW),
-        (None, marker(MarkerState.NEW), Origin.NEW),
-        (PartitionMetadata(), marker(MarkerState.OPEN), Origin.LOST),
-        (None, marker(MarkerState.OPEN), Origin.LOST),
-        (None, None, Origin.ADOPTED),
-        (PartitionMetadata(), None, Origin.ADOPTED),
-        (PartitionMetadata(1, 5, engaged(A)), None, Origin.RECORDED),
-        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.NEW), Origin.RECORDED),
-        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), Origin.RECORDED),
+        (PartitionMetadata(), marker(MarkerState.NEW), HistoryOrigin.NEW),
+        (None, marker(MarkerState.NEW), HistoryOrigin.NEW),
+        (PartitionMetadata(), marker(MarkerState.OPEN), HistoryOrigin.LOST),
+        (None, marker(MarkerState.OPEN), HistoryOrigin.LOST),
+        (None, None, HistoryOrigin.ADOPTED),
+        (PartitionMetadata(), None, HistoryOrigin.ADOPTED),
+        (PartitionMetadata(1, 5, engaged(A)), None, HistoryOrigin.RECORDED),
+        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.NEW), HistoryOrigin.RECORDED),
+        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), HistoryOrigin.RECORDED),
     ],
 )
 def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark, origin):
-    assert origin_of(metadata, mark) is origin
+    assert history_origin_of(metadata, mark) is origin
 
 
 def test_an_adoption_is_remembered_until_it_is_done():
-    states = states_to_claim(Origin.ADOPTED, {}, [A, B, C])
+    states = states_to_claim(HistoryOrigin.ADOPTED, {}, [A, B, C])
     # Storages that an earlier claim has recorded must answer, whichever are assigned by now.
-    assert states_to_claim(Origin.ADOPTED, states, [A, B]) == states
+    assert states_to_claim(HistoryOrigin.ADOPTED, states, [A, B]) == states
     metadata = PartitionMetadata(1, 1, states)
-    assert origin_of(metadata, marker(MarkerState.NEW)) is Origin.ADOPTED
-    recovery = Recovery(Origin.ADOPTED, states)
+    assert history_origin_of(metadata, marker(MarkerState.NEW)) is HistoryOrigin.ADOPTED
+    recovery = Recovery(HistoryOrigin.ADOPTED, states)
     recovery.answered(A, prepared(-1, session=-1), OWN_ID)
     recovery.answered(B, prepared(-1, session=-1), OWN_ID)
     assert recovery.decide() is None
@@ -155,7 +155,7 @@ def test_an_adoption_is_remembered_until_it_is_done():
 
 def test_an_opening_records_the_state_of_each_replica():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
-    recovery = Recovery(Origin.RECORDED, states)
+    recovery = Recovery(HistoryOrigin.RECORDED, states)
     recovery.answered(A, prepared(9), OWN_ID)
     assert recovery.decide() == 9
     assert recovery.opening_states(6, [A, B, C, D], [A]) == {
@@ -168,18 +168,18 @@ def test_an_opening_records_the_state_of_each_replica():
 
 def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     states = engaged(A, B, C) | dict.fromkeys((D, "storage4:1"), ReplicaState(4, 7))
-    recovery = Recovery(Origin.RECORDED, states)
+    recovery = Recovery(HistoryOrigin.RECORDED, states)
     assert len(recovery.engaged) == 3
     assert recovery.old_quorum == 3
 
 
 def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
-    recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
+    recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
-    assert "was in sync in store session 6" in recovery.objection(later)
+    assert "was in sync in store session 6" in recovery.exclusion_reason(later)
     # One that has set a mark in a session that never opened has reported nothing; what
     # ZooKeeper has is as ever.
-    assert recovery.objection(prepared(9, session=6)) is None
-    assert recovery.objection(replace(later, engaged_session=5)) is None
+    assert recovery.exclusion_reason(prepared(9, session=6)) is None
+    assert recovery.exclusion_reason(replace(later, engaged_session=5)) is None
     # A storage outside ZooKeeper's last session cannot keep those that were from another one.
     assert [recovery.is_needed(each) for each in (A, B, C)] == [True, True, False]

@@ -70,32 +70,32 @@ def take(repair, one, source, step):
     prefix = (9, 1, 0)
     match step:
         case FetchOwnLineage(first, last):
-            repair.own_answered(
+            repair.own_lineage_answered(
                 ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
             )
         case FetchSourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
-            repair.source_answered(answer, first=first, last=last)
+            repair.source_lineage_answered(answer, first=first, last=last)
         case Truncation():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
-            repair.truncate(answer.synced_max, answer.chain, step)
+            repair.log_truncated(answer.synced_max, answer.chain, step)
         case Reset():
             ok(one.handle(wire.ResetLog(*prefix, *step)))
-            repair.reset(step)
+            repair.log_reset(step)
         case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
-            repair.fetched(ok(source.handle(request)), step)
+            repair.copy_fetched(ok(source.handle(request)), step)
         case AppendCopy(answer, _):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
-            repair.appended(step)
+            repair.copy_appended(step)
         case FillDamage(answer):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.Repair(*prefix, *fields)))
-            repair.filled(step)
+            repair.damage_filled(step)
         case SetMark():
             ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
-            repair.marked()
+            repair.mark_written()
 
 
 def ok(answer):
@@ -316,10 +316,10 @@ def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     repair.damage_found([(0, 0), (2, 7)])
     # What was fetched does not begin where the damage begins now, so it is fetched again.
     assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
-    repair.filled(fill)
+    repair.damage_filled(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
     repair.damage_found([(0, 5)])
-    repair.filled(fill)
+    repair.damage_filled(fill)
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
@@ -329,10 +329,10 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     repair.damage_found([(1, 2), (4, 4)])
     take(repair, one, source, repair.fill_step((1, 2)))
     fill = repair.fill_step((1, 2))
-    repair.not_filled(fill)
+    repair.fill_rejected(fill)
     assert repair.damaged == [(4, 4)]
     repair.damage_found([(0, 2), (4, 4)])
-    repair.not_filled(fill)
+    repair.fill_rejected(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
@@ -434,9 +434,9 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
-            repair.source_answered(answer, first=step.first, last=step.last)
+            repair.source_lineage_answered(answer, first=step.first, last=step.last)
         with pytest.raises(RemoteProtocolError):
-            repair.own_answered(answer, first=step.first, last=step.last)
+            repair.own_lineage_answered(answer, first=step.first, last=step.last)
 
 
 def without_batches(one, first, last):
@@ -486,7 +486,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
     ):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
-        repair.truncate(4, bytes(16), step)
+        repair.log_truncated(4, bytes(16), step)
 
 
 # ---- sources whose log begins above 0 (rule 7)

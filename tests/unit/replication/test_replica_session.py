@@ -31,7 +31,7 @@ def connected(one, stage=ReplicaStage.PREPARING):
 
 def marked(one, mark=-1, chain=GENESIS_CHAIN):
     connected(one, ReplicaStage.REPAIRING)
-    one.marked(mark, chain)
+    one.mark_written(mark, chain)
 
 
 def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
@@ -86,5 +86,5 @@ def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
     one.append_from_window(window.add(make_batch(1, [2], 7), 5, 1), 1)
     for sequence in (1, 2):
         answer = wire.Appended(5, sequence, 2, 1)
-        one.appended(one.take(answer).message, answer)
+        one.append_synced(one.take(answer).message, answer)
         assert one.synced_last == 1

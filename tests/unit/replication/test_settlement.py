@@ -80,12 +80,12 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
     past, replica = settlement_of(9, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert replica.supplier == [(4, 8)]
-    assert past.unreadable(BeforeLogStart("gone"), 0)
+    assert past.batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome == SessionSettled(9, 3, 0, has_expired=True)
 
 
 def test_a_stamp_below_the_start_of_a_log_causes_no_unknown_outcome():
     past, _ = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    assert not past.unreadable(BeforeLogStart("gone"), 0)
+    assert not past.batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome is None

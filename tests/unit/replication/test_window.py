@@ -1,7 +1,7 @@
 """Unit tests of `waltz_core.replication.window`."""
 
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.records.lock_blocks import Blocks, LogEnd
+from waltz_core.records.lock_blocks import LockBlockReader, LogEnd
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.window import SessionWindow
 
@@ -15,16 +15,16 @@ def filled(*sizes, start=-1):
 
 def test_a_batch_whose_locks_are_known_has_a_block_of_them():
     window = filled(2)
-    assert window.at(0).locks == b""
+    assert window.batch_at(0).locks == b""
     before = window.chain
     window_batch = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
-    block = Blocks(window_batch.locks).below(LogEnd(3, window.chain), 1)
+    block = LockBlockReader(window_batch.locks).block_ending_at(LogEnd(3, window.chain), 1)
     assert (block.first, block.chain_before, bytes(block.locks)) == (2, before, b"lock")
 
 
 def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     window = filled(1, 1, 1)
-    size = window.at(0).size_bytes
+    size = window.batch_at(0).size_bytes
     window.commit(2)
     window.trim(1, 10 * size, 9)
     assert window.first == 1
@@ -39,7 +39,9 @@ def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     window = filled(1, 1)
     window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
     window.commit(2)
-    size_bytes = window.at(0).size_bytes + window.at(1).size_bytes + window_batch.size_bytes
+    size_bytes = (
+        window.batch_at(0).size_bytes + window.batch_at(1).size_bytes + window_batch.size_bytes
+    )
     window.trim(0, size_bytes + len(window_batch.locks), 3)
     assert window.first == 0
     window.trim(0, size_bytes + len(window_batch.locks) - 1, 3)

@@ -48,7 +48,7 @@ from waltz_core.wire.messages import (
     AppendResult,
     ErrorResponse,
     LockBlocks,
-    Reason,
+    RowOutcomeCode,
 )
 
 ALICE, BOB = ClientId(1), ClientId(2)
@@ -144,9 +144,9 @@ class World:
 
     def share(self) -> None:
         """Make the throttle assume that a small request has met another client's large ones."""
-        self.throttle.started(ConnectionId(99), self.now_ms)
-        self.throttle.forgotten()
-        self.throttle.small(B, self.now_ms)
+        self.throttle.large_batch_started(ConnectionId(99), self.now_ms)
+        self.throttle.large_batches_forgotten()
+        self.throttle.small_request_started(B, self.now_ms)
 
     @property
     def wants_turn(self) -> bool:
@@ -189,7 +189,9 @@ class World:
         return self.pipeline.committed(last, chain, now_ms=self.now_ms)
 
 
-def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
+def results(
+    outcomes: Sequence[AppendOutcome],
+) -> dict[ReqId, list[tuple[int, RowOutcomeCode, int]]]:
     """Return ID, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
@@ -197,7 +199,7 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
             message = outcome.message
             ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
             conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
-            reasons = [Reason(each) for each in bytes(message.reasons)]
+            reasons = [RowOutcomeCode(each) for each in bytes(message.reasons)]
             found[message.req_id] = list(zip(ids, reasons, conflicts, strict=True))
     return found
 
@@ -219,7 +221,7 @@ def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
     ]
 
 
-COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
+COMMITTED, LOCK, LOST = RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK, RowOutcomeCode.LOST
 
 
 # --- IDs, records, answers
@@ -326,10 +328,10 @@ def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
     rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
     out = world.turn()
     assert results(out) == {}
-    assert results(proved(world, out)) == {ahead: [(-1, Reason.AHEAD, -1)]}
+    assert results(proved(world, out)) == {ahead: [(-1, RowOutcomeCode.AHEAD, -1)]}
     out = proved(world, world.commit())
-    assert results(out) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
-    assert world.pipeline.counters.rejected[Reason.AHEAD] == 2
+    assert results(out) == {rows: [(0, COMMITTED, -1), (-1, RowOutcomeCode.AHEAD, -1)]}
+    assert world.pipeline.counters.rejected[RowOutcomeCode.AHEAD] == 2
 
 
 def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None:
@@ -337,7 +339,7 @@ def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None
     late = world.single()
     world.mounts.begin(ALICE, A, 1)
     world.mounts.finish(ALICE, A)
-    assert results(world.turn()) == {late: [(-1, Reason.NOT_MOUNTED, -1)]}
+    assert results(world.turn()) == {late: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     again = world.single()
     world.turn()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
@@ -354,9 +356,9 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     # Checked when dequeued: a newer mount while they wait fences them off.
     world.mounts.begin(BOB, ConnectionId(21), 2)
     assert results(world.turn()) == {
-        stale: [(-1, Reason.GENERATION, -1)],
-        fenced: [(-1, Reason.NOT_MOUNTED, -1)],
-        rows: [(-1, Reason.NOT_MOUNTED, -1)] * 2,
+        stale: [(-1, RowOutcomeCode.GENERATION, -1)],
+        fenced: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)],
+        rows: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * 2,
     }
     assert world.submitted == []
 
@@ -371,7 +373,7 @@ def test_a_row_that_is_too_large_is_not_appended_and_enters_no_lock(
     (batch,) = world.submitted
     assert batch.last == 1
     assert results(world.commit()) == {
-        rows: [(0, COMMITTED, -1), (-1, Reason.TOO_LARGE, -1), (1, COMMITTED, -1)]
+        rows: [(0, COMMITTED, -1), (-1, RowOutcomeCode.TOO_LARGE, -1), (1, COMMITTED, -1)]
     }
 
 
@@ -409,7 +411,7 @@ def test_a_batch_of_too_many_rows_is_reported_and_counted() -> None:
     assert faults([answer]) == [errors.TooLarge.code]
     assert answer.cost_bytes == 7
     figures = world.pipeline.counters
-    assert (figures.requests, figures.rejected[Reason.TOO_LARGE]) == (1, 1)
+    assert (figures.requests, figures.rejected[RowOutcomeCode.TOO_LARGE]) == (1, 1)
 
 
 def test_rejections_are_counted_by_their_reason() -> None:
@@ -423,7 +425,7 @@ def test_rejections_are_counted_by_their_reason() -> None:
     world.batch([b"a", b"b"])
     assert len(results([*world.turn(), *world.commit()])) == 4
     refused = world.pipeline.counters.rejected
-    assert (refused[Reason.LOCK], refused[Reason.NOT_MOUNTED]) == (1, 3)
+    assert (refused[RowOutcomeCode.LOCK], refused[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
 
 
 def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -> None:
@@ -453,7 +455,7 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
     world = World()
     single = world.single(data=bytes(4 * MIB + 1))
     largest = world.single(data=bytes(4 * MIB))
-    assert results(world.turn()) == {single: [(-1, Reason.TOO_LARGE, -1)]}
+    assert results(world.turn()) == {single: [(-1, RowOutcomeCode.TOO_LARGE, -1)]}
     assert results(world.commit()) == {largest: [(0, COMMITTED, -1)]}
 
 
@@ -465,7 +467,7 @@ def test_a_full_queue_rejects_only_connections_over_their_share() -> None:
     refused = []
     for _ in range(20):
         req_id = world.single()
-        if results(world.early) == {req_id: [(-1, Reason.OVERLOADED, -1)]}:
+        if results(world.early) == {req_id: [(-1, RowOutcomeCode.OVERLOADED, -1)]}:
             refused.append(req_id)
     assert len(refused) == 10
     world.single(BOB)
@@ -477,14 +479,14 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     before = world.single(cost=600)
     without_room = world.single(cost=600)
-    assert results(world.early) == {without_room: [(-1, Reason.OVERLOADED, -1)]}
+    assert results(world.early) == {without_room: [(-1, RowOutcomeCode.OVERLOADED, -1)]}
     after = world.single(cost=100)
     assert world.early == []
     assert not world.wants_turn
     assert world.turn() == []
     world.open(-1)
     assert world.wants_turn
-    assert results(world.turn()) == {after: [(-1, Reason.NOT_MOUNTED, -1)]}
+    assert results(world.turn()) == {after: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     assert results(world.commit()) == {before: [(0, COMMITTED, -1)]}
     world.mounts.begin(ALICE, A, 1)
     world.mounts.finish(ALICE, A)
@@ -501,7 +503,7 @@ def test_appends_do_not_overtake_one_over_a_limit() -> None:
     assert isinstance(answer, ErrorResponse)
     assert (answer.error_code, answer.retry_after_ms) == (errors.Overloaded.code, 700)
     after, other = world.single(), world.single(BOB)
-    assert results(world.turn()) == {after: [(-1, Reason.NOT_MOUNTED, -1)]}
+    assert results(world.turn()) == {after: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     ids = {before: [(0, COMMITTED, -1)], other: [(1, COMMITTED, -1)]}
     assert results(world.commit()) == ids
     world.mounts.begin(ALICE, A, 1)
@@ -522,7 +524,7 @@ def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     for _ in range(5):
         world.batch([b"a"] * 100)
     refused = world.batch([b"a", b"b"])
-    assert results(world.early) == {refused: [(-1, Reason.OVERLOADED, -1)] * 2}
+    assert results(world.early) == {refused: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
 
 
 LARGE = bytes(LARGE_BYTES)
@@ -586,9 +588,9 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
     world.piece()
     at_ms = PAUSE_MS_MAX  # the pause after `share` has been committed is over
-    assert world.throttle.large_at_ms(at_ms) > at_ms
+    assert world.throttle.large_allowed_at_ms(at_ms) > at_ms
     world.pipeline.closed()
-    assert world.throttle.large_at_ms(at_ms) == at_ms
+    assert world.throttle.large_allowed_at_ms(at_ms) == at_ms
     world.open(-1, settled=-1)
 
 
@@ -676,7 +678,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     assert results(out) == {}
     world.now_ms += PAUSE_MS_MAX
     committed = [(number, COMMITTED, -1) for number in range(done)]
-    refused = [(-1, Reason.NOT_MOUNTED, -1)] * (4 - done)
+    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - done)
     assert results(world.turn()) == {flood: committed + refused}
     assert len(world.submitted) == 1
 
@@ -687,7 +689,7 @@ def test_all_pieces_after_a_lost_one_are_lost() -> None:
     lost = world.submitted[0].last + 1
     world.pipeline.closed()
     assert results(world.open(-1)) == {}
-    refused = [(-1, Reason.NOT_MOUNTED, -1)] * (4 - lost)
+    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
     world.now_ms += PAUSE_MS_MAX
     assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
 
@@ -857,7 +859,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     world.open(-1, settled=-1, unbroken=True)
     world.submitted.clear()
     behind = world.single()
-    assert results(world.turn()) == {behind: [(-1, Reason.NOT_MOUNTED, -1)]}
+    assert results(world.turn()) == {behind: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     again = world.single(BOB, write=[5], mark=-1)
     world.turn()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
@@ -964,7 +966,7 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     assert not world.wants_turn
     end, before = LogEnd(TransactionId(5), GENESIS_CHAIN), bytes([7] * 16)
     block = encode(TransactionId(3), end, before, struct.pack(">i", 2))
-    lock_loader.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
+    lock_loader.blocks_fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
     assert world.wants_turn
     (batch,) = world.turns()
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))

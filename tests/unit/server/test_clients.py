@@ -10,7 +10,12 @@ from waltz_core.driver import Driver
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import Congested, Drained, Received, SendToClient
+from waltz_core.server.partition_events import (
+    ConnectionCongested,
+    ConnectionDrained,
+    RequestReceived,
+    SendToClient,
+)
 from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.flow_control import FlowLimits
 from waltz_core.wire.messages import (
@@ -216,16 +221,16 @@ async def test_a_limit_pauses_feeds_and_no_requests():
     link.is_over_limit = True
     clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
     await until(lambda: host.events)
-    assert host.events == [Congested]
+    assert host.events == [ConnectionCongested]
     link.received([flush])
     assert len(host.taken) == 2
     link.is_congested = True
     link.is_over_limit = False
     link.drained()
-    assert host.events == [Congested]  # it does not read
+    assert host.events == [ConnectionCongested]  # it does not read
     link.is_congested = False
     link.drained()
-    assert host.events == [Congested, Drained]
+    assert host.events == [ConnectionCongested, ConnectionDrained]
 
 
 @on_loop
@@ -245,7 +250,7 @@ async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
             clients.answer(effect)
 
     def receive(connection, message, cost_bytes, **_options) -> None:
-        driver.post(Received(connection, message, cost_bytes, 1_000))
+        driver.post(RequestReceived(connection, message, cost_bytes, 1_000))
 
     driver = Driver(world.partition, perform)
     partition_id = PartitionId(0)

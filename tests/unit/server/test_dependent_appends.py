@@ -387,11 +387,11 @@ def gathered_while_another_waits() -> Authors:
     return world
 
 
-@pytest.mark.parametrize(("end", "submitted"), [("hold", [0, 1]), ("closed", [0])])
+@pytest.mark.parametrize(("end", "submitted"), [("hold_submissions", [0, 1]), ("closed", [0])])
 def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(end, submitted):
     world = gathered_while_another_waits()
     getattr(world.pipeline, end)()
-    assert world.wants_turn == (end == "hold")
+    assert world.wants_turn == (end == "hold_submissions")
     world.now_ms += GATHER_MS
     world.turn()
     assert [batch.last for batch in world.submitted] == submitted

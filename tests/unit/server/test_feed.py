@@ -18,7 +18,7 @@ from waltz_core.server.partition_events import (
     ConnectionId,
     FeedHeaders,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
 )
 from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountCaughtUp
@@ -65,12 +65,12 @@ def req_id(client: int) -> ReqId:
 
 
 def mount(each: Feed, client: int, mark: int, until: int) -> None:
-    question = Received(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
+    question = RequestReceived(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
     each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
 
 
 def grant(each: Feed, client: int, mark: int) -> bool:
-    question = Received(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
+    question = RequestReceived(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
     return each.grant(question, mark=TransactionId(mark))
 
 
@@ -156,7 +156,7 @@ def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
         mount(each, 1, -1, -1)
         turns(each)
         assert grant(each, 1, -1)
-        each.congested(ConnectionId(1))
+        each.connection_congested(ConnectionId(1))
         each.close(ConnectionId(1))
     mount(each, 1, -1, -1)
     turns(each)
@@ -189,7 +189,9 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
     out = each.turn()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
     assert turns(each) == []
-    got = list(each.fetched(FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
+    got = list(
+        each.headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN))
+    )
     assert frames(got, 1) == frames(got, 2) == [(5, 10)]
     (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
     assert asked.first == 15
@@ -201,7 +203,7 @@ def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
     mount(each, 1, 4, 6)
     each.turn()
     stretch = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
-    (frame, reached) = each.fetched(stretch)
+    (frame, reached) = each.headers_fetched(stretch)
     assert isinstance(frame, SendToClient)
     assert isinstance(frame.message, FeedBatch)
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
@@ -215,7 +217,7 @@ def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
     mount(each, 1, 4, 30)
     each.turn()
     each.close(ConnectionId(1))
-    assert each.fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
+    assert each.headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
     assert each.count == 0
 
 
@@ -224,7 +226,7 @@ def test_abandoning_returns_the_waiting_requests() -> None:
     mount(each, 1, -1, 4)
     mount(each, 2, 4, 4)
     mount(each, 3, 4, 4)
-    each.congested(ConnectionId(1))
+    each.connection_congested(ConnectionId(1))
     turns(each)
     assert grant(each, 3, 4)
     waiting = each.abandon()
@@ -241,7 +243,7 @@ def test_abandoning_returns_the_waiting_requests() -> None:
 
 def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
     message = MountWriter(req_id(client), 1, mark, wants_feed=True, header_values=values)
-    question = Received(ConnectionId(client), message, 50, 0)
+    question = RequestReceived(ConnectionId(client), message, 50, 0)
     each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
 
 

@@ -114,10 +114,10 @@ def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> No
 
 def test_a_connection_that_does_not_read_answers_gets_no_work() -> None:
     each = flow()
-    each.backlog(A, 5_000, is_congested=True)
+    each.note_backlog(A, 5_000, is_congested=True)
     each.receive(A, [batch(10)])
     assert each.admit(A) == []
-    each.backlog(A, 10, is_congested=False)
+    each.note_backlog(A, 10, is_congested=False)
     assert len(each.admit(A)) == 1
 
 
@@ -125,14 +125,14 @@ def test_admitted_bytes_are_counted_and_released() -> None:
     each = flow(count=1)
     each.receive(A, [batch(100), batch(100)])
     each.admit(A)
-    each.backlog(A, 77, is_congested=False)
+    each.note_backlog(A, 77, is_congested=False)
     assert each.bytes == 2 * (100 + OVERHEAD) + 77
     each.answered(A, 100 + OVERHEAD)
     assert each.bytes == 100 + OVERHEAD + 77
     each.close(A)
     assert each.bytes == 0
     each.answered(A, 100 + OVERHEAD)
-    each.backlog(A, 1, is_congested=False)
+    each.note_backlog(A, 1, is_congested=False)
     assert each.admit(A) == []
     assert each.bytes == 0
 

@@ -24,7 +24,11 @@ from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.session_events import ArchiveBacklog
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
-from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
+from waltz_core.server.partition_events import (
+    ConnectionCongested,
+    PartitionIdentity,
+    PartitionLimits,
+)
 from waltz_core.server.process.host import (
     Host,
     ReplicaInSync,
@@ -46,7 +50,7 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
     world.open()
     world.mount(ALICE, A, feed=True)
     assert lag() == 0
-    world.step(Congested(A))
+    world.step(ConnectionCongested(A))
     world.fill(7)
     assert lag() == 7
 
@@ -196,7 +200,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
     """Its storages were taken away in the pause; without any, a store would end the process."""
     host, partition, failures = made_host()
-    host.own(Generation(1), ())
+    host.assign(Generation(1), ())
     host._retake_ownership()
     assert failures == []
     assert not partition.is_owned

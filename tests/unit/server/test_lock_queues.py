@@ -199,5 +199,5 @@ def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
 
 def test_waiting_writers_are_notified_while_the_pipeline_is_on_hold() -> None:
     world, refused, _ = contended(losers=2)
-    world.pipeline.hold()
+    world.pipeline.hold_submissions()
     assert list(results(world.turn_when_paced())) == [refused[1]]

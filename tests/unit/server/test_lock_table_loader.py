@@ -59,12 +59,12 @@ class World:
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
         asked = (fetch or self.fetches[-1]).message
-        self.lock_loader.fetched(
+        self.lock_loader.blocks_fetched(
             asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data)
         )
 
     def fail(self) -> None:
-        self.take(self.lock_loader.failed(self.fetches[-1].token, self.now_ms))
+        self.take(self.lock_loader.fetch_failed(self.fetches[-1].token, self.now_ms))
 
     def run(self) -> int:
         count = 0
@@ -84,11 +84,11 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert fetch.replica == REPLICAS[0]
     assert fetch.message == LockBlocksRequest(SESSION, fetch.token, 2, 8 << 20)
     assert fetch.token < 0
-    assert world.lock_loader.holds(world.now_ms)
+    assert world.lock_loader.is_holding_appends(world.now_ms)
     assert world.table.estimate(77) == MARK
     world.answer(blocks(0, MARK))
     world.run()
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
     assert world.written(*range(10)) == list(range(10))
     assert world.table.estimate(77) == -1
     assert world.lock_loader.floor == -1
@@ -141,7 +141,7 @@ def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
         world.run()
     assert world.lock_loader.floor == MARK
     assert world.table.estimate(77) == MARK
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
     assert world.reports == [
         Report("locks.partially_loaded", (("known_from", MARK + 1), ("mark", MARK)))
     ]
@@ -154,7 +154,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     world.run()
     assert world.lock_loader.floor == 5
     assert world.written(3, 5, 6) == [5, 5, 6]
-    assert world.lock_loader.holds(world.now_ms)
+    assert world.lock_loader.is_holding_appends(world.now_ms)
     world.answer(blocks(0, 9))
     world.run()
     assert world.written(0, 3, 5, 6) == [0, 3, 5, 6]
@@ -164,7 +164,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
 def test_locks_entered_meanwhile_stay() -> None:
     world = World()
     world.query_locks(holds=False)
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
     world.table.validate_one(
         ([1_005], [], []),
         MARK,
@@ -181,7 +181,7 @@ def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world.query_locks()
     assert world.lock_loader.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
     world.now_ms += HELD_MS_MAX
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
     assert world.lock_loader.turn_at_ms(world.now_ms) is None
     world.answer(blocks(0, MARK))
     world.run()
@@ -230,7 +230,7 @@ def test_a_later_session_of_the_same_owner_continues_loading() -> None:
     assert world.lock_loader.floor == -1
     world.query_locks(SESSION + 2)
     assert world.fetches[-1].message.session_id == SESSION + 1
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
 
 
 def test_missing_blocks_are_not_requested_again() -> None:
@@ -257,7 +257,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
     world.lock_loader.begin(world.table, end(MARK))
     world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]
-    assert world.lock_loader.holds(world.now_ms)
+    assert world.lock_loader.is_holding_appends(world.now_ms)
 
 
 def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
@@ -282,8 +282,8 @@ def test_requests_without_an_answer_are_limited() -> None:
     for session in range(IN_FLIGHT_MAX + 3):
         world.query_locks(session)
     assert len(world.fetches) == IN_FLIGHT_MAX
-    assert not world.lock_loader.holds(world.now_ms)
-    world.take(world.lock_loader.failed(world.fetches[0].token, world.now_ms))
+    assert not world.lock_loader.is_holding_appends(world.now_ms)
+    world.take(world.lock_loader.fetch_failed(world.fetches[0].token, world.now_ms))
     world.query_locks(99)
     assert len(world.fetches) == IN_FLIGHT_MAX + 1
 
@@ -319,4 +319,4 @@ def test_no_refill_for_an_empty_log_or_a_limit_of_zero() -> None:
     world = World(lock_load_count_max=0)
     world.query_locks()
     assert world.fetches == []
-    assert not world.lock_loader.holds(world.now_ms)
+    assert not world.lock_loader.is_holding_appends(world.now_ms)

@@ -13,8 +13,8 @@ from waltz_core.server.locking.lock_table import (
     LockRequests,
     LockTable,
     Validation,
-    indices,
     slot_count_within,
+    slot_indices,
 )
 
 
@@ -171,7 +171,7 @@ def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}
-    untouched = set(range(11)) - set(indices([1], 11).ravel().tolist())
+    untouched = set(range(11)) - set(slot_indices([1], 11).ravel().tolist())
     assert {int(table._slots[slot]) for slot in untouched} <= {3}
 
 
@@ -179,7 +179,7 @@ def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
 def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
     table = LockTable(1009, TransactionId(0))
     table._slots[:] = np.arange(1009)
-    assert table.estimate(lock) == indices([lock], 1009).min()
+    assert table.estimate(lock) == slot_indices([lock], 1009).min()
 
 
 def test_the_false_rejection_probability_depends_on_the_newer_slots() -> None:
@@ -202,7 +202,7 @@ def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
     )
     predicted = table.false_rejection_probability(first)
     strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
-    refused = (table._slots[indices(strangers, 100_003)].min(axis=0) > 0).mean()
+    refused = (table._slots[slot_indices(strangers, 100_003)].min(axis=0) > 0).mean()
     assert predicted == pytest.approx(refused, rel=0.1)
     assert 0.1 < predicted < 0.4
 

@@ -100,9 +100,9 @@ def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
         connection = ConnectionId(100 + client)
         mounts.begin(ClientId(client), connection, 7)
         mounts.close(connection)
-    assert mounts.highest(ClientId(0)) is None
-    assert mounts.highest(ClientId(1)) == 7
-    assert mounts.highest(ClientId(2)) == 7
+    assert mounts.highest_sequence(ClientId(0)) is None
+    assert mounts.highest_sequence(ClientId(1)) == 7
+    assert mounts.highest_sequence(ClientId(2)) == 7
 
 
 def test_one_connection_may_mount_for_several_clients() -> None:
@@ -111,7 +111,7 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     mounts.begin(BOB, OLD, 1)
     mounts.begin(ALICE, OLD, 2)
     mounts.close(OLD)
-    assert (mounts.highest(ALICE), mounts.highest(BOB)) == (2, 1)
+    assert (mounts.highest_sequence(ALICE), mounts.highest_sequence(BOB)) == (2, 1)
 
 
 def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:

@@ -35,22 +35,22 @@ from waltz_core.replication import session_events as replication
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
-    Closed,
-    Congested,
+    ConnectionClosed,
+    ConnectionCongested,
+    ConnectionDrained,
     ConnectionId,
-    Drained,
     Event,
     Fetch,
-    Fetched,
+    FetchAnswered,
     FetchFailed,
     PartitionIdentity,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, Buffer, ClientMessage, RangeForm, Reason
+from waltz_core.wire.messages import LATEST_MARK, Buffer, ClientMessage, RangeForm, RowOutcomeCode
 
 ALICE, BOB = ClientId(1), ClientId(2)
 A, B, C = ConnectionId(10), ConnectionId(20), ConnectionId(30)
@@ -184,7 +184,7 @@ class World:
     # --- clients
 
     def send(self, connection: ConnectionId, message: ClientMessage) -> ReqId:
-        self.step(Received(connection, message, 100, 1_000))
+        self.step(RequestReceived(connection, message, 100, 1_000))
         return message.req_id
 
     def req_id(self, client: ClientId, generation: int = 1) -> ReqId:
@@ -244,9 +244,9 @@ class World:
         message = self.answer(req_id)
         return message.error_code
 
-    def reason(self, req_id: ReqId) -> Reason:
+    def reason(self, req_id: ReqId) -> RowOutcomeCode:
         message = self.answer(req_id)
-        return Reason(bytes(message.reasons)[0])
+        return RowOutcomeCode(bytes(message.reasons)[0])
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [each.message for each in self.answers if isinstance(each.message, kind)]
@@ -284,11 +284,11 @@ def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     world.close()
     assert not world.is_answered(first)
     world.open(0, settled=0)
-    assert world.reason(first) is Reason.COMMITTED
-    assert world.reason(second) is Reason.LOST
+    assert world.reason(first) is RowOutcomeCode.COMMITTED
+    assert world.reason(second) is RowOutcomeCode.LOST
     behind = world.append()
     world.run()
-    assert world.reason(behind) is Reason.NOT_MOUNTED
+    assert world.reason(behind) is RowOutcomeCode.NOT_MOUNTED
 
 
 def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
@@ -297,7 +297,7 @@ def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
     world.run()
     world.close(errors.NoSpace.code)
     world.open(-1, settled=-1)
-    assert world.reason(lost) is Reason.NO_SPACE
+    assert world.reason(lost) is RowOutcomeCode.NO_SPACE
 
 
 def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
@@ -374,7 +374,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     world.open(14)
     world.run()
     world.commit()
-    assert world.reason(held) is Reason.COMMITTED
+    assert world.reason(held) is RowOutcomeCode.COMMITTED
 
 
 def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None:
@@ -450,8 +450,8 @@ def test_a_mount_waits_for_what_is_in_flight() -> None:
     old = world.append()
     early = world.append(ALICE, B)
     world.run()
-    assert world.reason(old) is Reason.NOT_MOUNTED
-    assert world.reason(early) is Reason.NOT_MOUNTED
+    assert world.reason(old) is RowOutcomeCode.NOT_MOUNTED
+    assert world.reason(early) is RowOutcomeCode.NOT_MOUNTED
     world.commit()
     assert world.answer(mount) == messages.Mounted(
         mount,
@@ -464,7 +464,7 @@ def test_a_mount_waits_for_what_is_in_flight() -> None:
     req_id = world.append(ALICE, B)
     world.run()
     world.commit()
-    assert world.reason(req_id) is Reason.COMMITTED
+    assert world.reason(req_id) is RowOutcomeCode.COMMITTED
 
 
 def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
@@ -480,7 +480,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
     req_id = world.append(ALICE, B)
     world.run()
     world.commit()
-    assert world.reason(req_id) is Reason.COMMITTED
+    assert world.reason(req_id) is RowOutcomeCode.COMMITTED
 
 
 def test_requests_of_a_closed_connection_are_forgotten() -> None:
@@ -494,7 +494,7 @@ def test_requests_of_a_closed_connection_are_forgotten() -> None:
     world.close()
     waiting = world.partition._waiting
     assert (len(waiting._mounts), len(waiting._flushes)) == (1, 2)
-    world.step(Closed(B))
+    world.step(ConnectionClosed(B))
     assert (len(waiting._mounts), len(waiting._flushes)) == (0, 1)
     world.open(0)
     world.run()
@@ -511,12 +511,12 @@ def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
         world.mount(ClientId(client), A, mark=client, feed=True)
     assert len(world.fetches) == 8
     if is_closed:
-        world.step(Closed(A))
+        world.step(ConnectionClosed(A))
     else:
         for client in range(10):
             world.mount(ClientId(client), A, sequence=2)
     for fetch in world.fetches[:8]:
-        world.step(Fetched(fetch.token, headers(fetch, 1)))
+        world.step(FetchAnswered(fetch.token, headers(fetch, 1)))
     assert len(world.fetches) == 8
     assert not world.partition.reads._jobs
 
@@ -525,7 +525,7 @@ def test_an_older_connection_cannot_mount_again() -> None:
     world = ready()
     world.mount(ALICE, B, sequence=5)
     assert world.error(world.mount(ALICE, A, sequence=4)) == errors.ConnectionSuperseded.code
-    world.step(Closed(B))
+    world.step(ConnectionClosed(B))
     assert world.error(world.mount(ALICE, C, sequence=5)) == errors.ConnectionSuperseded.code
     assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
     old = world.send(C, messages.MountRequest(world.req_id(ALICE), -1, 7))
@@ -572,7 +572,7 @@ def test_mount_fences_survive_a_release_in_the_same_generation_but_mounts_do_not
     world.open(-1)
     append = world.append(ALICE, B)
     world.run()
-    assert world.reason(append) is Reason.NOT_MOUNTED
+    assert world.reason(append) is RowOutcomeCode.NOT_MOUNTED
     assert world.error(world.mount(ALICE, C, sequence=4)) == errors.ConnectionSuperseded.code
     assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
 
@@ -623,7 +623,7 @@ def test_a_mount_that_the_log_has_overtaken_is_mounted_after_the_proof() -> None
 def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten() -> None:
     world = ready()
     mount = world.mount(BOB, B, mark=0, feed=True)
-    world.step(Closed(B))
+    world.step(ConnectionClosed(B))
     world.fill(1)
     world.prove()
     world.run()
@@ -699,7 +699,7 @@ def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
     world.run()
     assert not world.is_answered(mount)
     (fetch,) = world.fetches
-    world.step(Fetched(fetch.token, headers(fetch, 3)))
+    world.step(FetchAnswered(fetch.token, headers(fetch, 3)))
     world.run()
     assert world.error(mount) == errors.GenerationMismatch.code
     again = world.mount(BOB, B, sequence=2, generation=2)
@@ -731,7 +731,7 @@ def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
     other = world.mount(ALICE, C, sequence=2, feed=True)
     world.send(B, messages.FeedRequest(mount, -1))
     world.send(C, messages.FeedRequest(other, -1))
-    world.step(Congested(B))
+    world.step(ConnectionCongested(B))
     for _ in range(3):
         world.append(ALICE, C)
         world.run()
@@ -740,7 +740,7 @@ def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
     assert fed(world, B) == []
     assert fed(world, C) == [0, 1, 2]
     assert world.partition.wake_at_ms is None
-    world.step(Drained(B))
+    world.step(ConnectionDrained(B))
     world.run()
     assert fed(world, B) == [0, 1, 2]
 
@@ -753,7 +753,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     (fetch,) = world.fetches
     assert (fetch.message.first, fetch.message.last, fetch.message.reader) == (0, 2, True)
     assert fetch.message.session_id == 1
-    world.step(Fetched(fetch.token, headers(fetch, 3)))
+    world.step(FetchAnswered(fetch.token, headers(fetch, 3)))
     world.run()
     assert fed(world, A) == fed(world, B) == [0, 1, 2]
     assert isinstance(world.answer(first), messages.Mounted)
@@ -770,13 +770,13 @@ def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
         found = dataclasses.replace(
             headers(fetch, 3), records=shifted, records_crc=zlib.crc32(shifted)
         )
-        world.step(Fetched(fetch.token, found))
+        world.step(FetchAnswered(fetch.token, found))
         world.now_ms += 1_000
         world.run()
     assert fed(world, A) == []
     assert len({each.replica for each in world.fetches}) == 3
     fetch = world.fetches[-1]
-    world.step(Fetched(fetch.token, headers(fetch, 3)))
+    world.step(FetchAnswered(fetch.token, headers(fetch, 3)))
     world.run()
     assert isinstance(world.answer(mount), messages.Mounted)
 
@@ -876,7 +876,7 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
     records = bytes(heads.records)
     crc = zlib.crc32(records)
     answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
-    world.step(Fetched(fetch.token, answer))
+    world.step(FetchAnswered(fetch.token, answer))
     assert ranged(world, asked).records == records[28:]
 
 
@@ -928,7 +928,7 @@ def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
     assert len(world.fetches) == 2
     assert world.fetches[0].replica != world.fetches[1].replica
     fetch = world.fetches[1]
-    world.step(Fetched(fetch.token, range_bytes(fetch, whole, whole.records)))
+    world.step(FetchAnswered(fetch.token, range_bytes(fetch, whole, whole.records)))
     assert bytes(ranged(world, first).records) == bytes(whole.records)
     assert bytes(ranged(world, second).records) == bytes(whole.records)
 
@@ -1092,7 +1092,7 @@ def test_a_damaged_record_is_not_passed_on() -> None:
     world.open(2)
     req_id = ask_range(world, 0, 2)
     fetch = world.fetches[0]
-    world.step(Fetched(fetch.token, range_bytes(fetch, whole, bytes(rotten))))
+    world.step(FetchAnswered(fetch.token, range_bytes(fetch, whole, bytes(rotten))))
     assert not world.is_answered(req_id)
     assert len(world.fetches) == 2
 
@@ -1125,11 +1125,11 @@ def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
     world.run()
     assert not world.is_answered(ahead)
     world.prove()
-    assert world.reason(ahead) is Reason.AHEAD
+    assert world.reason(ahead) is RowOutcomeCode.AHEAD
     behind = world.append()
     world.run()
     world.commit()
-    assert world.reason(behind) is Reason.COMMITTED
+    assert world.reason(behind) is RowOutcomeCode.COMMITTED
 
 
 def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None:
@@ -1137,15 +1137,15 @@ def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None
     ahead = world.append(mark=0)
     world.run()
     world.fail_proof()
-    assert world.reason(ahead) is Reason.NOT_MOUNTED
+    assert world.reason(ahead) is RowOutcomeCode.NOT_MOUNTED
     behind = world.append()
     world.run()
-    assert world.reason(behind) is Reason.NOT_MOUNTED
+    assert world.reason(behind) is RowOutcomeCode.NOT_MOUNTED
     world.mount()
     again = world.append()
     world.run()
     world.commit()
-    assert world.reason(again) is Reason.COMMITTED
+    assert world.reason(again) is RowOutcomeCode.COMMITTED
 
 
 def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
@@ -1156,7 +1156,7 @@ def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
     assert not world.is_answered(ahead)
     assert not world.is_answered(flush)
     world.prove()
-    assert world.reason(ahead) is Reason.AHEAD
+    assert world.reason(ahead) is RowOutcomeCode.AHEAD
     if not world.is_answered(flush):
         world.prove()
     assert isinstance(world.answer(flush), messages.FlushResponse)
@@ -1171,7 +1171,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
         world.close()
     else:
         world.step(replication.ReleaseOwnership())
-    assert world.reason(ahead) is Reason.NOT_MOUNTED
+    assert world.reason(ahead) is RowOutcomeCode.NOT_MOUNTED
 
 
 def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> None:
@@ -1190,7 +1190,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     world.close()
     world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote after it.
     answer = world.answer(batch)
-    assert bytes(answer.reasons) == bytes((Reason.COMMITTED, Reason.NOT_MOUNTED))
+    assert bytes(answer.reasons) == bytes((RowOutcomeCode.COMMITTED, RowOutcomeCode.NOT_MOUNTED))
 
 
 # --- marks
@@ -1298,7 +1298,7 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
     assert (submit.session_id, submit.batch.first, submit.batch.stamp_ms) == (1, 0, 1_000)
     assert not world.is_answered(flush)
     world.commit()
-    assert world.reason(req_id) is Reason.COMMITTED
+    assert world.reason(req_id) is RowOutcomeCode.COMMITTED
     assert world.answer(flush) == messages.FlushResponse(flush, 1)
 
 
@@ -1323,12 +1323,12 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     end = LogEnd(TransactionId(5), world.chain)
     block = encode(TransactionId(0), end, world.chain, b"")
     asked = world.fetches[-1]
-    world.step(Fetched(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
+    world.step(FetchAnswered(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
     world.run()
     assert world.store.of(replication.Submit)
     assert Report("locks.loaded", (("known_from", 0), ("mark", 5))) in world.rest
     world.commit()
-    assert world.reason(appended) is Reason.COMMITTED
+    assert world.reason(appended) is RowOutcomeCode.COMMITTED
 
 
 def test_an_owner_that_continues_alone_sends_no_requests() -> None:

@@ -13,19 +13,19 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.locking.pending_appends import FlushGroup, PendingBatch
 from waltz_core.server.partition_events import MIB, ConnectionId
-from waltz_core.wire.messages import AppendBatch, Reason
+from waltz_core.wire.messages import AppendBatch, RowOutcomeCode
 
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 7)
 A = ConnectionId(1)
 
 
-def outcomes(pending: PendingBatch) -> list[tuple[int, Reason]]:
+def outcomes(pending: PendingBatch) -> list[tuple[int, RowOutcomeCode]]:
     answer = pending.answer(TransactionId(99))
     assert (answer.connection, answer.cost_bytes) == (A, 60)
     message = answer.message
     assert (message.req_id, message.high_water_mark) == (REQ, 99)
     ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
-    return list(zip(ids, map(Reason, bytes(message.reasons)), strict=True))
+    return list(zip(ids, map(RowOutcomeCode, bytes(message.reasons)), strict=True))
 
 
 def opened(data: list[bytes]) -> PendingBatch:
@@ -44,15 +44,19 @@ def opened(data: list[bytes]) -> PendingBatch:
 def test_rows_that_are_not_validated_are_not_lost() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
-    rows.validated(2)
-    assert rows.settle(TransactionId(6), Reason.NO_SPACE)
-    assert rows.reasons.tolist() == [Reason.COMMITTED, Reason.NO_SPACE, Reason.COMMITTED]
+    rows.rows_validated(2)
+    assert rows.settle(TransactionId(6), RowOutcomeCode.NO_SPACE)
+    assert rows.reasons.tolist() == [
+        RowOutcomeCode.COMMITTED,
+        RowOutcomeCode.NO_SPACE,
+        RowOutcomeCode.COMMITTED,
+    ]
     assert not rows.settle(TransactionId(6))
-    rows.reject(Reason.NOT_MOUNTED)
+    rows.reject(RowOutcomeCode.NOT_MOUNTED)
     assert outcomes(rows) == [
-        (6, Reason.COMMITTED),
-        (-1, Reason.NO_SPACE),
-        (-1, Reason.NOT_MOUNTED),
+        (6, RowOutcomeCode.COMMITTED),
+        (-1, RowOutcomeCode.NO_SPACE),
+        (-1, RowOutcomeCode.NOT_MOUNTED),
     ]
 
 
@@ -62,6 +66,6 @@ def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
     assert [rows.stop_within(piece) for piece in (1, 100, 199, 200, 999, None)] == [
         1, 1, 1, 2, 9, 10
     ]  # fmt: skip
-    rows.validated(8)
+    rows.rows_validated(8)
     assert [rows.stop_within(piece) for piece in (1, 200, 9_999, None)] == [9, 10, 10, 10]
     assert [rows.cost_up_to(row) for row in (0, 1, 8, 10)] == [0, 6, 48, 60]

@@ -55,6 +55,6 @@ def test_all_partitions_share_the_budget() -> None:
 )
 def test_a_request_that_follows_another_closely_is_read_ahead(after: int, is_wanted: bool) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))
-    ahead.ended_at(TransactionId(100))
+    ahead.note_fetched_up_to(TransactionId(100))
     assert ahead.is_wanted(TransactionId(100 + after)) is is_wanted
     assert not ahead.is_wanted(TransactionId(99))

@@ -166,7 +166,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.rebalancer.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))
-    monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
+    monkeypatch.setattr(Balancer, "plan_moves", lambda *_: called.append("plan") or {})
 
     async def scenario():
         nonlocal now_ms

@@ -6,7 +6,11 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from waltz_core.server.process import session_open_limit
-from waltz_core.server.process.session_open_limit import PERMITS_MAX, OpenPermit, SessionOpenLimit
+from waltz_core.server.process.session_open_limit import (
+    PERMITS_MAX,
+    SessionOpenLimit,
+    SessionOpenPermit,
+)
 
 
 @on_virtual_loop
@@ -14,7 +18,7 @@ async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(session_open_limit, "PERMIT_S", 600.0)  # no permit expires
-    limit, permits = SessionOpenLimit(), list[OpenPermit]()
+    limit, permits = SessionOpenLimit(), list[SessionOpenPermit]()
 
     async def begin() -> None:
         permits.append(await limit.acquire())

@@ -23,12 +23,12 @@ from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.pending_appends import FlushGroup, PendingBatch, PendingSingle
 from waltz_core.server.locking.validation import (
     InFlightRange,
-    decode,
+    decode_batch,
     validate_rows,
     validate_singles,
 )
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
-from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
+from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 LIMITS = PartitionLimits(lock_slot_count=1009)
 REQ = ReqId(ClientId(1), Generation(1), PartitionId(0), 10)
@@ -36,7 +36,7 @@ A = ConnectionId(1)
 DATA = [b"a", b"bb", b"ccc", b"dddd", b"e"]
 WRITES = [[1], [2], [1], [3], []]
 MARKS = [-1, -1, -1, 5, -1]
-COMMITTED, LOCK, AHEAD = Reason.COMMITTED, Reason.LOCK, Reason.AHEAD
+COMMITTED, LOCK, AHEAD = RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK, RowOutcomeCode.AHEAD
 
 
 def message(req_id: ReqId = REQ) -> AppendBatch:
@@ -68,14 +68,14 @@ def with_locks(
     )
     asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
     pending = PendingBatch(A, 1_000, asked, REQ, FlushGroup(), 0)
-    pending.open(decode(asked, LIMITS))
+    pending.open(decode_batch(asked, LIMITS))
     return pending
 
 
 def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
     """Validate the five rows in pieces that end at these rows, all with nothing committed."""
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
-    pending.open(decode(message(), LIMITS))
+    pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     next_id = TransactionId(0)
     parts = []
@@ -105,7 +105,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
 
 def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
-    pending.open(decode(message(), LIMITS))
+    pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     validate_rows(pending, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
     doubtful = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
@@ -166,6 +166,6 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
 
 def test_sequence_numbers_that_run_out_are_rejected() -> None:
     last = REQ._replace(sequence=0x7FFFFFFF - 4)
-    assert decode(message(last), LIMITS).count == 5
+    assert decode_batch(message(last), LIMITS).count == 5
     with pytest.raises(errors.BadRequest, match="sequence numbers"):
-        decode(message(last._replace(sequence=last.sequence + 1)), LIMITS)
+        decode_batch(message(last._replace(sequence=last.sequence + 1)), LIMITS)

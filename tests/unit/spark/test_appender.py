@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from waltz_core.client import BatchOutcome, Reason, ReportOrder
+from waltz_core.client import BatchOutcome, ReportOrder, RowOutcomeCode
 from waltz_core.errors import ClientAheadOfLog, Overloaded
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import LOCKS_MAX
@@ -19,7 +19,11 @@ from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
-LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
+LOST, REFUSED, TAKEN = (
+    int(RowOutcomeCode.LOST),
+    int(RowOutcomeCode.LOCK),
+    int(RowOutcomeCode.COMMITTED),
+)
 
 
 class RandomLog:
@@ -158,7 +162,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
         def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
             del partition, order
             nothing = np.full(len(rows), -1, np.int64)
-            reasons = np.full(len(rows), int(Reason.AHEAD), np.uint8)
+            reasons = np.full(len(rows), int(RowOutcomeCode.AHEAD), np.uint8)
             return BatchOutcome(0, nothing, reasons, nothing)
 
     rows = shaped([(2, b"a")])
@@ -179,7 +183,10 @@ def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
         def answer(self, partition: int, rows: list[bytes], order: ReportOrder) -> BatchOutcome:
             del partition, order
             return BatchOutcome.uniform(
-                len(rows), Reason.OVERLOADED, high_water_mark=0, detail="etl is over a limit"
+                len(rows),
+                RowOutcomeCode.OVERLOADED,
+                high_water_mark=0,
+                detail="etl is over a limit",
             )
 
     monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)

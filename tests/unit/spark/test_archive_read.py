@@ -53,6 +53,6 @@ def test_pieces_end_with_objects_and_with_the_bytes_of_a_task(
 
 def test_a_task_gets_its_own_objects_only() -> None:
     whole = objects_with((9, 0.4), (19, 0.4), (29, 0.4))
-    part = cloudpickle.loads(cloudpickle.dumps(whole.between(12, 19)))
+    part = cloudpickle.loads(cloudpickle.dumps(whole.objects_between(12, 19)))
     assert [each.last for each in part.entries] == [19]
     assert (part.manifest.first, part.manifest.last) == (10, 19)

@@ -8,7 +8,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import LOCKS_MAX, lock_hash, spread
+from waltz_core.records.record import LOCKS_MAX, lock_hash, partition_of_hash
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, RowShaper, check_schema
 from waltz_spark.writer.earlier_rows import Spool
@@ -144,7 +144,11 @@ def test_the_first_lock_chooses_the_partition() -> None:
         }
     )
     found = shaper().shape(batch)
-    assert found.partitions.tolist() == [spread(one, 4), spread(two, 4), spread(two, 4)]
+    assert found.partitions.tolist() == [
+        partition_of_hash(one, 4),
+        partition_of_hash(two, 4),
+        partition_of_hash(two, 4),
+    ]
     assert found.append.column("client_high_water_mark").to_pylist() == [
         10 + partition for partition in found.partitions.tolist()
     ]
@@ -154,7 +158,7 @@ def test_partition_by_hashes_like_the_client() -> None:
     options = WriteOptions(connect="zk:2181/waltz/x", partition_by="key")
     keys = [0, 1, -5, 1 << 40, None]
     batch = pa.record_batch({"data": pa.array([b"x"] * 5), "key": pa.array(keys, pa.int64())})
-    expected = [spread(lock_hash("", key or 0), 4) for key in keys]
+    expected = [partition_of_hash(lock_hash("", key or 0), 4) for key in keys]
     assert shaper(options).shape(batch).partitions.tolist() == expected
 
 
@@ -162,7 +166,7 @@ def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
     raw = pa.array([b"x", b"\xff"]).view(pa.string())
     batch = pa.record_batch({"data": pa.array([b"x"] * 2), "key": raw})
     chosen = shaper(replace(PLAIN, partition_by="key")).shape(batch).partitions.tolist()
-    assert chosen == [spread(lock_hash("", crc32(key)), 4) for key in (b"x", b"\xff")]
+    assert chosen == [partition_of_hash(lock_hash("", crc32(key)), 4) for key in (b"x", b"\xff")]
     for data_format in ("msgpack", "json"):
         options = replace(PACKED, data_format=data_format)
         for kind in ("key", "nested"):
@@ -290,7 +294,10 @@ def test_with_partitions_rows_without_a_lock_are_distributed_over_these() -> Non
 
 
 def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
-    locks = {spread(lock_hash("account", key), 4): lock_hash("account", key) for key in range(99)}
+    locks = {
+        partition_of_hash(lock_hash("account", key), 4): lock_hash("account", key)
+        for key in range(99)
+    }
     batch = pa.record_batch(
         {
             "data": pa.array([b"a", b"b"]),
@@ -316,7 +323,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
-    (other,) = [key for key in range(100) if spread(lock_hash("", key), 4) == 2][:1]
+    (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
         shaper(replace(SOME, partition_by="key")).shape(batch)

@@ -290,7 +290,7 @@ def test_any_nested_column_round_trips_through_avro(data):
     back = unpacker.columns(payloads, str)[0]
     back.validate(full=True)
     assert (back.type, back.to_pylist()) == (kind, column.to_pylist())
-    again, is_whole = unpacker.piecemeal(payloads)
+    again, is_whole = unpacker.columns_with_nulls(payloads)
     assert again[0].equals(back)
     assert is_whole.all()
 
@@ -364,7 +364,7 @@ def test_the_prefix_of_a_schema_is_inside_the_encrypted_payload(registry, tmp_pa
     (tmp_path / "a").write_text("0f" * 32)
     keys = {"encryptionKeys": str(tmp_path)}
     options, append = written(given_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS)
-    sealed = PayloadEncryptor(options).sealed(append, 2).column("data")
+    sealed = PayloadEncryptor(options).encrypt_columns(append, 2).column("data")
     assert {bytes(each)[:3] for each in sealed.to_pylist()} == {b"WZE"}
     found = read(given_for(registry), "id long, data_error string", sealed, **keys)
     assert found.to_pydict() == {"id": [1, 2], "data_error": [None, None]}

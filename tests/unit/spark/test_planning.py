@@ -15,7 +15,7 @@ from waltz_spark.planning import (
     resolve_ends,
     resolve_starts,
     spans,
-    split,
+    split_spans,
 )
 
 
@@ -73,7 +73,7 @@ def test_a_start_after_the_end_is_rejected(starting: str) -> None:
 def test_an_empty_log_gives_no_task() -> None:
     options = read()
     assert spans(resolve_starts(options, {0: -1}), resolve_ends(options, {0: -1})) == []
-    assert split([], task_count_min=4, per_task_max=10) == []
+    assert split_spans([], task_count_min=4, per_task_max=10) == []
 
 
 def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
@@ -108,7 +108,7 @@ def test_tasks_cover_exactly_what_was_requested(
     counts: list[int], task_count_min: int, per_task_max: int
 ) -> None:
     whole = [TransactionRange(p, 7, 6 + count) for p, count in enumerate(counts) if count]
-    tasks = split(whole, task_count_min=task_count_min, per_task_max=per_task_max)
+    tasks = split_spans(whole, task_count_min=task_count_min, per_task_max=per_task_max)
     covered = [(t.partition, i) for t in tasks for i in range(t.first, t.last + 1)]
     assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]
     assert all(t.last - t.first < per_task_max for t in tasks)

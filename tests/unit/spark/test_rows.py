@@ -115,7 +115,7 @@ def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
     lacking = pack([texts], ["c"], data_format)[0].as_py()
     data = pa.array([*payloads, b"\x93no map", lacking], pa.binary())
     unpacker = Unpacker(fields, data_format)
-    columns, is_whole = unpacker.piecemeal(data)
+    columns, is_whole = unpacker.columns_with_nulls(data)
     pair = [("k", 1)]
     assert columns[0].to_pylist() == [1, None, 2, None, None, None]
     assert columns[1].to_pylist() == [pair, pair, None, None, None, None]
@@ -193,7 +193,7 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
     back.validate(full=True)
     assert back.type == kind
     assert back.to_pylist() == column.to_pylist()
-    again, is_whole = unpacker.piecemeal(payloads)
+    again, is_whole = unpacker.columns_with_nulls(payloads)
     assert again[0].equals(back)
     assert is_whole.all()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadRequest
-from waltz_core.records.record import spread
+from waltz_core.records.record import partition_of_hash
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import RowShaper
 from waltz_spark.writer.rows_hash import RowsHash, row_sum
@@ -101,7 +101,11 @@ def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> No
             }
         )
 
-    elsewhere = next(n for n in range(8, 99) if spread(n, PARTITIONS) != spread(7, PARTITIONS))
+    elsewhere = next(
+        n
+        for n in range(8, 99)
+        if partition_of_hash(n, PARTITIONS) != partition_of_hash(7, PARTITIONS)
+    )
     assert locked(7, 2) == locked(elsewhere, 2)
     assert locked(7, None) != locked(elsewhere, None)
     assert of_one({"data": [b"x"]}) != locked(7, None), "round robin is no place"

@@ -441,7 +441,7 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
         failures = []
         async with asyncio.TaskGroup() as tasks:
             port = admin_port(run_exclusively, tasks, failures)
-            link = Mock(version=1, access=access, permitted=list, audited=lambda _: None)
+            link = Mock(version=1, access=access, filter_permitted=list, audited=lambda _: None)
             port._accept(link)
             received, closed = link.start.call_args.args
             received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])
@@ -463,7 +463,9 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
         audited, failures = Mock(), []
         async with asyncio.TaskGroup() as tasks:
             port = admin_port(run_exclusively, tasks, failures)
-            link = Mock(version=1, is_closed=False, permitted=list, audited=lambda _: audited)
+            link = Mock(
+                version=1, is_closed=False, filter_permitted=list, audited=lambda _: audited
+            )
             port._accept(link)
             received, _ = link.start.call_args.args
             received([wire.MarkSuspect(2, 2, True)])

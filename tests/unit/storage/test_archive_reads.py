@@ -57,7 +57,7 @@ class Archived:
         self.store = ArchiveStore(f"file://{directory}/archive")
         job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
         self.made = upload(self.store, KEY, job)
-        bench.step(service.Uploaded(job, self.made))
+        bench.step(service.UploadDone(job, self.made))
         self.cache = ArchiveCache(1 << 20)
 
     def mark(self):

@@ -38,7 +38,7 @@ class Case:
 
     def read(self, *ids):
         for each in ids:
-            damage = self.access.damage_at((PARTITION, each), self.log.name, self.log.crc)
+            damage = self.access.find_damage_at((PARTITION, each), self.log.name, self.log.crc)
             self.access.was_read((PARTITION, each), damage)
 
     def recheck(self, **changed):

@@ -103,7 +103,7 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     assert isinstance(bench.answers(1)[-1], SuccessResponse)
     assert bench.answers(1)[-1].sequence == message.sequence
     made = upload(store, KEY, job)
-    bench.step(service.Uploaded(job, made))
+    bench.step(service.UploadDone(job, made))
     assert notices(bench) == [
         RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "", *LAG)
     ]
@@ -243,7 +243,7 @@ def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
     bench = make()
     owner = filled(bench)
     job = request(bench, owner, range_to(owner, 5))
-    bench.step(service.Uploaded(job, ArchiveUnavailable("cannot write x")))
+    bench.step(service.UploadDone(job, ArchiveUnavailable("cannot write x")))
     (notice,) = notices(bench)
     assert (notice.manifest, notice.error) == ("", "cannot write x")
     assert request(bench, owner, range_to(owner, 5, attempt=2)).attempt == 2
@@ -284,7 +284,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
     while jobs := bench.only(service_effects.UploadRange)[len(order) :]:
         job = jobs[0].job
         order.append(job.partition_id)
-        bench.step(service.Uploaded(job, MADE))
+        bench.step(service.UploadDone(job, MADE))
         bench.finish()
     assert order == [0, 1, 2]
     assert [each.partition_id for each in notices(bench)] == order
@@ -320,12 +320,12 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     bench.finish()
     if is_uploading:
         assert len(bench.only(service_effects.UploadRange)) == 1
-        bench.step(service.Uploaded(uploads[0].job, MADE))
+        bench.step(service.UploadDone(uploads[0].job, MADE))
         bench.finish()
         assert not notices(bench, 1)
     job = bench.only(service_effects.UploadRange)[-1].job
     assert job.session_id == 7
-    bench.step(service.Uploaded(job, MADE))
+    bench.step(service.UploadDone(job, MADE))
     assert [each.session_id for each in notices(bench, 3)] == [7]
     assert not notices(bench, 1)
     assert not notices(bench, 2)
@@ -343,12 +343,12 @@ def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploadi
     bench.finish()
     jobs = [each.job for each in bench.only(service_effects.UploadRange)]
     if is_uploading:
-        bench.step(service.Uploaded(jobs[0], MADE))
+        bench.step(service.UploadDone(jobs[0], MADE))
         bench.finish()
         jobs = [each.job for each in bench.only(service_effects.UploadRange)][1:]
     (job,) = jobs
     assert job.attempt == 2
-    bench.step(service.Uploaded(job, MADE))
+    bench.step(service.UploadDone(job, MADE))
     assert [each.attempt for each in notices(bench)] == [2]
 
 
@@ -417,7 +417,7 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     (upload,) = bench.only(service_effects.UploadRange)
     bench.send(1, collection_of(owner, attempt=4))
     assert len(bench.only(service_effects.CollectFiles)) == 1
-    bench.step(service.Uploaded(upload.job, MADE))
+    bench.step(service.UploadDone(upload.job, MADE))
     assert bench.only(service_effects.CollectFiles)[1].job.attempt == 4
 
 
@@ -455,7 +455,7 @@ def test_the_owners_of_all_jobs_are_notified_of_progress_now_and_then(make):
     bench.step(service.ArchiveProgressed())
     assert sorted(progress_of(bench)) == [(0, 1), (1, 1), (2, 1)]
     bench.now_ms += PROGRESS_INTERVAL_MS
-    bench.step(service.Uploaded(job, MADE))
+    bench.step(service.UploadDone(job, MADE))
     assert sorted(progress_of(bench)[3:]) == [(1, 1), (2, 1)], "one job has ended"
 
 
@@ -478,12 +478,12 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
     bench.finish()
     assert len(bench.only(service_effects.UploadRange)) == 1, "memory is bounded"
     assert bench.service.archive_running_since_ms == began_ms
-    bench.step(service.Uploaded(job, ArchiveUnavailable("timed out")))
+    bench.step(service.UploadDone(job, ArchiveUnavailable("timed out")))
     for partition_id in (1, 2):
         bench.finish()
         job = bench.only(service_effects.UploadRange)[-1].job
         assert job.partition_id == partition_id
-        bench.step(service.Uploaded(job, MADE))
+        bench.step(service.UploadDone(job, MADE))
     assert [each.error for each in notices(bench)] == ["timed out", "", ""]
     assert bench.service.archive_running_since_ms is None
 
@@ -669,7 +669,7 @@ def archived_in(bench, owner, store, *ends):
         fields = (attempt, first, last, made.chain, made.name, made.file_crc)
         job = request(bench, owner, owner.make(ArchiveRange, *fields))
         made, first = upload(store, KEY, job), last + 1
-        bench.step(service.Uploaded(job, made))
+        bench.step(service.UploadDone(job, made))
     return made, [each for each in store.names("") if each.endswith(".parquet")]
 
 
@@ -688,7 +688,7 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
     job = request(bench, owner, message)
     assert [len(each.batches) for each in job.runs] == [1, 1, 1, 1]
     again = upload(store, KEY, job)
-    bench.step(service.Uploaded(job, again))
+    bench.step(service.UploadDone(job, again))
     assert notices(bench)[count:] == [
         RangeArchived(5, 0, 0, 7, 11, made.chain, again.stamp_ms, again.name, again.file_crc, "")
     ]

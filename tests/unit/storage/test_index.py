@@ -136,7 +136,7 @@ def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
     disk.flip(CHN, entry_offset(1))
     disk.flip(CHN, entry_offset(3))
     disk.flip(CHN, entry_offset(4))
-    lineage.trim()
+    lineage.trim_invalid()
     assert lineage.count == 3
     assert len(disk.content(CHN)) == entry_offset(3)
     assert lineage.entry(2) == entries[2]
@@ -185,4 +185,4 @@ def test_an_entry_of_another_segment_is_invalid():
     other = LineageFile(disk.open(CHN), LineageHeader(BLANK._replace(created_ms=6), GENESIS_CHAIN))
     with pytest.raises(ChecksumMismatch):
         other.entry(0)
-    assert other.unreadable() == [(0, len(entries))]
+    assert other.unreadable_runs() == [(0, len(entries))]

@@ -90,8 +90,8 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
 
 def test_without_an_intent_nothing_is_finished(disk, control):
     before = disk.files()
-    removal.finish(disk, HOME, control, 2)
-    removal.finish(disk, ROOT / "3", control, 3)
+    removal.finish_removal(disk, HOME, control, 2)
+    removal.finish_removal(disk, ROOT / "3", control, 3)
     assert disk.files() == before
 
 
@@ -117,7 +117,7 @@ def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, co
     create_durably(disk, HOME, [(WIPE_NAME, content)])
     before = disk.files()
     with pytest.raises(error):
-        removal.finish(disk, HOME, control, 2)
+        removal.finish_removal(disk, HOME, control, 2)
     assert disk.files() == before
 
 

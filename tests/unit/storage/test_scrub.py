@@ -11,8 +11,8 @@ from waltz_core.storage.log.scrub import (
     PLACES_NAME,
     REQUESTED_BYTES_PER_S,
     Scrub,
-    Scrubbed,
     ScrubPiece,
+    ScrubResult,
     read_positions,
     write_positions,
 )
@@ -35,7 +35,7 @@ def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
     assert scrub.next_turn(now_ms) is None, "one piece at a time"
     assert scrub.wake_at_ms is None
     next_id = last + 1 if next_id is None else next_id
-    is_finished = scrub.done(partition, Scrubbed(next_id, size, error), now_ms)
+    is_finished = scrub.done(partition, ScrubResult(next_id, size, error), now_ms)
     return partition, piece, is_finished
 
 
@@ -108,7 +108,7 @@ def test_a_request_in_the_middle_of_a_piece_restarts_it():
     scrub = made(1)
     scrub.begin(1, 99, 0)
     scrub.request([1], 3)
-    assert not scrub.done(1, Scrubbed(60, 10), 5)
+    assert not scrub.done(1, ScrubResult(60, 10), 5)
     assert read(scrub, 6)[1].first == 0
 
 
@@ -116,9 +116,9 @@ def test_a_dropped_partition_does_not_hold_up_others():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
-    scrub.dropped(1)
+    scrub.partition_dropped(1)
     assert scrub.next_turn(0) == 2
-    scrub.dropped(2)
+    scrub.partition_dropped(2)
     assert scrub.wake_at_ms is None
 
 
@@ -167,7 +167,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         size = sizes[turns % len(sizes)]
         turns += 1
         positions[partition] = piece.first + 1 + turns % 7
-        scrub.done(partition, Scrubbed(positions[partition], size), now_ms)
+        scrub.done(partition, ScrubResult(positions[partition], size), now_ms)
         total += size
     assert all(positions[each] > last for each, last in enumerate(lasts))
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)

@@ -61,12 +61,12 @@ def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
     segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):
-            last = segments.fitting(first, 8, bytes_max)
+            last = segments.last_fitting_id(first, 8, bytes_max)
             assert last == min(8, first + max(1, bytes_max // RECORD_BYTES) - 1)
             found, lengths = segments.read(first, last)
             assert found == bytes_of(records, first, last)
             assert lengths.tolist() == [RECORD_BYTES] * (last - first + 1)
-    assert segments.fitting(1, 2, 1 << 30) == 2
+    assert segments.last_fitting_id(1, 2, 1 << 30) == 2
 
 
 def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
@@ -154,10 +154,10 @@ def test_a_hole_across_two_segments_is_filled():
 def test_appends_continue_in_a_new_file_and_the_old_one_is_left_alone():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
-    segments.renew(9, entries[-1].chain, BEFORE_FIRST)
+    segments.continue_in_new_file(9, entries[-1].chain, BEFORE_FIRST)
     assert [segment.first for segment in segments.all] == [0, 3]
     empty = segments.current
-    segments.renew(9, entries[-1].chain, BEFORE_FIRST)
+    segments.continue_in_new_file(9, entries[-1].chain, BEFORE_FIRST)
     assert [segment.first for segment in segments.all] == [0, 3]
     assert segments.current is not empty
     assert segments.chain == entries[-1].chain

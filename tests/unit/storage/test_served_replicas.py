@@ -17,8 +17,8 @@ from waltz_core.storage.process.served_replicas import (
     REOPEN_S_MAX,
     REOPEN_S_MIN,
     ServedReplicas,
-    concurrently,
     recheck_interval_s,
+    run_concurrently,
 )
 from waltz_core.storage.service import service
 from waltz_sim.world.simulated_disk import SimDisk
@@ -132,7 +132,7 @@ class Follower:
 
     def _post(self, event):
         if isinstance(event, service.PartitionDropped) and event.partition_id not in self.hanging:
-            self.serving.idle(event.partition_id)
+            self.serving.partition_idle(event.partition_id)
 
     async def assigned(self, *partitions):
         self.serving.assigned(ReplicaAssignments({ADDRESS: partitions}))
@@ -166,7 +166,7 @@ async def test_an_offline_replica_is_not_served_even_if_assigned():
     engine.offline = {1}
     async with following(engine) as follower:
         assert await follower.assigned(0, 1) == [0]
-        assert (follower.serving.offline, follower.serving.not_served) == ((1,), [])
+        assert (follower.serving.offline, follower.serving.unserved_partitions) == ((1,), [])
         engine.offline = {0}
         assert await follower.looked() == [1]
         assert follower.dropped == [0]
@@ -232,9 +232,9 @@ def test_partitions_are_opened_by_all_opener_threads_concurrently():
         together.wait(timeout=HANG_S)  # breaks, and fails, when fewer come
         opened.append(partition_id)
 
-    concurrently(call, range(2 * OPENERS_COUNT))
+    run_concurrently(call, range(2 * OPENERS_COUNT))
     assert sorted(opened) == list(range(2 * OPENERS_COUNT))
-    concurrently(call, ())
+    run_concurrently(call, ())
 
 
 def test_an_error_of_one_opening_is_raised_when_all_are_done():
@@ -246,7 +246,7 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
         opened.append(partition_id)
 
     with pytest.raises(ValueError, match="no"):
-        concurrently(call, range(20))
+        run_concurrently(call, range(20))
     assert sorted(opened) == [0, *range(2, 20)]
 
 
@@ -260,7 +260,7 @@ async def test_a_drop_that_hangs_delays_its_own_partition_only():
         assert follower.dropped == [1]
         assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
         assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
-        follower.serving.idle(0)
+        follower.serving.partition_idle(0)
         await until(lambda: engine.opened.count(0) == 2)
         assert follower.dropped == [1, 3, 0]
 
@@ -283,8 +283,8 @@ async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
         follower.serving.stop_serving(0, DiskFailed("gone"))
         await until(lambda: follower.dropped == [0])
         assert await follower.looked() == [1]
-        assert follower.serving.not_served == [0]
-        assert follower.serving.not_served_reasons == {"0": "gone"}
+        assert follower.serving.unserved_partitions == [0]
+        assert follower.serving.unserved_reasons == {"0": "gone"}
         assert engine.opened == [0, 1]
         engine.files_error.clear()
         assert await follower.looked() == [0, 1]

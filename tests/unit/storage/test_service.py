@@ -890,7 +890,7 @@ def test_free_space_is_checked_until_there_is_enough(make):
         assert look.space.is_short == is_short
     assert len(bench.only(service_effects.CheckSpace)) == 3
     names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
-    assert names == ["storage.disk_full", "storage.disk_has_space"], "each once"
+    assert names == ["storage.disk_full", "storage.disk_space_available"], "each once"
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)

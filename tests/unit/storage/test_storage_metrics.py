@@ -9,7 +9,7 @@ from waltz_core.errors import ArchiveUnavailable, DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.storage.files.format import IdRange
-from waltz_core.storage.log.scrub import Scrubbed
+from waltz_core.storage.log.scrub import ScrubResult
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service.work import WorkResult
 
@@ -29,7 +29,7 @@ def test_work_is_counted_for_its_partition():
         found=(IdRange(3, 3), IdRange(7, 9)),
         repaired=IdRange(3, 4),
         failed_reads=["cannot read x.seg"],
-        scrubbed=Scrubbed(20, 900),
+        scrubbed=ScrubResult(20, 900),
     )
     storage_metrics.count(work, result)
     storage_metrics.count(work, WorkResult(read_count=2, read_bytes=88))

@@ -80,7 +80,7 @@ def test_a_truncation_without_space_is_carried_out_again_from_any_step():
             break
         assert segments.read(0, 5)[0] == records[: 6 * RECORD_BYTES]
         assert list(segments.entries_from(0)) == [entries[0], slot.truncate.shortened]
-        after = truncation.finished(slot, segments)
+        after = truncation.slot_after_truncation(slot, segments)
         assert (after.truncate, after.damaged) == (None, (IdRange(4, 5),))
         assert after.acked == AckedMarker(5, slot.truncate.shortened.chain)
     assert lacked > 6

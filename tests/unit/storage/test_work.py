@@ -15,7 +15,7 @@ from waltz_core.storage.disk.file_system import RealDisk, RealFile
 from waltz_core.storage.files.disk_space import FILES_BYTES, DiskSpace
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
+from waltz_core.storage.log.scrub import ScrubPiece, ScrubResult
 from waltz_core.storage.service import work
 from waltz_core.storage.service.storage_engine import StorageEngine
 from waltz_core.storage.service.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, LaneRequest, Work
@@ -208,10 +208,10 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
     run(log, Owner(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
-    assert result.scrubbed == Scrubbed(2, 88)
+    assert result.scrubbed == ScrubResult(2, 88)
     assert result.outcomes == []
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(4, 1_000)).run()
-    assert result.scrubbed == Scrubbed(6, 88)
+    assert result.scrubbed == ScrubResult(6, 88)
 
 
 def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
@@ -222,7 +222,7 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
 
     monkeypatch.setattr(log, "verify", fails)
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
-    assert result.scrubbed == Scrubbed(6, 0, "cannot read x.chn: Input/output error")
+    assert result.scrubbed == ScrubResult(6, 0, "cannot read x.chn: Input/output error")
     assert result.failed_reads == ["cannot read x.chn: Input/output error"]
     assert result.failure is None
 

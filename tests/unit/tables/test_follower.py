@@ -321,7 +321,7 @@ def test_other_commits_are_reported_once(caplog):
         table.commit(operation)
     with caplog.at_level(logging.WARNING):
         follower(log, table).run({0: 2})
-    assert caplog.messages == ["follow.other_commit table=t version=3 operation=DELETE"]
+    assert caplog.messages == ["follow.foreign_commit table=t version=3 operation=DELETE"]
 
 
 def test_a_start_is_for_a_table_without_marks():

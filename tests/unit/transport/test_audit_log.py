@@ -97,7 +97,7 @@ async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
         (line,) = lines_of(tmp_path / "audit")
         assert line == begin
         request.end("rejected", "a reason")
-        log.revise(PERMISSIONS)
+        log.log_revision(PERMISSIONS)
     _, end, revision = lines_of(tmp_path / "audit")
     assert end == begin | {"outcome": "rejected", "error": "a reason"}
     assert revision == {
@@ -193,7 +193,7 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         assert deny(log, peer, message)
         assert await begun(log.request(peer, MAY_ADMINISTER, message)) is None
-        log.revise(Permissions(1, text, 1 << 60, bytes(32)))
+        log.log_revision(Permissions(1, text, 1 << 60, bytes(32)))
     lines = lines_of(tmp_path / "audit")
     assert [line["principal"] for line in lines] == [text] * 3
     assert text in lines[0]["message"]
@@ -243,7 +243,7 @@ async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
     path = tmp_path / "audit"
     path.write_bytes(b'{"time":"20')  # of an earlier process
     async with open_log(path) as log:
-        log.revise(PERMISSIONS)
+        log.log_revision(PERMISSIONS)
     part, line = path.read_bytes().splitlines()
     assert part == b'{"time":"20'
     assert json.loads(line)["message"].startswith("revision 7")
@@ -263,7 +263,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
         return write(lines)
 
     log._file.write = hang
-    log.revise(PERMISSIONS)
+    log.log_revision(PERMISSIONS)
     await is_writing.wait()
     outcomes = []
     for number in range(7):
@@ -286,7 +286,7 @@ async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path,
     async with open_log(path) as log:
         path.parent.rename(tmp_path / "moved")
         log.open_again()
-        log.revise(PERMISSIONS)
+        log.log_revision(PERMISSIONS)
     assert len(lines_of(tmp_path / "moved" / "audit")) == 1
     assert f"audit.open_failed path={path} error=No such file or directory" in caplog.text
 
@@ -327,5 +327,5 @@ def test_the_audit_log_needs_access_control():
         StorageConfig(connect="zk:1/w", directory="d", audit_log="a")
     config = StorageConfig(connect="zk:1/w", directory="d", audit_log="a", access="report")
     with pytest.raises(BadConfig, match='tls: audit_log requires tls = "on"'):
-        tls.listening(config)
+        tls.listen_context(config)
     assert not Path("a").exists()

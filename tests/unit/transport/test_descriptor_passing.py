@@ -43,7 +43,7 @@ async def offering(name, path):
         return os.open(path, os.O_RDONLY)
 
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(descriptor_passing.offer(name, 4, open_asked))
+        task = tasks.create_task(descriptor_passing.serve_descriptors(name, 4, open_asked))
         await asyncio.sleep(0)  # its first step binds and listens
         assert descriptor_passing.is_offered(name)
         yield task
@@ -61,7 +61,9 @@ def run(name, path, call):
 
 
 def take(name, question=b"this"):
-    with open(descriptor_passing.take(name, question, timeout_s=HANG_S), "rb") as file:
+    with open(
+        descriptor_passing.request_descriptor(name, question, timeout_s=HANG_S), "rb"
+    ) as file:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(file.fileno(), b"x")
         return file.read()
@@ -77,7 +79,9 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, nam
 
 
 def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
-    taken = run(name, path, lambda: descriptor_passing.take(name, b"this", timeout_s=HANG_S))
+    taken = run(
+        name, path, lambda: descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
+    )
     assert not os.get_inheritable(taken)
     path.unlink()
     with open(taken, "rb") as file:
@@ -87,13 +91,13 @@ def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inheri
 
 def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
-        descriptor_passing.take(name, b"this", timeout_s=HANG_S)
+        descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
     path = tmp_path / "none"
 
     def take_with_idle_callers():
         for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
-                descriptor_passing.take(name, question, timeout_s=HANG_S)
+                descriptor_passing.request_descriptor(name, question, timeout_s=HANG_S)
 
     run(name, path, take_with_idle_callers)
 
@@ -158,7 +162,7 @@ def test_a_file_from_another_user_is_rejected(name):
             assert other.stdout.readline() == b"listening\n"
             assert not descriptor_passing.is_offered(name)
             with pytest.raises(errors.Unreachable, match="untrusted user 65534"):
-                descriptor_passing.take(name, b"this", timeout_s=HANG_S)
+                descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
         finally:
             other.kill()
 
@@ -196,7 +200,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
         loop = asyncio.get_running_loop()
         loop.time = lambda: time.monotonic() + late_s[0]
         async with asyncio.TaskGroup() as tasks:
-            offered = tasks.create_task(descriptor_passing.offer(name, 4, open_slowly))
+            offered = tasks.create_task(descriptor_passing.serve_descriptors(name, 4, open_slowly))
             await asyncio.sleep(0)
             assert await asyncio.to_thread(take, name) == b"here"
             offered.cancel()
@@ -216,10 +220,10 @@ def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
 
 def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
     monkeypatch.setattr(descriptor_passing, "IS_POSSIBLE", False)
-    net.run(descriptor_passing.offer(name, 4, None))
+    net.run(descriptor_passing.serve_descriptors(name, 4, None))
     assert not descriptor_passing.is_offered(name)
     with pytest.raises(errors.Unreachable, match="does not support abstract Unix sockets"):
-        descriptor_passing.take(name, b"this", timeout_s=1)
+        descriptor_passing.request_descriptor(name, b"this", timeout_s=1)
 
 
 def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkeypatch):

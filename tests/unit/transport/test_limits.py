@@ -54,7 +54,7 @@ class Dialer:
     def __init__(self, port, files, token_file, protocol):
         self._address, self._protocol = port.address, protocol
         connect = trusting(files, f"&token_file={token_file}")
-        self._context = tls.dialing(ClientConfig(), connect)
+        self._context = tls.dial_context(ClientConfig(), connect)
 
     async def __call__(self):
         return await net.dial(self._protocol, self._address, ssl=self._context)
@@ -121,7 +121,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
         port.apply(dataclasses.replace(limited(), limits=limits))
-        context = tls.dialing(ClientConfig(), trusting(files))
+        context = tls.dial_context(ClientConfig(), trusting(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         request = ServerPartitionsRequest(REQ_ID)
         links[0].send(request)
@@ -144,7 +144,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
         port.apply(dataclasses.replace(limited(), limits=limits))
-        context = tls.dialing(ClientConfig(), trusting(files))
+        context = tls.dial_context(ClientConfig(), trusting(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
         links[0].send(requests[0])

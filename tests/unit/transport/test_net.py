@@ -26,7 +26,7 @@ def contexts(request, files):
     if request.param == "plain":
         return None, None
     settings = StorageConfig(connect="zk:1/w", directory="d", **files.settings)
-    return tls.listening(settings), tls.dialing(settings, "")
+    return tls.listen_context(settings), tls.dial_context(settings, "")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ async def test_a_full_inbox_stops_the_peer(pair):
         while len(found) < count:
             found += await link.receive()
         assert [message.sequence for message in found] == list(range(count))
-        await there.drained()
+        await there.wait_drained()
 
 
 @on_loop

@@ -108,7 +108,7 @@ class Port:
 @contextlib.asynccontextmanager
 async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
     asked = {"tls_require_certificate": False, "access": "report"} | files.settings | settings
-    port = Port(tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked)))
+    port = Port(tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **asked)))
     if port.context.access is not None:
         port.context.access._clock_ms = lambda: NOW_MS
         port.apply(WITH_REVOKED)
@@ -123,7 +123,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
 
 async def dialed(address, connect, protocol=WireProtocol.STORAGE, **settings):
     """Dial as a client with this connect string does; return the closed link."""
-    context = tls.dialing(ClientConfig(**settings), connect)
+    context = tls.dial_context(ClientConfig(**settings), connect)
     link = await net.dial(protocol, address, ssl=context)
     link.close("done")
     await link.wait_closed()
@@ -228,7 +228,7 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
     directory = {"directory": "d"} if kind is StorageConfig else {}
     settings = {"access": "report", "principal_pattern": "CN=.+", **files.settings, **directory}
     with pytest.raises(BadConfig, match="principal_pattern"):
-        tls.listening(kind(connect="zk:1/w", **settings))
+        tls.listen_context(kind(connect="zk:1/w", **settings))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -298,9 +298,11 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
 async def test_nothing_after_a_rejected_token_is_processed(files):
     async with open_port(files) as port:
         link = await net.dial(
-            WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), trusting(files))
+            WireProtocol.STORAGE,
+            port.address,
+            ssl=tls.dial_context(ClientConfig(), trusting(files)),
         )
-        credential = authentication.credential(WireProtocol.STORAGE, 4, EXPIRED)
+        credential = authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED)
         link.send_all([credential, *(Heartbeat(1, n, 3) for n in range(100))])
         (answer,) = await link.receive()
         assert answer.error_code == AuthenticationFailed.code
@@ -312,9 +314,11 @@ async def test_nothing_after_a_rejected_token_is_processed(files):
 async def test_a_token_after_another_message_changes_nothing(files):
     async with open_port(files) as port:
         link = await net.dial(
-            WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), trusting(files))
+            WireProtocol.STORAGE,
+            port.address,
+            ssl=tls.dial_context(ClientConfig(), trusting(files)),
         )
-        credential = authentication.credential(WireProtocol.STORAGE, 4, SECRET)
+        credential = authentication.credential_message(WireProtocol.STORAGE, 4, SECRET)
         link.send(Heartbeat(1, 0, 3))
         link.send(credential)
         await until(lambda: len(port.peer.messages) == 2)
@@ -363,7 +367,7 @@ async def test_a_token_is_not_accepted_without_tls(logged):
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
-    link.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
+    link.send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
     (answer,) = await link.receive()
     assert answer.error_code == AuthenticationFailed.code
     assert "expected TLS" in answer.message
@@ -375,7 +379,7 @@ async def test_a_token_is_not_accepted_without_tls(logged):
 
 @PROTOCOLS
 def test_a_message_does_not_show_its_token(protocol):
-    credential = authentication.credential(protocol, protocol.versions[-1], SECRET)
+    credential = authentication.credential_message(protocol, protocol.versions[-1], SECRET)
     assert credential.token == SECRET
     assert "token" not in repr(credential)
 
@@ -412,7 +416,9 @@ async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypa
 @PROTOCOLS
 def test_a_token_of_another_length_is_a_protocol_error(protocol):
     version = protocol.versions[-1]
-    frame = b"".join(codec.encode(authentication.credential(protocol, version, SECRET), version))
+    frame = b"".join(
+        codec.encode(authentication.credential_message(protocol, version, SECRET), version)
+    )
     for payload in (frame[7:-1], frame[7:] + b"x"):
         with pytest.raises(Exception, match="Authenticate") as caught:
             codec.decode(protocol, version, memoryview(payload))
@@ -430,28 +436,28 @@ def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token
     with pytest.raises(
         BadConfig, match=r"token_file '.*': a token requires TLS that verifies the peer"
     ):
-        tls.dialing(ClientConfig(**settings), connect)
+        tls.dial_context(ClientConfig(**settings), connect)
 
 
 @pytest.mark.parametrize("text", ["", SECRET.hex()[:-1], "\xff"])
 def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_file, text):
     token_file.write_text(text, encoding="latin-1")
     with pytest.raises(BadConfig, match=r"token_file .*: expected a token") as caught:
-        tls.dialing(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
     assert not text or text not in str(caught.value)
 
 
 def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
     with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
-        tls.dialing(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
+        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
     monkeypatch.delenv("OUR_TOKEN", raising=False)
     with pytest.raises(BadConfig, match="token_env OUR_TOKEN: expected a token"):
-        tls.dialing(ClientConfig(), trusting(files, "&token_env=OUR_TOKEN"))
+        tls.dial_context(ClientConfig(), trusting(files, "&token_env=OUR_TOKEN"))
 
 
 @on_loop
 async def test_each_connection_reads_the_file_again(files, token_file):
-    context = tls.dialing(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+    context = tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
     async with open_port(files) as port:
         for content, error in ((EXPIRED.hex(), "expired"), ("", "token_file"), (None, "No such")):
             token_file.unlink() if content is None else token_file.write_text(content)
@@ -615,11 +621,11 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
         old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
         for mount in (old, mount_of(5)):
             assert type(made.denial(mount, version=4)) is expected
-            assert made.access.binds(mount) == "spark-etl"
+            assert made.access.bound_principal(mount) == "spark-etl"
     made = AccessOfConnection(permissions=accepting)
     assert isinstance(made.denial(mount_of(FIRST_ISSUED)), ClientIdDenied)
     assert isinstance(made.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
-    assert made.access.binds(mount_of(FIRST_ISSUED)) == ""
+    assert made.access.bound_principal(mount_of(FIRST_ISSUED)) == ""
 
 
 @on_loop
@@ -631,7 +637,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         (mount_of(FIRST_ISSUED), []),
     ):
         made = AccessOfConnection(permissions=accepting)
-        made.access.binds(mount)
+        made.access.bound_principal(mount)
         made.port.apply(dataclasses.replace(accepting, revision=7))
         assert made.ended == []
         made.port.apply(dataclasses.replace(MOUNTING, revision=8))
@@ -642,7 +648,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
 async def test_a_report_permits_mounts_without_a_proof(logged):
     made = AccessOfConnection(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None
-    assert made.access.binds(mount_of(5)) == ""
+    assert made.access.bound_principal(mount_of(5)) == ""
     assert "access.violation_reported peer=a:1 error=partition 3: expected a client ID " in logged()
     unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
@@ -815,13 +821,13 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
     async with open_port(files, access="on") as port:
         port.apply(GRANTED)
         link = await net.dial(
-            WireProtocol.STORAGE, port.address, ssl=tls.dialing(ClientConfig(), connect)
+            WireProtocol.STORAGE, port.address, ssl=tls.dial_context(ClientConfig(), connect)
         )
         (server_side,) = port.peer.links
         assert server_side.denial(OpenRequest(-1, -1, -1, bytes(16), 4)) is not None
         port.apply(revision(grants=(Grant("spark-etl", False, REPLICATE, None),)))
         assert server_side.denial(Heartbeat(1, 0, 3)) is None
-        assert server_side.permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
+        assert server_side.filter_permitted([Heartbeat(1, 0, 3)]) == [Heartbeat(1, 0, 3)]
         port.apply(dataclasses.replace(GRANTED, revision=8))
         await link.wait_closed()
         assert server_side.closed_reason == "the permissions of spark-etl were changed"
@@ -830,4 +836,4 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
 @on_loop
 async def test_access_control_needs_tls():
     with pytest.raises(BadConfig, match='tls: access = "on" requires tls = "on"'):
-        tls.listening(StorageConfig(connect="zk:1/w", directory="d", access="on"))
+        tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", access="on"))

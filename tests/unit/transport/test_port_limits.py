@@ -128,7 +128,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
     async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
-        context = tls.dialing(ClientConfig(), trusting(files))
+        context = tls.dial_context(ClientConfig(), trusting(files))
         rejected = 0
         for _ in range(16):
             try:
@@ -255,7 +255,7 @@ ONLY_READ = dataclasses.replace(GRANTED, grants=(Grant("spark-etl", False, READ,
 
 
 async def dialed_to(port, files):
-    context = tls.dialing(ClientConfig(), trusting(files))
+    context = tls.dial_context(ClientConfig(), trusting(files))
     return await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
 
 
@@ -265,7 +265,7 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
         known = await dialed_to(port, files)
-        known.send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
+        known.send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await known.receive()
         monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
         silent, asking = [await dialed_to(port, files) for _ in range(2)]
@@ -299,7 +299,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
         # A token that comes later makes it one of another principal.
-        links[0].send(authentication.credential(WireProtocol.STORAGE, 4, SECRET))
+        links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await links[0].receive()
         links.append(await dialed_to(port, files))
         sides[3]._tick()
@@ -318,7 +318,7 @@ async def test_an_unauthorized_link_may_send_small_frames_only(files, access, se
         port.apply(ONLY_READ)
         link = await dialed_to(port, files)
         if secret is not None:
-            link.send(authentication.credential(WireProtocol.STORAGE, 4, secret))
+            link.send(authentication.credential_message(WireProtocol.STORAGE, 4, secret))
             await link.receive()
         link.send(raw(1_000))
         await until(lambda: len(port.peer.messages) == 1)
@@ -334,7 +334,7 @@ async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
         link = await dialed_to(port, files)
-        link.send(authentication.credential(WireProtocol.STORAGE, 4, EXPIRED))
+        link.send(authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED))
         await link.wait_closed()
         assert [each.is_unauthorized for each in port.peer.links] == [True]
 

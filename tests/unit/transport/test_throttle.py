@@ -43,7 +43,7 @@ class Connection:
     def now_ns(self):
         return int((self.loop.time() + BEGIN_S) * SECOND_NS)
 
-    def over_limit(self, message, error):
+    def mark_over_limit(self, message, error):
         self.rejected[id(message)] = error
 
     def end_excess(self):

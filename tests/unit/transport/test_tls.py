@@ -31,12 +31,12 @@ def server(**settings: object) -> ServerConfig:
 
 
 def test_tls_is_off_by_default():
-    assert tls.dialing(PLAIN, "") is None
-    assert tls.dialing(PLAIN, CONNECT) is None
-    assert tls.dialing(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
-    assert tls.listening(server()) is None
-    assert tls.listening(storage()) is None
-    assert tls.listening(storage(connect="none at all")) is None
+    assert tls.dial_context(PLAIN, "") is None
+    assert tls.dial_context(PLAIN, CONNECT) is None
+    assert tls.dial_context(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
+    assert tls.listen_context(server()) is None
+    assert tls.listen_context(storage()) is None
+    assert tls.listen_context(storage(connect="none at all")) is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_tls_is_off_by_default():
 )
 def test_a_dial_verifies_the_configured_properties(files, verify, mode, is_name_checked):
     config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
-    context = tls.dialing(config, "")
+    context = tls.dial_context(config, "")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -59,7 +59,7 @@ def test_a_dial_verifies_the_configured_properties(files, verify, mode, is_name_
 
 def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
-    context = tls.dialing(ClientConfig(tls="on"), "")
+    context = tls.dial_context(ClientConfig(tls="on"), "")
     assert context is not None
     assert len(context.get_ca_certs()) >= 1
 
@@ -70,7 +70,10 @@ def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
         ("unverified", 0, ssl.CERT_NONE),
         ("on", None, ssl.CERT_REQUIRED),
     ):
-        for context in (tls.dialing(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
+        for context in (
+            tls.dial_context(PLAIN, f"{CONNECT}?tls={place}"),
+            tls.named_dial_context(place),
+        ):
             assert context is not None
             assert context.verify_mode is mode
             assert count in (None, len(context.get_ca_certs()))
@@ -86,27 +89,27 @@ def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
     }
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", names))
-    context = tls.named(str(file))
+    context = tls.named_dial_context(str(file))
     assert context is not None
     assert not context.check_hostname
     assert len(context.get_ca_certs()) == 1
     connect = f"{CONNECT}?tls={file}"
-    listening = tls.listening(storage(connect=connect))
+    listening = tls.listen_context(storage(connect=connect))
     assert listening is not None
     assert listening.verify_mode is ssl.CERT_REQUIRED
-    assert tls.dialing(server(connect=connect), connect) is not None
+    assert tls.dial_context(server(connect=connect), connect) is not None
     file.write_text('tls = "off"\n')
-    assert tls.named(str(file)) is None
+    assert tls.named_dial_context(str(file)) is None
     file.write_text('tls_authority = "ca.pem"\n')
     with pytest.raises(BadConfig, match=r"tls\.toml: unknown setting 'tls_authority'"):
-        tls.named(str(file))
+        tls.named_dial_context(str(file))
 
 
 def test_settings_win_over_the_connect_string(files, tmp_path):
     connect = f"{CONNECT}?tls={tmp_path / 'absent.pem'}"
-    assert tls.dialing(ClientConfig(tls="off"), connect) is None
+    assert tls.dial_context(ClientConfig(tls="off"), connect) is None
     config = ClientConfig(tls_authorities=files.authorities, tls_verify="chain")
-    context = tls.dialing(config, connect)
+    context = tls.dial_context(config, connect)
     assert context is not None
     assert not context.check_hostname
     # The connect string supplies what the daemon's settings lack.
@@ -116,7 +119,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
         tls_key=files.key,
         tls_require_certificate=True,
     )
-    listening = tls.listening(both)
+    listening = tls.listen_context(both)
     assert listening is not None
     assert len(listening.get_ca_certs()) == 1
 
@@ -134,7 +137,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
 )
 def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, is_name_checked):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
-    context = tls.dialing(ClientConfig(**given), f"{CONNECT}?tls=unverified")
+    context = tls.dial_context(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -143,58 +146,61 @@ def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, 
 def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
     file = tmp_path / "tls.toml"
     file.write_text('tls_verify = "nothing"\n')
-    context = tls.dialing(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
+    context = tls.dial_context(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
     assert context is not None
     assert context.check_hostname
 
 
 def test_a_server_accepts_any_client_and_a_storage_requires_a_certificate(files):
-    open_to_all = tls.listening(server(**files.settings))
+    open_to_all = tls.listen_context(server(**files.settings))
     assert open_to_all is not None
     assert open_to_all.verify_mode is ssl.CERT_NONE
     assert open_to_all.minimum_version is ssl.TLSVersion.TLSv1_2
-    closed = tls.listening(storage(**files.settings))
+    closed = tls.listen_context(storage(**files.settings))
     assert closed is not None
     assert closed.verify_mode is ssl.CERT_REQUIRED
     without = {name: value for name, value in files.settings.items() if name != "tls_authorities"}
     with pytest.raises(BadConfig, match="or set tls_require_certificate = false"):
-        tls.listening(storage(**without))
-    assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
+        tls.listen_context(storage(**without))
+    assert tls.listen_context(storage(**without, tls_require_certificate=False)) is not None
 
 
 def test_a_port_with_certificates_never_listens_in_plain_text():
     with pytest.raises(BadConfig, match='tls_require_certificate = true requires tls = "on"'):
-        tls.listening(server(tls_require_certificate=True))
-    assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
+        tls.listen_context(server(tls_require_certificate=True))
+    assert tls.listen_context(server(tls="off", tls_require_certificate=True)) is None
 
 
 def test_a_renewed_file_with_tls_off_is_logged(files, tmp_path, caplog):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", files.settings))
     config = server(connect=f"{CONNECT}?tls={file}")
-    context = tls.listening(config)
+    context = tls.listen_context(config)
     file.write_text('tls = "off"\n')
-    tls.renew(config, context)
+    tls.reload_files(config, context)
     assert 'tls.reload_failed error=setting tls: expected "on"' in caplog.text
 
 
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     both = tmp_path / "both.pem"
     both.write_text(Path(files.key).read_text() + Path(files.certificate).read_text())
-    assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
+    assert tls.listen_context(server(tls="on", tls_certificate=str(both))) is not None
 
 
 def test_a_daemon_with_tls_requires_a_certificate(files):
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
-        tls.listening(server(tls="on"))
+        tls.listen_context(server(tls="on"))
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
-        tls.listening(server(connect=f"{CONNECT}?tls={files.authorities}"))
+        tls.listen_context(server(connect=f"{CONNECT}?tls={files.authorities}"))
 
 
 def test_tls_files_without_the_tls_setting_are_an_error(files):
     with pytest.raises(BadConfig, match='tls: expected "on" or "off", because tls_authorities'):
-        tls.dialing(ClientConfig(tls_authorities=files.authorities), CONNECT)
-    assert tls.dialing(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
+        tls.dial_context(ClientConfig(tls_authorities=files.authorities), CONNECT)
+    assert (
+        tls.dial_context(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT)
+        is None
+    )
 
 
 def test_files_that_cannot_be_used_are_named(files, tmp_path):
@@ -203,17 +209,17 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
         with pytest.raises(
             BadConfig, match=f"setting {name}: '.*absent.pem' cannot be read: No such"
         ):
-            tls.dialing(ClientConfig(**settings), "")
+            tls.dial_context(ClientConfig(**settings), "")
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing\n")
     for name in ("tls_certificate", "tls_authorities"):
         settings = files.settings | {name: str(nothing)}
         with pytest.raises(BadConfig, match=rf"{name}: .*nothing.pem.*: expected a PEM file with"):
-            tls.dialing(ClientConfig(**settings), "")
+            tls.dial_context(ClientConfig(**settings), "")
     other = make(tmp_path, name="other")
     settings = files.settings | {"tls_key": other.key}
     with pytest.raises(BadConfig, match="its private key: key values mismatch"):
-        tls.dialing(ClientConfig(**settings), "")
+        tls.dial_context(ClientConfig(**settings), "")
 
 
 def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
@@ -228,7 +234,7 @@ def test_a_key_with_a_password_does_not_prompt(files, tmp_path):
     )
     settings = files.settings | {"tls_key": str(locked)}
     with pytest.raises(BadConfig, match="expected a private key without a password"):
-        tls.dialing(ClientConfig(**settings), "")
+        tls.dial_context(ClientConfig(**settings), "")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
@@ -240,8 +246,8 @@ def test_the_documented_commands_create_valid_files(tmp_path):
         ["/bin/sh", "-ec", script], cwd=tmp_path, env=environment, check=True, capture_output=True
     )
     files = Certificates(*(str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")))
-    listens = tls.listening(storage(**files.settings))
-    dials = tls.dialing(ClientConfig(**files.settings), "")
+    listens = tls.listen_context(storage(**files.settings))
+    dials = tls.dial_context(ClientConfig(**files.settings), "")
     assert listens is not None
     assert dials is not None
     ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
@@ -330,8 +336,8 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)
-        assert (tls.dialing(config, CONNECT) is not None) == has_tls
-        assert tls.listening(config).plain_peers == transition
+        assert (tls.dial_context(config, CONNECT) is not None) == has_tls
+        assert tls.listen_context(config).plain_peers == transition
 
 
 @pytest.mark.parametrize(
@@ -348,7 +354,7 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
 def test_a_transition_leads_to_tls(settings, found):
     for make_config in (server, storage):
         with pytest.raises(BadConfig, match=found):
-            tls.listening(make_config(**settings))
+            tls.listen_context(make_config(**settings))
 
 
 def failure(reason: str) -> ssl.SSLError:
@@ -402,7 +408,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
     shown = make(tmp_path, hosts=hosts)
     for make_config in (server, storage):
         caplog.clear()
-        assert tls.listening(make_config(**shown.settings, **settings)) is not None
+        assert tls.listen_context(make_config(**shown.settings, **settings)) is not None
         assert ("tls.certificate_mismatch" in caplog.text) == bool(complaint)
         assert complaint in caplog.text
 
@@ -423,5 +429,5 @@ def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, capl
         + key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     settings = {"tls": "on", "tls_certificate": str(file), "tls_authorities": str(file)}
-    assert tls.listening(server(**settings)) is not None
+    assert tls.listen_context(server(**settings)) is not None
     assert "tls.certificate_mismatch" in caplog.text

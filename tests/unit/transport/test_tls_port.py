@@ -35,13 +35,13 @@ def logged(caplog, monkeypatch):
 
 def listening(files, **settings):
     asked = {"tls_require_certificate": False} | files.settings | settings
-    return tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked))
+    return tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **asked))
 
 
 def trusting(files, **settings):
     """The context of a client without a certificate."""
     asked = {"tls": "on", "tls_authorities": files.authorities} | settings
-    return tls.dialing(ClientConfig(**asked), "")
+    return tls.dial_context(ClientConfig(**asked), "")
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +83,7 @@ async def there_and_back(files):
             link.send(message)
         for at in range(0, len(SMALL), 50):
             link.send_all(SMALL[at : at + 50])
-            await link.drained()
+            await link.wait_drained()
         await until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
         for message in SENT:
             peer.links[0].send(message)
@@ -180,10 +180,10 @@ async def original(protocol, directory):
 async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with original(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
-            await net.dial(protocol, address, ssl=tls.named("on"))
+            await net.dial(protocol, address, ssl=tls.named_dial_context("on"))
         # Which versions both speak is another question.
         with contextlib.suppress(RemoteProtocolError):
-            async with linked(address, tls.named("unverified"), protocol):
+            async with linked(address, tls.named_dial_context("unverified"), protocol):
                 pass
         await until(lambda: hellos)
     assert hellos[0][:3] == b"H\0\0"
@@ -278,7 +278,7 @@ async def test_both_sides_report_a_missing_certificate(files, version, logged):
             await net.dial(WireProtocol.STORAGE, address, ssl=context)
         await until(lambda: "expected a certificate of the peer, found none" in logged())
         assert peer.links == []
-        async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
+        async with linked(address, tls.dial_context(ClientConfig(**files.settings), "")):
             pass
 
 
@@ -289,7 +289,7 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logg
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer rejects the certificate of this process:"):
             await net.dial(
-                WireProtocol.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), "")
+                WireProtocol.STORAGE, address, ssl=tls.dial_context(ClientConfig(**settings), "")
             )
         await until(lambda: "the certificate of the peer is not valid" in logged())
 
@@ -329,19 +329,19 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
 async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, logged):
     used, new = make(tmp_path), make(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
-    ports, dials = tls.listening(config), tls.dialing(config, "")
-    before = tls.dialing(ClientConfig(**used.settings), "")
+    ports, dials = tls.listen_context(config), tls.dial_context(config, "")
+    before = tls.dial_context(ClientConfig(**used.settings), "")
     async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
-        tls.renew(config, ports, dials)  # of two files that belong together one is there
+        tls.reload_files(config, ports, dials)  # of two files that belong together one is there
         assert "tls.reload_failed error=setting tls_certificate: " in logged()
         async with linked(address, before):
             pass
         shutil.copyfile(new.key, used.key)
         shutil.copyfile(new.authorities, used.authorities)
-        tls.renew(config, ports, dials)
+        tls.reload_files(config, ports, dials)
         assert f"tls.reloaded certificate={used.certificate}" in logged()
-        async with linked(address, tls.dialing(ClientConfig(**new.settings), "")):
+        async with linked(address, tls.dial_context(ClientConfig(**new.settings), "")):
             pass
         async with linked(address, dials):
             assert not kept.is_closed
@@ -370,7 +370,7 @@ async def test_a_port_in_transition_accepts_both(files, logged, transition):
     async with (
         open_port(context) as (peer, _, address),
         linked(address, None) as plain,
-        linked(address, tls.dialing(of_daemon(files), "")) as encrypted,
+        linked(address, tls.dial_context(of_daemon(files), "")) as encrypted,
     ):
         for link in (plain, encrypted):
             link.send(Appended(1, 7, 3, 9))
@@ -428,7 +428,10 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
     token = tmp_path / "token"
     token.write_text("ab" * 32)
     config = of_daemon(files, tls_transition="dial")
-    contexts = (tls.dialing(config, ""), tls.dialing(config, f"zk:1/w?token_file={token}"))
+    contexts = (
+        tls.dial_context(config, ""),
+        tls.dial_context(config, f"zk:1/w?token_file={token}"),
+    )
 
     async def strip(_reader, writer):
         writer.write(answer)

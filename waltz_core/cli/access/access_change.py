@@ -26,7 +26,7 @@ from waltz_core.access.client_ids import KEY_BYTES
 from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audited, connected, now_ms, user_name
+from waltz_core.cli.change_commands import audit_change, now_ms, open_command_session, user_name
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import SubcommandFunction
@@ -87,7 +87,7 @@ class RevisionUse:
     late: dict[str, str] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)  # they publish no revision
     unregistered: list[str] = field(default_factory=list)  # servers; they publish none either
-    were_used: bool = False  # whether a daemon has ever published a revision
+    was_revision_published: bool = False  # whether a daemon has ever published a revision
 
     @property
     def count(self) -> int:
@@ -107,13 +107,13 @@ class RevisionUse:
     @property
     def is_off(self) -> bool:
         """Whether no daemon has ever published a revision (rule 3)."""
-        return bool(self.count) and not (self.were_used or self.using or self.late)
+        return bool(self.count) and not (self.was_revision_published or self.using or self.late)
 
 
 AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
 
 
-def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
+def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
     """Make a subcommand of a function that changes permissions (rules 1 to 3)."""
 
     @with_wait
@@ -132,21 +132,21 @@ def changes_access(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFu
 def with_wait(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options of every change."""
     what = "seconds to wait until all daemons use the change"
-    with_timeout = options.timeout_s(what, default_s=APPLY_TIMEOUT_S)(function)
+    with_timeout = options.timeout_option(what, default_s=APPLY_TIMEOUT_S)(function)
     return options.connect(options.as_json(with_timeout))
 
 
 async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s: float) -> int:
     """Change the permissions, wait for the daemons, and print both; return the exit code."""
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         author = Author(user_name(), now_ms())
         known = await _known_servers(coordinator)
-        async with audited(coordinator):
+        async with audit_change(coordinator):
             result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
         if not as_json:
             _print_change(result)  # at once: it may have the ID of a new token
-        applied = await _applied(coordinator, result, known, timeout_s)
+        applied = await _wait_for_daemons(coordinator, result, known, timeout_s)
     if as_json:
         _print_json(result, applied)
     else:
@@ -155,7 +155,7 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
     return 0 if applied.is_complete or applied.is_off else 1
 
 
-async def _applied(
+async def _wait_for_daemons(
     coordinator: Coordinator, result: AccessResult, known: Mapping[str, str], timeout_s: float
 ) -> RevisionUse:
     """Wait for the daemons; raises Unavailable, with the change that was made."""
@@ -205,7 +205,9 @@ async def read_applied(
     # Read after `published`, so that it is not below a revision of the node.
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
-    found = RevisionUse(were_used=await coordinator.permissions.were_used())
+    found = RevisionUse(
+        was_revision_published=await coordinator.permissions.was_revision_published()
+    )
     servers = await coordinator.read_servers_now()
     daemons = {**_servers(servers), **await _storages(coordinator)}
     absent = {server_name(each): f"server {each}" for each in servers.absent}

@@ -16,7 +16,7 @@ from waltz_core.cli.access.access_change import (
 )
 from waltz_core.cli.access.access_grants import force_option
 from waltz_core.cli.access.private_files import read_private, write_private
-from waltz_core.cli.change_commands import audited, connected
+from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_json, print_result, time_text
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.znodes import access_node
@@ -35,7 +35,7 @@ def read_export(path: Path) -> Permissions:
         ) from error
 
 
-def described(found: Permissions) -> str:
+def describe_permissions(found: Permissions) -> str:
     """Return revision, time and size of permissions as a text."""
     return (
         f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
@@ -60,15 +60,15 @@ def revision_values(found: Permissions) -> dict[str, object]:
 @options.connect
 @options.as_json
 async def export(*, file: Path, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
-        async with audited(coordinator):
+        async with audit_change(coordinator):
             found = await coordinator.permissions.require()
             write_private(file, access_node.encode(found))
     if as_json:
         print_json({"done": True, "file": str(file), **revision_values(found)})
     else:
-        print_result(f"wrote the {described(found)} to {file}")
+        print_result(f"wrote the {describe_permissions(found)} to {file}")
     return 0
 
 
@@ -109,7 +109,7 @@ async def import_command(
 
         permissions = command.coordinator.permissions
         change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
-        return AccessResult(change, f"the cluster now has the {described(saved)}")
+        return AccessResult(change, f"the cluster now has the {describe_permissions(saved)}")
 
     return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
 
@@ -123,17 +123,17 @@ import_command.details = (
 
 
 async def _preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         try:
             found = await coordinator.permissions.read()
-            now = "no permissions" if found is None else described(found)
+            now = "no permissions" if found is None else describe_permissions(found)
         except BadFormat as error:
             now = f"permissions that cannot be read: {error}"
     if as_json:
-        print_json({"done": False, "file": described(saved), "cluster": now})
+        print_json({"done": False, "file": describe_permissions(saved), "cluster": now})
     else:
-        print_result(f"the file has {described(saved)}")
+        print_result(f"the file has {describe_permissions(saved)}")
         print_result(f"the cluster has {now}")
         print_result(
             "nothing was changed. Hint: add --yes to replace the permissions of the cluster."

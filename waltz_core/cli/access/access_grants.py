@@ -10,7 +10,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import (
     AccessCommand,
     AccessResult,
-    changes_access,
+    access_change_command,
     new_client_key,
 )
 from waltz_core.cli.subcommands import subcommand
@@ -55,7 +55,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
     is_flag=True,
     help="also accept client IDs of Waltz 0.13 clients, which have no proof of their principal",
 )
-@changes_access
+@access_change_command
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
     first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
@@ -75,7 +75,7 @@ init.details = (
 @verbs_argument
 @partitions_option
 @group_option
-@changes_access
+@access_change_command
 async def grant(
     command: AccessCommand, *, grantee: str, verbs: str, partitions: str, is_group: bool
 ) -> AccessResult:
@@ -83,7 +83,7 @@ async def grant(
     ranges = ranges_in(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
-        change, f"{named} has the verbs {_words(chosen)} for partitions {ranges_text(ranges)}"
+        change, f"{named} has the verbs {_verbs_text(chosen)} for partitions {ranges_text(ranges)}"
     )
 
 
@@ -96,7 +96,7 @@ grant.details = "If the grantee already has the verb for other partitions, it ke
 @partitions_option
 @group_option
 @force_option
-@changes_access
+@access_change_command
 async def revoke(
     command: AccessCommand,
     *,
@@ -112,10 +112,11 @@ async def revoke(
         lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
     )
     summary = (
-        f"{named} no longer has a grant of {_words(chosen)} for partitions {ranges_text(ranges)}"
+        f"{named} no longer has a grant of {_verbs_text(chosen)} for partitions "
+        f"{ranges_text(ranges)}"
     )
     numbers = parse_partitions(partitions, count)
-    kept = () if is_group else _kept(change.after, grantee, chosen, set(numbers), count)
+    kept = () if is_group else _remaining_grants(change.after, grantee, chosen, set(numbers), count)
     return AccessResult(change, summary, kept)
 
 
@@ -125,7 +126,7 @@ revoke.details = (
 )
 
 
-def _kept(
+def _remaining_grants(
     after: Permissions,
     principal: str,
     verbs: tuple[AccessVerb, ...],
@@ -135,7 +136,7 @@ def _kept(
     """Return what a principal still has by its groups, as sentences."""
     lines = []
     for each in verbs:
-        left = changes.granted(after, principal, each, count) & numbers
+        left = changes.granted_partitions(after, principal, each, count) & numbers
         if left:
             text = ranges_text(changes.ranges_of(left))
             lines.append(
@@ -145,7 +146,7 @@ def _kept(
     return tuple(lines)
 
 
-def _words(verbs: tuple[AccessVerb, ...]) -> str:
+def _verbs_text(verbs: tuple[AccessVerb, ...]) -> str:
     return ",".join(each.value for each in verbs)
 
 
@@ -163,7 +164,7 @@ def _words(verbs: tuple[AccessVerb, ...]) -> str:
 @click.option("--connections", type=int, metavar="N", help="maximum number of open connections")
 @click.option("--feeds", type=int, metavar="N", help="maximum number of open feeds")
 @click.option("--remove", is_flag=True, help="remove all limits of the principal")
-@changes_access
+@access_change_command
 async def limit(
     command: AccessCommand, *, principal: str, remove: bool, **given: int | None
 ) -> AccessResult:
@@ -210,7 +211,7 @@ limit.details = (
     "on: the daemons accept these client IDs; off: they reject them",
     type=options.NamedChoice(["on", "off"]),
 )
-@changes_access
+@access_change_command
 async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
     accepts = state == "on"
     change = await command.change(lambda old: changes.accept_0_13(old, accepts=accepts))

@@ -2,7 +2,7 @@
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_change import AccessCommand, AccessResult, access_change_command
 from waltz_core.cli.access.access_grants import force_option
 from waltz_core.cli.subcommands import subcommand
 
@@ -19,7 +19,7 @@ members_argument = options.argument(
 @subcommand
 @group_argument
 @members_argument
-@changes_access
+@access_change_command
 async def group_add(
     command: AccessCommand, *, group: str, members: tuple[str, ...]
 ) -> AccessResult:
@@ -33,7 +33,7 @@ async def group_add(
 @group_argument
 @members_argument
 @force_option
-@changes_access
+@access_change_command
 async def group_remove(
     command: AccessCommand, *, group: str, members: tuple[str, ...], force: bool
 ) -> AccessResult:
@@ -47,7 +47,7 @@ async def group_remove(
 @subcommand
 @group_argument
 @force_option
-@changes_access
+@access_change_command
 async def group_delete(command: AccessCommand, *, group: str, force: bool) -> AccessResult:
     change = await command.change(lambda old: changes.delete_group(old, group), force=force)
     return AccessResult(change, f"group {group} and its grants were deleted")

@@ -20,7 +20,7 @@ from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, Token, hash_of
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_change import AccessCommand, AccessResult, changes_access
+from waltz_core.cli.access.access_change import AccessCommand, AccessResult, access_change_command
 from waltz_core.cli.access.private_files import remove_private, write_private
 from waltz_core.cli.output import time_text
 from waltz_core.cli.subcommands import subcommand
@@ -61,7 +61,7 @@ def duration_ms(text: str) -> int:
     metavar="DURATION",
     help="time after which the token expires, such as 90d, 12h or 30m [default: 90d]",
 )
-@changes_access
+@access_change_command
 async def token_create(
     command: AccessCommand, *, principal: str, file: Path, expires: str
 ) -> AccessResult:
@@ -105,7 +105,9 @@ async def _create(command: AccessCommand, known: KnownToken, file: Path) -> Perm
 
 
 def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
-    return any(changes.granted(permissions, principal, each, count) for each in AccessVerb)
+    return any(
+        changes.granted_partitions(permissions, principal, each, count) for each in AccessVerb
+    )
 
 
 @subcommand
@@ -113,7 +115,7 @@ def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
     "token_id", "ID", "the ID of the token, as `access list` prints it", required=False
 )
 @click.option("--expired", is_flag=True, help="remove all tokens that have expired")
-@changes_access
+@access_change_command
 async def token_revoke(
     command: AccessCommand, *, token_id: str | None, expired: bool
 ) -> AccessResult:

@@ -13,7 +13,7 @@ from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import applied_lines, read_applied
 from waltz_core.cli.access.access_export import revision_values
-from waltz_core.cli.change_commands import connected, now_ms
+from waltz_core.cli.change_commands import now_ms, open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig
@@ -25,14 +25,14 @@ EXIT_DENIED = 1
 @options.connect
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         found = await coordinator.permissions.require()
         applied = await read_applied(coordinator, found.revision)
     if as_json:
         print_json(
             {
-                **as_values(found, now_ms()),
+                **permissions_json(found, now_ms()),
                 "applied": applied.using,
                 "late": applied.late,
                 "without_revision": applied.silent,
@@ -53,7 +53,7 @@ list_command.details = (
 )
 
 
-def as_values(found: Permissions, at_ms: int) -> dict[str, Any]:
+def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
     """Return the permissions for JSON, without secrets."""
     return {
         **revision_values(found),
@@ -138,13 +138,13 @@ async def check(
     *, principal: str, verb: str, partition: int | None, connect: str, as_json: bool
 ) -> int:
     changes.check_principal(principal)
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
         found = await coordinator.permissions.require()
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
     is_all = _has_all(found, principal, AccessVerb(verb))
-    held = changes.granted(found, principal, AccessVerb(verb), count)
+    held = changes.granted_partitions(found, principal, AccessVerb(verb), count)
     is_permitted = is_all if partition is None else partition in held
     if as_json:
         print_json(

@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audited, connected, time_limit
+from waltz_core.cli.change_commands import audit_change, open_command_session, time_limit
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient
@@ -64,7 +64,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     is_flag=True,
     help="expire the transactions; without --yes, only show which ones would expire",
 )
-@options.timeout_s()
+@options.timeout_option()
 @options.as_json
 async def expire(
     *,
@@ -84,7 +84,7 @@ async def expire(
     shown: dict[int, dict[str, int]] = {}
     waits_for = "the servers"
     async with (
-        connected(connect) as coordinator,
+        open_command_session(connect) as coordinator,
         AsyncWaltzClient.connect(connect) as client,
         time_limit(
             timeout_s, lambda: f"{waits_for}; if it fails, the owner logs archive.expiry_failed"
@@ -96,7 +96,7 @@ async def expire(
         for number in sorted(sets.keys() - archived.keys()):
             print_error(f"partition {number}: no transaction is archived")
         if yes and archived:
-            async with audited(coordinator):
+            async with audit_change(coordinator):
                 for number in sorted(archived):
                     waits_for = f"the owner of partition {number} to record the expiry"
                     await _expire(client, PartitionId(number), bounds)

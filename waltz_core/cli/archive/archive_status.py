@@ -12,7 +12,7 @@ from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.store_calls import call_store
-from waltz_core.cli.change_commands import connected
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
@@ -58,7 +58,7 @@ archive_url = click.option(
 async def status(*, connect: str, archive: str | None, objects: bool, as_json: bool) -> int:
     if objects and not as_json:
         raise BadConfig("--objects requires --json")
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         key = (await coordinator.read_cluster()).store.cluster_key
         facts = await _query(coordinator)
     url = archive or url_in(facts)

@@ -9,7 +9,7 @@ from waltz_core.archive.pins import unpin as remove_pin
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
-from waltz_core.cli.change_commands import audited, connected
+from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
@@ -26,7 +26,7 @@ from waltz_core.errors import BadRequest
 @archive_url
 @options.as_json
 async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         source = (await coordinator.read_cluster()).store.cluster_key
         root = await coordinator.root_of(restored_key)
         if root is not None:
@@ -36,7 +36,7 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
                 "first."
             )
         store = ArchiveStore(archive or await url_of_storages(coordinator))
-        async with audited(coordinator):
+        async with audit_change(coordinator):
             await asyncio.to_thread(remove_pin, store, source.bytes, restored_key.bytes)
     if as_json:
         print_json({"done": True, "cluster_key": str(restored_key)})

@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import click
 
-from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive, WrongFile
+from waltz_core.archive.archive_check import ArchiveCheck, BadArchiveFile, RecordedArchive
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
 from waltz_core.cli.archive.store_calls import call_store
-from waltz_core.cli.change_commands import audited, connected
+from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
@@ -82,7 +82,7 @@ async def verify(  # noqa: PLR0913 - one for each option
         raise BadConfig(
             f"--first, --last: expected a range of transaction IDs, found {first}..{last}"
         )
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         count = cluster.params.partition_count
         if partition is not None and not 0 <= partition < count:
@@ -105,7 +105,7 @@ async def verify(  # noqa: PLR0913 - one for each option
                 coordinator, PartitionId(number), check, show, repairs=repair
             )
         if repair and any(each["problems"] for each in shown.values()):
-            async with audited(coordinator), AsyncWaltzClient.connect(connect) as client:
+            async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in shown.items():
                     for problem in row["problems"]:
                         await _repair(client, PartitionId(number), problem, show)
@@ -154,14 +154,16 @@ async def _verify(
 ) -> dict[str, Any]:
     """Verify one partition, and show its problems as they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
-    missing, is_empty = _not_archived(check, recorded)
+    missing, is_empty = _unarchived_note(check, recorded)
     if missing:
         show(f"partition {partition_id}: {missing}")
     if recorded is None or is_empty:
         return {"last": None, "objects": 0, "bytes": 0, "problems": []}
     try:
         with ProgressLine() as line:
-            await _Check(coordinator, partition_id, check, show, repairs).run(recorded, line)
+            await _PartitionCheck(coordinator, partition_id, check, show, repairs).run(
+                recorded, line
+            )
     except BaseException as error:
         check.stop()
         if isinstance(error, WaltzError | asyncio.CancelledError):
@@ -187,7 +189,7 @@ async def _verify(
     }
 
 
-def _not_archived(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
+def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
     """Return a text if a part of the range is not archived, else ""; and whether to check nothing.
 
     Without a range the manifest is checked, even if all of its objects have expired.
@@ -211,7 +213,7 @@ def _not_archived(check: ArchiveCheck, recorded: RecordedArchive | None) -> tupl
     return f"transactions {expired} have expired; the first available one is {available}", is_empty
 
 
-def _action(wrong: WrongFile, *, repairs: bool) -> str:
+def _action(wrong: BadArchiveFile, *, repairs: bool) -> str:
     return REPAIR_ACTION if wrong.is_object and not repairs else ACTION
 
 
@@ -250,7 +252,7 @@ async def _repair(
     )
 
 
-class _Check(NamedTuple):
+class _PartitionCheck(NamedTuple):
     """The check of a partition, in calls that block."""
 
     coordinator: Coordinator
@@ -289,7 +291,7 @@ class _Check(NamedTuple):
     async def _call(self, call: Callable[[], ResultT]) -> ResultT:
         return await call_store(self.check.store_url, call, lambda: self.check.activity)
 
-    def _show_problem(self, wrong: WrongFile) -> None:
+    def _show_problem(self, wrong: BadArchiveFile) -> None:
         where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
         hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
         self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")

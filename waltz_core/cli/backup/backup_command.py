@@ -12,8 +12,8 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
-from waltz_core.cli.backup.backup_files import BackupPlace
-from waltz_core.cli.change_commands import connected, time_limit
+from waltz_core.cli.backup.backup_files import BackupLocation
+from waltz_core.cli.change_commands import open_command_session, time_limit
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
@@ -44,17 +44,17 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 )
 @options.connect
 @options.as_json
-@options.timeout_s(
+@options.timeout_option(
     "maximum seconds to wait until the archive has all transactions", default_s=TIMEOUT_S
 )
 async def backup(
     *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
 ) -> int:
-    place = BackupPlace.parse(output)
+    place = BackupLocation.parse(output)
     await asyncio.to_thread(place.check_absent)
     with ProgressLine() as line:
         async with (
-            connected(connect) as coordinator,
+            open_command_session(connect) as coordinator,
             AsyncWaltzClient.connect(connect) as client,
             time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", afterwards=HINT),
         ):
@@ -113,7 +113,7 @@ async def take_backup(
         manifest = None
         if marks[number] != BEFORE_FIRST:
             show = partial(line.show, len(partitions), len(numbers))
-            manifest = await _saved(coordinator, store, number, marks[number], show)
+            manifest = await _save_manifest(coordinator, store, number, marks[number], show)
         metadata = view.metadata or EMPTY_METADATA
         partitions.append(
             PartitionBackup(marks[number], metadata.session_id, metadata.generation, manifest)
@@ -133,7 +133,7 @@ async def take_backup(
     return taken
 
 
-async def _saved(
+async def _save_manifest(
     coordinator: Coordinator,
     store: ArchiveStore,
     partition_id: PartitionId,
@@ -144,7 +144,7 @@ async def _saved(
     missing: ObjectMissing | None = None
     name = ""
     for _ in range(READ_ATTEMPTS_MAX):
-        archived = await _archived(coordinator, partition_id, mark, show)
+        archived = await _wait_until_archived(coordinator, partition_id, mark, show)
         if archived.manifest == name and missing is not None:
             raise missing
         name = archived.manifest
@@ -156,7 +156,7 @@ async def _saved(
     raise missing
 
 
-async def _archived(
+async def _wait_until_archived(
     coordinator: Coordinator,
     partition_id: PartitionId,
     mark: TransactionId,

@@ -11,7 +11,7 @@ from waltz_core.errors import BadConfig, ObjectMissing
 _FILE_MODE: Final = 0o600
 
 
-class BackupPlace(NamedTuple):
+class BackupLocation(NamedTuple):
     """A file in a store."""
 
     text: str

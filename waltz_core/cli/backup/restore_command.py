@@ -15,9 +15,9 @@ from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_change import new_client_key
-from waltz_core.cli.access.access_export import described, revision_values
-from waltz_core.cli.backup.backup_files import BackupPlace
-from waltz_core.cli.change_commands import Command, Result, changes
+from waltz_core.cli.access.access_export import describe_permissions, revision_values
+from waltz_core.cli.backup.backup_files import BackupLocation
+from waltz_core.cli.change_commands import Command, Result, change_command
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -112,7 +112,7 @@ def _time_ms(text: str) -> int:
     help="begin the log after the transactions that have expired since the backup; without it, a "
     "missing object is an error",
 )
-@changes(creates=True)
+@change_command(creates=True)
 async def restore(command: Command, **words: Any) -> Result:  # noqa: ANN401
     return await _restore(command, **words)
 
@@ -130,7 +130,7 @@ async def _restore(  # noqa: PLR0913 - one for each option
 ) -> Result:
     coordinator, store = command.coordinator, ArchiveStore(archive)
     command.wait_for("the backup")
-    backup = await asyncio.to_thread(BackupPlace.parse(place).read)
+    backup = await asyncio.to_thread(BackupLocation.parse(place).read)
     limits = RequestedEnds.parse(marks, until, backup)
     key = backup.cluster_key if same_key else uuid.uuid4()  # noqa: TID251 - a new cluster's key
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
@@ -184,8 +184,8 @@ def _result(
         )
     if backup.access is not None:
         lines.append(
-            f"restored the {described(backup.access)}. Permissions that were revoked after "
-            "the backup are valid again. Hint: revoke them again before the daemons start."
+            f"restored the {describe_permissions(backup.access)}. Permissions that were revoked "
+            "after the backup are valid again. Hint: revoke them again before the daemons start."
         )
     lines.append(
         f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, cluster key "

@@ -38,7 +38,7 @@ LOCK_NAME = "client validate"
 FAULTS_SHOWN_MAX = 10
 
 
-class CheckLoad(NamedTuple):
+class CheckOptions(NamedTuple):
     """The options of a check; each subcommand has some of them."""
 
     connect: str
@@ -60,13 +60,13 @@ _interval_ms = click.option(
 )
 
 
-def _checks(function: SubcommandFunction) -> SubcommandFunction:
+def _check_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the common options of the three subcommands."""
     for declare in (
-        options.gather_options(CheckLoad),
+        options.gather_options(CheckOptions),
         options.as_json,
         options.connect,
-        options.timeout_s("seconds after which the command fails"),
+        options.timeout_option("seconds after which the command fails"),
         click.option(
             "--partitions",
             type=int,
@@ -87,7 +87,7 @@ def _checks(function: SubcommandFunction) -> SubcommandFunction:
     return function
 
 
-def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
+def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
     """Return the chosen partitions; raises BadConfig for invalid numbers."""
     for name in ("transactions", "partitions", "clients"):
         if getattr(chosen, name) < 1:
@@ -122,12 +122,12 @@ class NumberedContext(TransactionContext):
     def execute(self, builder: TransactionBuilder) -> bool:
         """Write the mark + 1 under the one lock."""
         self.attempts += 1
-        builder.data = text_of(builder.client_high_water_mark + 1)
+        builder.data = data_of_id(builder.client_high_water_mark + 1)
         builder.set_write_locks([lock(LOCK_NAME)])
         return True
 
 
-def text_of(transaction_id: int) -> bytes:
+def data_of_id(transaction_id: int) -> bytes:
     """Return the data of the transaction with this ID."""
     return str(transaction_id).encode("ascii")
 
@@ -153,7 +153,7 @@ class CheckResult:
 
 async def _write(
     client: AsyncWaltzClient,
-    chosen: CheckLoad,
+    chosen: CheckOptions,
     first: int,
     written: CheckResult,
     line: ProgressLine,
@@ -230,7 +230,7 @@ def errors_in_transaction(partition: int, last: int, transaction_id: int, data: 
     found = []
     if transaction_id != last + 1:
         found.append(f"{where}: expected transaction ID {last + 1} after {last}")
-    if data != text_of(transaction_id):
+    if data != data_of_id(transaction_id):
         found.append(
             f"{where}: expected the transaction's own ID as data, found {bytes(data)!r:.60}"
         )
@@ -243,8 +243,8 @@ def errors_in_transaction(partition: int, last: int, transaction_id: int, data: 
 @subcommand
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
 @_interval_ms
-@_checks
-async def validate(chosen: CheckLoad) -> int:
+@_check_options
+async def validate(chosen: CheckOptions) -> int:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncWaltzClient.connect(chosen.connect))
         partitions, clients = _partitions_of(chosen, first), [first]
@@ -262,7 +262,9 @@ async def validate(chosen: CheckLoad) -> int:
             for check in checks:
                 await check.has_reached(written.ends)
 
-        await _with_timeout(chosen, work(), lambda: f"{written}, and {_unread(checks, written)}")
+        await _with_timeout(
+            chosen, work(), lambda: f"{written}, and {_unread_text(checks, written)}"
+        )
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
     foreign_count = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if foreign_count:
@@ -282,8 +284,8 @@ async def validate(chosen: CheckLoad) -> int:
 
 @subcommand
 @_interval_ms
-@_checks
-async def produce(chosen: CheckLoad) -> int:
+@_check_options
+async def produce(chosen: CheckOptions) -> int:
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
@@ -304,8 +306,8 @@ async def produce(chosen: CheckLoad) -> int:
     metavar="ID",
     help="the first transaction to read, by its ID [default: only new transactions]",
 )
-@_checks
-async def consume(chosen: CheckLoad) -> int:
+@_check_options
+async def consume(chosen: CheckOptions) -> int:
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         first: int | None = chosen.first
@@ -341,7 +343,7 @@ def mark_before(first: int) -> int:
 
 
 async def _write_all(
-    clients: list[AsyncWaltzClient], chosen: CheckLoad, written: CheckResult
+    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: CheckResult
 ) -> None:
     """Let all clients write concurrently; raises the first error when all have ended."""
     failures: list[WaltzError] = []
@@ -361,7 +363,7 @@ async def _write_all(
 
 
 async def _with_timeout(
-    chosen: CheckLoad, work: Coroutine[Any, Any, None], progress: Callable[[], str]
+    chosen: CheckOptions, work: Coroutine[Any, Any, None], progress: Callable[[], str]
 ) -> None:
     try:
         async with asyncio.timeout(chosen.timeout_s):
@@ -372,7 +374,7 @@ async def _with_timeout(
         ) from None
 
 
-def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
+def _unread_text(checks: list[CheckCallbacks], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]
@@ -385,7 +387,7 @@ def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list
 
 
 def _print_result(
-    chosen: CheckLoad, wrong: Sequence[str] | None, result: Mapping[str, object]
+    chosen: CheckOptions, wrong: Sequence[str] | None, result: Mapping[str, object]
 ) -> int:
     if chosen.as_json:
         verdict = (

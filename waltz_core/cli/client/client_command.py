@@ -10,7 +10,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
-from waltz_core.cli.output import one_line, print_error, print_json, print_result, print_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table, to_one_line
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import (
     LATEST,
@@ -262,7 +262,7 @@ def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> N
         text = data.decode("utf-8", "backslashreplace")
         print_json({"transaction_id": transaction_id, "header": header, "data": text})
     else:
-        print_result(f"{transaction_id}\t{header}\t{one_line(data)}")
+        print_result(f"{transaction_id}\t{header}\t{to_one_line(data)}")
 
 
 _DETAILS = (

@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
-from waltz_core.cli.output import one_line, print_error
+from waltz_core.cli.output import print_error, to_one_line
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import WaltzClient
 from waltz_core.client.api.scanning import ArrowReader
@@ -138,13 +138,13 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
 def _write_parquet(reader: ArrowReader, sink: IO[bytes]) -> int:
     count = 0
     with pyarrow.parquet.ParquetWriter(sink, reader.schema) as writer:
-        for group in _groups(reader):
+        for group in _grouped_batches(reader):
             writer.write_table(group, row_group_size=max(1, group.num_rows))
             count += group.num_rows
     return count
 
 
-def _groups(reader: ArrowReader) -> Iterator[Any]:
+def _grouped_batches(reader: ArrowReader) -> Iterator[Any]:
     """Yield batches together, of about `GROUP_BYTES`."""
     waiting: list[pa.RecordBatch] = []
     size = 0
@@ -160,20 +160,22 @@ def _groups(reader: ArrowReader) -> Iterator[Any]:
 
 def _write_csv(reader: ArrowReader, sink: IO[bytes]) -> int:
     count = 0
-    head = _flat(reader.schema.empty_table())
+    head = _flatten(reader.schema.empty_table())
     with pyarrow.csv.CSVWriter(sink, head.schema) as writer:
         for batch in reader:
-            writer.write_table(_flat(pa.Table.from_batches([batch])))
+            writer.write_table(_flatten(pa.Table.from_batches([batch])))
             count += batch.num_rows
     return count
 
 
-def _flat(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _flatten(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Return a table with the fields of structs as columns, and binary values as text."""
     table = table.flatten()
     for index, part in enumerate(table.schema):
         if pa.types.is_binary(part.type):
-            texts = [None if each is None else one_line(each) for each in table[index].to_pylist()]
+            texts = [
+                None if each is None else to_one_line(each) for each in table[index].to_pylist()
+            ]
             table = table.set_column(index, part.name, pa.array(texts, pa.string()))
     return table
 
@@ -183,14 +185,16 @@ def _write_json(reader: ArrowReader, sink: IO[bytes]) -> int:
     for batch in reader:
         for row in batch.to_pylist():
             try:
-                sink.write(to_json({name: _plain(value) for name, value in row.items()}) + b"\n")
+                sink.write(
+                    to_json({name: _to_json_value(value) for name, value in row.items()}) + b"\n"
+                )
             except ValueError as error:
                 raise BadFormat(f"row {count} of the output: {error}") from None
             count += 1
     return count
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, Decimal):

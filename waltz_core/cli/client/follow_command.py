@@ -173,7 +173,7 @@ def follow(chosen: FollowCommand) -> int:
     payloads = payload_columns.format_of(
         chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
     )
-    tables = _tables(chosen)
+    tables = _table_options(chosen)
     if any(each.changes for each in tables) and "" not in sys.path:
         sys.path.insert(0, "")  # the function may be in the current directory
     opened = []
@@ -182,7 +182,7 @@ def follow(chosen: FollowCommand) -> int:
             declared = each.declared()
             rules = each.rules(declared)
             columns = declared if rules.function is None else rules.function.columns
-            table = _opened(each, columns, rules)
+            table = _open_table(each, columns, rules)
             schema = table.columns if declared is None else declared
             logged = LoggedTable(
                 each.place,
@@ -193,8 +193,8 @@ def follow(chosen: FollowCommand) -> int:
                 has_keys=bool(chosen.encryption_keys),
             )
         opened.append((table, logged))
-    given = _given_marks(chosen)
-    since_ms = _given_ms(chosen)
+    given = _parse_start_marks(chosen)
+    since_ms = _parse_start_time(chosen)
     config = ClientConfig(
         encryption_keys=chosen.encryption_keys, encryption_required=chosen.require_encryption
     )
@@ -225,7 +225,7 @@ follow.details = (
 )
 
 
-def _opened(
+def _open_table(
     table: TableOptions, columns: ArrowSchema | None, rules: ChangeRules
 ) -> "FollowedDeltaTable | FollowedParquetTable":
     if table.format == "parquet":
@@ -236,7 +236,7 @@ def _opened(
     return FollowedDeltaTable(table.place, columns, rules.key)
 
 
-def _tables(chosen: FollowCommand) -> list[TableOptions]:
+def _table_options(chosen: FollowCommand) -> list[TableOptions]:
     """Return the table of the options, or those of the file."""
     options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
     if chosen.tables is None:
@@ -251,7 +251,7 @@ def _tables(chosen: FollowCommand) -> list[TableOptions]:
     return tables_in(chosen.tables)
 
 
-def _given_marks(chosen: FollowCommand) -> MarkMap:
+def _parse_start_marks(chosen: FollowCommand) -> MarkMap:
     """Return the marks of `--start-marks`; none without the option."""
     if chosen.start_marks is None:
         return {}
@@ -273,7 +273,7 @@ def _is_mark(partition: str, mark: object) -> bool:
     return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
 
 
-def _given_ms(chosen: FollowCommand) -> int | None:
+def _parse_start_time(chosen: FollowCommand) -> int | None:
     """Return `--start-time` in ms."""
     if chosen.start_time is None:
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from waltz_core.cli.client import payload_columns
 from waltz_core.client.api.scanning import ArrowSchema
-from waltz_core.config.settings import nearest
+from waltz_core.config.settings import nearest_name_hint
 from waltz_core.errors import BadConfig
 from waltz_core.tables.followed_log import transactions_schema
 from waltz_core.tables.row_changes import ChangeRules, changes_function, parse_condition
@@ -75,16 +75,18 @@ def tables_in(file: Path) -> list[TableOptions]:
         raise BadConfig(
             f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
         )
-    return [TableOptions(place, **_checked(file, place, each)) for place, each in found.items()]
+    return [
+        TableOptions(place, **_check_section(file, place, each)) for place, each in found.items()
+    ]
 
 
-def _checked(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
+def _check_section(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
     where = f'--tables {file}: section ["{place}"]'
     found: dict[str, Any] = {}
     for name, value in section.items():
         if name not in _LISTS and name not in _TEXTS:
             known = [*_LISTS, *_TEXTS]
-            raise BadConfig(f"{where}: unknown name {name!r}{nearest(name, known)}")
+            raise BadConfig(f"{where}: unknown name {name!r}{nearest_name_hint(name, known)}")
         kind = _LISTS.get(name, str)
         parts = value if isinstance(value, list) and name in _LISTS else [value]
         if not all(type(part) is kind for part in parts):

@@ -11,9 +11,9 @@ import click
 
 from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import Command, Result, changes
+from waltz_core.cli.change_commands import Command, Result, change_command
 from waltz_core.cli.output import ranges_of
-from waltz_core.cli.queries import answers, name_at
+from waltz_core.cli.queries import is_answering, name_at
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import replica_steps as placements
@@ -40,7 +40,7 @@ _storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=
 @options.storage_address
 @click.option("--group", type=int, help="the number of the storage's group [default: a new group]")
 @_admin_port
-@changes()
+@change_command()
 async def add_storage(
     command: Command, *, address: str, group: int | None, admin_port: int | None
 ) -> Result:
@@ -83,7 +83,7 @@ async def _check_storage(address: ReplicaId) -> None:
     "the port at which the storage accepts administration requests",
     type=int,
 )
-@changes()
+@change_command()
 async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
     storage = ReplicaId(address)
     await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
@@ -92,13 +92,13 @@ async def set_admin_port(command: Command, *, address: str, admin_port: int) -> 
 
 @subcommand
 @options.storage_address
-@changes()
+@change_command()
 async def remove_storage(command: Command, *, address: str) -> Result:
     storage = ReplicaId(address)
     layout, now = await _read_layout(command)
     layout.check_known(storage)
-    wanted = placements.without_storage(now, layout.groups, storage)
-    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
+    wanted = placements.placement_without_storage(now, layout.groups, storage)
+    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
     await _forget_storage(command, storage)
     return {
         "storage": address,
@@ -115,7 +115,7 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     "HOST:PORT of its replacement; the same as OLD for an empty storage at the same address",
 )
 @_admin_port
-@changes()
+@change_command()
 async def replace_storage(
     command: Command, *, address: str, successor: str, admin_port: int | None
 ) -> Result:
@@ -133,8 +133,8 @@ async def replace_storage(
             lambda before: before.with_storage(new, port, group)
         )
         command.note(f"storage {new} is in group {group}")
-    wanted = placements.replaced(now, old, new, now)
-    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
+    wanted = placements.placement_with_replacement(now, old, new, now)
+    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
     await _forget_storage(command, old)
     return {
         "storage": new,
@@ -149,33 +149,35 @@ async def _replace_in_place(
     """Remove a storage and its registration, and add its empty successor."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
-        return await _restore_storage(command, placements.restored(now, address), address)
+        return await _restore_storage(
+            command, placements.placement_with_restored(now, address), address
+        )
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
         raise BadRequest(f"storage {address} has the only replica of partition {alone[0]}")
-    if await answers(WireProtocol.STORAGE, address):
+    if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"storage {address} still runs and answers. Hint: stop it, and start its "
             "replacement with an empty directory."
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
-    await command.carry_out(ReplicaPlan.to(without, layout.assignment))
+    await command.carry_out(ReplicaPlan.for_placement(without, layout.assignment))
     return await _restore_storage(command, held, address)
 
 
 async def _restore_storage(command: Command, wanted: Placement, address: ReplicaId) -> Result:
     """Register an empty storage at an address, and add the missing replicas to it."""
-    if not await answers(WireProtocol.STORAGE, address):
+    if not await is_answering(WireProtocol.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
         command.note(f"an empty storage may now start at {address}")
-    while not await answers(WireProtocol.STORAGE, address):
+    while not await is_answering(WireProtocol.STORAGE, address):
         command.wait_for(
             f"an empty storage at {address} to start; it then gets replicas of partitions "
             f"{ranges_of(sorted(wanted))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
@@ -202,11 +204,11 @@ def _port_of(requested: int | None, address: str) -> int:
 @subcommand
 @options.partitions
 @_storages
-@changes()
+@change_command()
 async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
     """Add one storage after the other to each partition."""
     layout, now = await _read_layout(command)
-    chosen = await _chosen(command, partitions)
+    chosen = await _chosen_partitions(command, partitions)
     added = [ReplicaId(each) for each in addresses]
     wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
     return await _carry_out(command, layout, wanted)
@@ -215,7 +217,7 @@ async def add_replica(command: Command, *, partitions: str, addresses: tuple[str
 @subcommand
 @options.partitions
 @_storages
-@changes()
+@change_command()
 async def remove_replica(
     command: Command, *, partitions: str, addresses: tuple[str, ...]
 ) -> Result:
@@ -225,7 +227,7 @@ async def remove_replica(
         layout.check_known(address)
     wanted = {
         each: tuple(name for name in now[each] if name not in removed)
-        for each in await _chosen(command, partitions)
+        for each in await _chosen_partitions(command, partitions)
     }
     for partition_id, replicas in wanted.items():
         if not replicas:
@@ -237,15 +239,17 @@ async def remove_replica(
 @options.partitions
 @options.argument("origin", "FROM", "HOST:PORT of the storage that has the replicas")
 @options.argument("target", "TO", "HOST:PORT of the storage that should get them")
-@changes()
+@change_command()
 async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
     layout, now = await _read_layout(command)
     old, new = ReplicaId(origin), ReplicaId(target)
-    chosen = await _chosen(command, partitions)
+    chosen = await _chosen_partitions(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(f"storage {old} has no replica of partition {partition_id}")
-    return await _carry_out(command, layout, placements.replaced(now, old, new, chosen))
+    return await _carry_out(
+        command, layout, placements.placement_with_replacement(now, old, new, chosen)
+    )
 
 
 @subcommand
@@ -255,10 +259,12 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     metavar="N",
     help="number of replicas of each partition [default: unchanged]",
 )
-@changes()
+@change_command()
 async def auto_assign(command: Command, *, replicas: int | None) -> Result:
     layout, now = await _read_layout(command)
-    return await _carry_out(command, layout, placements.spread(now, layout.groups, replicas))
+    return await _carry_out(
+        command, layout, placements.spread_replicas(now, layout.groups, replicas)
+    )
 
 
 async def _carry_out(
@@ -272,7 +278,7 @@ async def _carry_out(
         for each, replicas in wanted.items()
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
-    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
     await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),
@@ -309,7 +315,7 @@ async def _read_layout(command: Command) -> tuple[StorageLayout, Placement]:
     return layout, placements.placement_of(layout.assignment, await _partition_count(command))
 
 
-async def _chosen(command: Command, partitions: str) -> tuple[PartitionId, ...]:
+async def _chosen_partitions(command: Command, partitions: str) -> tuple[PartitionId, ...]:
     return placements.parse_partitions(partitions, await _partition_count(command))
 
 
@@ -322,14 +328,14 @@ async def _partition_count(command: Command) -> int:
 
 @subcommand
 @options.server
-@changes()
+@change_command()
 async def remove_server(command: Command, *, server: str) -> Result:
     servers = (await command.coordinator.read_servers()).servers
     found = [each for each in servers.values() if each.address == server]
     if not found:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
-    if await answers(WireProtocol.CLIENT, server):
+    if await is_answering(WireProtocol.CLIENT, server):
         raise BadRequest(
             f"the server at {server} still runs and answers. Hint: stop it; it then unregisters "
             "itself."

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audited, connected, with_cluster_argument
+from waltz_core.cli.change_commands import audit_change, open_command_session, with_cluster_argument
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -34,7 +34,7 @@ from waltz_core.records.record import PartitionId
 )
 @click.option("--if-absent", is_flag=True, help="exit successfully if the cluster already exists")
 @with_cluster_argument
-@options.wait_s
+@options.wait_option
 async def create(
     *,
     name: str,
@@ -51,11 +51,11 @@ async def create(
         cluster_key=uuid.uuid4(),  # noqa: TID251 - the only place that generates a key
         storages=storages,
     )
-    async with connected(connect, wait_s) as found:
+    async with open_command_session(connect, wait_s) as found:
         if if_absent and await _exists(found):
             print_error(f"a cluster exists already at {connect}")
             return 0
-        async with audited(found, creates=True):
+        async with audit_change(found, creates=True):
             await found.create_cluster(new)
         print_error(
             f"created cluster {new.name} at {connect}: {new.partition_count} partitions, "
@@ -74,13 +74,13 @@ async def _exists(coordinator: Coordinator) -> bool:
 
 @subcommand
 @with_cluster_argument
-@options.wait_s
+@options.wait_option
 async def protect(*, connect: str, wait_s: float) -> int:
     count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
         raise BadConfig(f"there is no cluster at {connect}: ZooKeeper has no such znode")
     # The audit entry is written with the same credentials.
-    async with connected(connect, wait_s) as found, audited(found, creates=True):
+    async with open_command_session(connect, wait_s) as found, audit_change(found, creates=True):
         print_error(f"restricted the access to {count} znodes")
     return 0
 
@@ -88,9 +88,9 @@ async def protect(*, connect: str, wait_s: float) -> int:
 @subcommand
 @options.as_json
 @with_cluster_argument
-@options.wait_s
+@options.wait_option
 async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
-    async with connected(connect, wait_s) as found:
+    async with open_command_session(connect, wait_s) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
         layout = await found.storages.read()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import connected
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.queries import query
@@ -33,7 +33,7 @@ class ConnectionCheck(NamedTuple):
 @options.connect
 @options.as_json
 async def check_connectivity(*, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
     with ProgressLine() as line:

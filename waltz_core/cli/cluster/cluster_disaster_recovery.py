@@ -18,9 +18,9 @@ import click
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import new_client_key
-from waltz_core.cli.access.access_export import described, read_export
+from waltz_core.cli.access.access_export import describe_permissions, read_export
 from waltz_core.cli.archive.archive_status import archive_url
-from waltz_core.cli.change_commands import Command, Result, changes, now_ms, user_name
+from waltz_core.cli.change_commands import Command, Result, change_command, now_ms, user_name
 from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_connection import (
@@ -34,7 +34,7 @@ from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, RebuildDecision, ReportedLog
-from waltz_core.cluster.change.replica_steps import ReplicaPlan, filled
+from waltz_core.cluster.change.replica_steps import ReplicaPlan, fill_up_replicas
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.znodes.model import (
@@ -75,7 +75,7 @@ NONCE_BYTES = 16
 
 
 @dataclass(slots=True)
-class _Answers:
+class _ReplicaAnswers:
     """The answers of one partition's replicas in a session that was claimed for it."""
 
     session: ClaimedSession
@@ -111,7 +111,7 @@ class _Answers:
 @click.option(
     "--yes", is_flag=True, help="accept the log; without --yes, only show what could be lost"
 )
-@changes()
+@change_command()
 async def accept_replicas(
     command: Command, *, partition: int, replica: str | None, archive: str | None, yes: bool
 ) -> Result:
@@ -144,7 +144,7 @@ async def accept_replicas(
 
 async def _query(
     coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
-) -> _Answers:
+) -> _ReplicaAnswers:
     """Claim a session later than `newest`, like an owner, and query every replica in it."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
@@ -176,7 +176,9 @@ async def _query(
             link.close()
         raise
     after = PartitionView(claimed, versions.metadata, marker, versions.marker)
-    return _Answers(session, after, prepared, links, unanswered, newest > metadata.session_id)
+    return _ReplicaAnswers(
+        session, after, prepared, links, unanswered, newest > metadata.session_id
+    )
 
 
 def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -> None:
@@ -187,11 +189,11 @@ def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -
 async def _decide(
     command: Command,
     partition_id: PartitionId,
-    answers: _Answers,
+    answers: _ReplicaAnswers,
     requested: tuple[str | None, str | None, bool],
 ) -> Result:
     logs, (replica, archive, is_accepted) = answers.logs, requested
-    chosen = _chosen(replica, partition_id, logs)
+    chosen = _chosen_replica(replica, partition_id, logs)
     lost = rebuilding.missing_in_chosen(logs[chosen], logs)
     lost += [
         f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
@@ -216,8 +218,8 @@ async def _decide(
             f"of partition {partition_id}. Records that only other replicas have are then lost.",
         }
     _check_needed(partition_id, answers)
-    archived = await _archived_of(command, partition_id, answers, (chosen, archive))
-    members = await _declare(command, partition_id, answers, chosen, archived)
+    archived = await _archived_mark_of(command, partition_id, answers, (chosen, archive))
+    members = await _declare_chosen_log(command, partition_id, answers, chosen, archived)
     return {
         **shown,
         "summary": f"the log of {chosen}, transactions 0..{logs[chosen].synced_max}, is now the "
@@ -225,7 +227,7 @@ async def _decide(
     }
 
 
-def _check_needed(partition_id: PartitionId, answers: _Answers) -> None:
+def _check_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> None:
     """Raise BadRequest if its server can open a session without a decision."""
     metadata, marker = answers.view.metadata, answers.view.marker
     assert metadata is not None
@@ -247,7 +249,7 @@ def _check_needed(partition_id: PartitionId, answers: _Answers) -> None:
         )
 
 
-def _chosen(
+def _chosen_replica(
     requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, ReportedLog]
 ) -> ReplicaId:
     if not logs:
@@ -284,10 +286,10 @@ def _show_replicas(
     print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
-async def _archived_of(
+async def _archived_mark_of(
     command: Command,
     partition_id: PartitionId,
-    answers: _Answers,
+    answers: _ReplicaAnswers,
     requested: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
     """Return what is archived: ZooKeeper has it, unless the partition waits for a rebuilding."""
@@ -296,16 +298,16 @@ async def _archived_of(
     if not rebuilding.is_waiting(answers.view.metadata, marker):
         return marker.archived
     cluster_key = (await command.coordinator.read_cluster()).store.cluster_key
-    recovery = await _recovery(command, url, cluster_key)
+    recovery = await _archive_recovery(command, url, cluster_key)
     link = answers.links[chosen]
-    log = _recovered(partition_id, answers.session, link, answers.prepared)
+    log = _recovered_log(partition_id, answers.session, link, answers.prepared)
     return await recovery.mark_of(log)
 
 
-async def _declare(
+async def _declare_chosen_log(
     command: Command,
     partition_id: PartitionId,
-    answers: _Answers,
+    answers: _ReplicaAnswers,
     chosen: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
@@ -317,10 +319,10 @@ async def _declare(
     metadata = answers.view.metadata
     assert metadata is not None
     operations = _CommandOperations(command.coordinator, verdict, answers, archived)
-    await rebuilding.declare(verdict.metadata(metadata.generation, session_id), operations)
+    await rebuilding.declare_log(verdict.metadata(metadata.generation, session_id), operations)
     command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.to({partition_id: members}, layout.assignment))
+    await command.carry_out(ReplicaPlan.for_placement({partition_id: members}, layout.assignment))
     return members
 
 
@@ -330,7 +332,7 @@ class _CommandOperations:
 
     coordinator: Coordinator
     verdict: RebuildDecision
-    answers: _Answers
+    answers: _ReplicaAnswers
     archived: ArchivedMark | None
 
     async def write(self, metadata: PartitionMetadata) -> None:
@@ -433,7 +435,7 @@ class FormerCluster(NamedTuple):
     metavar="FILE",
     help="a file that `access export` has written, if the cluster had permissions",
 )
-@changes(creates=True)
+@change_command(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
     return await _rebuild(command, FormerCluster(**words))
 
@@ -496,13 +498,13 @@ async def _decide_all(
     sessions, prepared = await _query_all(undecided, links)
     replica_count = chosen.replicas or len(set(new.groups.values()))
     verdicts, failures = _choose_all(undecided, prepared, new.groups, replica_count, missing)
-    recovery = await _recovery(command, chosen.archive, new.cluster_key)
+    recovery = await _archive_recovery(command, chosen.archive, new.cluster_key)
     marks: dict[PartitionId, ArchivedMark | None] = {}
     for verdict in verdicts:
         each, link = verdict.partition_id, links[verdict.source]
         answers = {name: its[each] for name, its in prepared.items() if each in its}
         try:
-            log = _recovered(each, sessions[each], link, answers)
+            log = _recovered_log(each, sessions[each], link, answers)
             marks[each] = await recovery.mark_of(log)
         except WaltzError as error:
             failures.append(error)
@@ -535,7 +537,9 @@ async def _decide_all(
     return verdicts, failures
 
 
-async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> ArchiveRecovery:
+async def _archive_recovery(
+    command: Command, url: str | None, cluster_key: UUID
+) -> ArchiveRecovery:
     """Return the archive at a URL, or at that of the storages."""
     command.wait_for("the storages")
     found = url or await url_of_archive(command.coordinator, command.wait_for)
@@ -543,7 +547,7 @@ async def _recovery(command: Command, url: str | None, cluster_key: UUID) -> Arc
     return ArchiveRecovery(found, cluster_key.bytes, command.note)
 
 
-def _recovered(
+def _recovered_log(
     partition_id: PartitionId,
     session: ClaimedSession,
     link: OwnerConnection,
@@ -574,7 +578,7 @@ def _choose_all(
     for each in undecided:
         logs = {name: log_of(its[each]) for name, its in prepared.items() if each in its}
         try:
-            verdict = rebuilding.choose(
+            verdict = rebuilding.choose_log(
                 each, logs, groups=groups, replica_count=replica_count, unanswered=missing
             )
         except BadRequest as error:
@@ -637,7 +641,7 @@ async def _restore_access(command: Command, saved: Permissions) -> None:
         change = await permissions.replace(
             saved, author, lambda _before, _after: None, new_key=new_client_key()
         )
-        what = f"restored the {described(saved)}"
+        what = f"restored the {describe_permissions(saved)}"
         command.note(f"{what}, as revision {change.after.revision}")
 
 
@@ -748,9 +752,9 @@ async def _open_all(
     await _assign(command.coordinator, verdicts)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in verdicts}
-    wanted = filled(members, groups, min(replica_count, len(groups)))
+    wanted = fill_up_replicas(members, groups, min(replica_count, len(groups)))
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.to(wanted, layout.assignment))
+    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
     return {
         "cluster_key": str(new.cluster_key),
         "partitions": {each.partition_id: each.log.synced_max for each in verdicts},

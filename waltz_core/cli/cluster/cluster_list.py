@@ -8,12 +8,12 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import (
     Command,
     Result,
-    changes,
-    connected,
+    change_command,
+    open_command_session,
     with_cluster_argument,
 )
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
-from waltz_core.cli.queries import answers
+from waltz_core.cli.queries import is_answering
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
@@ -33,7 +33,7 @@ DETAILS = ("servers", "storages", "key")
 async def list_command(*, connect: str, as_json: bool) -> int:
     place, below = _place(connect)
     rows: list[dict[str, object]] = []
-    async with connected(place) as session:
+    async with open_command_session(place) as session:
         for root, params in await session.find_clusters(below):
             row: dict[str, object] = {
                 "root": root,
@@ -76,7 +76,7 @@ def _place(text: str) -> tuple[str, str]:
 @with_cluster_argument
 @options.as_json
 async def show_key(*, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         key = str((await coordinator.read_cluster()).store.cluster_key)
     if as_json:
         print_json({"cluster_key": key})
@@ -95,7 +95,7 @@ async def show_key(*, connect: str, as_json: bool) -> int:
     is_flag=True,
     help="delete the znodes even while servers or storages run, or after an interrupted deletion",
 )
-@changes()
+@change_command()
 async def delete(command: Command, *, name: str, force: bool) -> Result:
     coordinator = command.coordinator
     key = None
@@ -142,7 +142,7 @@ async def _expect_no_process(command: Command) -> None:
     command.wait_for("the check that all storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         queried = {
-            each: tasks.create_task(answers(WireProtocol.STORAGE, each), name=f"query {each}")
+            each: tasks.create_task(is_answering(WireProtocol.STORAGE, each), name=f"query {each}")
             for each in storages
         }
     found += [f"storage {each}" for each, task in queried.items() if task.result()]

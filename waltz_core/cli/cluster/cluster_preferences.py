@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import Command, Result, changes, connected
+from waltz_core.cli.change_commands import Command, Result, change_command, open_command_session
 from waltz_core.cli.output import print_json, print_table, time_text
 from waltz_core.cli.queries import query
 from waltz_core.cli.subcommands import subcommand
@@ -30,7 +30,7 @@ POLL_INTERVAL_S = 0.1
 @subcommand
 @options.partitions
 @options.server
-@changes()
+@change_command()
 async def prefer(command: Command, *, partitions: str, server: str) -> Result:
     return await _change_preference(
         command, partitions, server, (AddPreferredRequest, AddPreferredResponse)
@@ -40,7 +40,7 @@ async def prefer(command: Command, *, partitions: str, server: str) -> Result:
 @subcommand
 @options.partitions
 @options.server
-@changes()
+@change_command()
 async def unprefer(command: Command, *, partitions: str, server: str) -> Result:
     return await _change_preference(
         command, partitions, server, (RemovePreferredRequest, RemovePreferredResponse)
@@ -72,7 +72,7 @@ async def _change_preference(
         raise Unavailable(
             f"the server at {address} rejected the change for partitions {partitions}"
         )
-    view = await _all_open(command, partitions)
+    view = await _wait_until_open(command, partitions)
     owned = sorted(
         partition_id
         for partition_id, owner in view.owners.items()
@@ -85,7 +85,7 @@ async def _change_preference(
     }
 
 
-async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
+async def _wait_until_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
     """Return the servers once the owners of these partitions have opened them."""
     while True:
         view = await command.coordinator.read_servers()
@@ -115,7 +115,7 @@ async def _open_at(address: str) -> set[int]:
 @options.connect
 @options.as_json
 async def audit(*, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         entries = await coordinator.audit.read()
     if as_json:

@@ -9,12 +9,12 @@ from typing import Final
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import connected
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import replica_steps
-from waltz_core.ops.checks import CHECKS, check, failed_checks
+from waltz_core.ops.checks import CHECKS, check_cluster, failed_checks
 
 # Timeout of an answer.
 ANSWER_S: Final = 10.0
@@ -34,12 +34,12 @@ ANSWER_S: Final = 10.0
 async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: bool) -> int:
     from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
         chosen = replica_steps.parse_partitions(partitions, count)
         with ProgressLine() as line:
             facts = await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
-    found = check(facts, chosen)
+    found = check_cluster(facts, chosen)
     failed = {each: failed_checks(found, each) for each in chosen}
     if as_json:
         shown: dict[str, object] = {"passed": not found, "findings": [each.text for each in found]}

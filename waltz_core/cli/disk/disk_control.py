@@ -42,13 +42,13 @@ _SLOT_FLAGS = {
 @click.option(
     "-a", "--assigned", is_flag=True, help="print only partitions that are assigned to the storage"
 )
-@options.files(
+@options.storage_file_options(
     "a storage directory, a partition's directory, or a file waltz-storage.ctl or waltz-x.ctl"
 )
 def dump_control_file(
     *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
 ) -> int:
-    control, identity, slot_paths = _found_at(path)
+    control, identity, slot_paths = _read_control_files(path)
     entries = dict(enumerate(control.entries)) if control is not None else {}
     numbers = sorted({*entries, *slot_paths})
     missing = set(partitions or ()) - set(numbers)
@@ -74,7 +74,7 @@ def dump_control_file(
         print_result("")
     if identity is not None:
         storage, wrong = storage_id(identity)
-        print_result(f"{ID_NAME}: storage {uuid(storage)}{_wrong_text(wrong)}")
+        print_result(f"{ID_NAME}: storage {uuid(storage)}{_errors_text(wrong)}")
         print_result("")
     for number, pair in slots.items():
         if pair is not None:
@@ -82,7 +82,7 @@ def dump_control_file(
     return 0
 
 
-def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
+def _read_control_files(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
     """Return the control file of a path, its storage's ID, and the slots by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
         return None, None, {_number(path.absolute().parent): path}
@@ -102,7 +102,7 @@ def _number(directory: Path) -> int:
     return int(directory.name)
 
 
-def _wrong_text(wrong: tuple[str, ...]) -> str:
+def _errors_text(wrong: tuple[str, ...]) -> str:
     return f"; wrong: {'; '.join(wrong)}" if wrong else ""
 
 
@@ -189,7 +189,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
         f"{header.partition_count} partitions, created {utc_text(header.created_ms)}, cluster key "
-        f"{uuid(header.cluster_key)}{_wrong_text(header.wrong)}"
+        f"{uuid(header.cluster_key)}{_errors_text(header.wrong)}"
     )
     rows = []
     for number, entry in entries.items():

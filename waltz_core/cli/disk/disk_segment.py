@@ -35,7 +35,7 @@ from waltz_core.offline.layout import (
     file_header,
 )
 from waltz_core.offline.lineage import batches_of, header_of
-from waltz_core.offline.records import Fields, Gap, begins_at, fields, walk
+from waltz_core.offline.records import Gap, RecordFields, is_record_at, record_fields, walk_records
 from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, statistic_of
 
 
@@ -91,10 +91,10 @@ class SegmentChoice(NamedTuple):
     help="deserializer of the data: bytes, msgpack, json, or module:name of a function that takes "
     "bytes, or of a serializer; implies --data [default: bytes]",
 )
-@options.files("a .seg file, a partition's directory or a storage directory")
+@options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 @options.gather_options(SegmentChoice)
 def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | None) -> int:
-    wanted = _wanted(chosen)
+    wanted = _dump_options_of(chosen)
     paths = segments_at(path, partitions)
     for each, behind in zip(paths, [*paths[1:], None], strict=True):
         is_next = behind is not None and behind.parent == each.parent
@@ -105,7 +105,7 @@ def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | N
     return 0
 
 
-def _wanted(chosen: SegmentChoice) -> _DumpOptions:
+def _dump_options_of(chosen: SegmentChoice) -> _DumpOptions:
     first, last = chosen.first, chosen.last
     if chosen.transaction is not None:
         if first is not None or last is not None:
@@ -151,7 +151,7 @@ def _dump_records(
     if not wanted.json:
         _show_record_titles(wanted)
     batch = next(batches, None)
-    for part in walk(file, *_start(file, path, first, wanted.first)):
+    for part in walk_records(file, *_start_position(file, path, first, wanted.first)):
         if wanted.last is not None and part.first > wanted.last:
             break
         if isinstance(part, Gap):
@@ -166,22 +166,22 @@ def _dump_records(
             while batch is not None and batch.last <= run.first + position:
                 _show_batch(batch, wanted)
                 batch = next(batches, None)
-    return iter(()) if batch is None else _prepended(batch, batches)
+    return iter(()) if batch is None else _prepend_batch(batch, batches)
 
 
-def _prepended(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
+def _prepend_batch(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
     yield batch
     yield from rest
 
 
-def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
+def _start_position(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
     """Return an ID and the offset of its record at which to start, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:
             at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted - first)
             offset = int.from_bytes(entries.pread(OFFSET_BYTES, at), "big", signed=True)
-        if begins_at(file, wanted, offset):
+        if is_record_at(file, wanted, offset):
             return wanted, offset
     return first, FILE_HEADER_BYTES
 
@@ -234,7 +234,7 @@ def _show_record_titles(wanted: _DumpOptions) -> None:
 
 
 def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
-    found = fields(record)
+    found = record_fields(record)
     data = record[36:-4]
     stated = int.from_bytes(record[-4:], "big")
     is_valid = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
@@ -257,7 +257,9 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
     )
 
 
-def _record_json(found: Fields, offset: int, crc: int, *, is_valid: bool) -> dict[str, object]:
+def _record_json(
+    found: RecordFields, offset: int, crc: int, *, is_valid: bool
+) -> dict[str, object]:
     return {
         "kind": "record",
         "transaction_id": found.transaction_id,
@@ -306,7 +308,7 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
 
 
 @subcommand
-@options.files("a .seg file, a partition's directory or a storage directory")
+@options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
     found = (statistic_of(path) for path in segments_at(path, partitions))
     if as_json:

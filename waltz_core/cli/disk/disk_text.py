@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from uuid import UUID
 
-from waltz_core.cli.output import one_line
+from waltz_core.cli.output import to_one_line
 from waltz_core.errors import BadConfig
 
 Deserializer = Callable[[bytes], object]
@@ -82,5 +82,5 @@ def payload_text(read: Deserializer, data: bytes) -> str:
     if "data_error" in shown:
         return f"({shown['data_error']})"
     if "data_hex" in shown:
-        return one_line(bytes.fromhex(str(shown["data_hex"])))
+        return to_one_line(bytes.fromhex(str(shown["data_hex"])))
     return json.dumps(shown["data"], default=str, ensure_ascii=False)

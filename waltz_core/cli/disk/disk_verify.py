@@ -11,9 +11,9 @@ from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
 from waltz_core.offline.files import locked_shared, segments_at
-from waltz_core.offline.index_repair import Repaired, locked_exclusively
+from waltz_core.offline.index_repair import IndexRepairResult, locked_exclusively
 from waltz_core.offline.index_repair import repair_index as rebuild_index
-from waltz_core.offline.verify import Verified
+from waltz_core.offline.verify import VerificationResult
 from waltz_core.offline.verify import verify as verify_at
 from waltz_core.offline.verify_segment import FoundLog
 from waltz_core.storage.disk.file_system import RealDisk
@@ -30,7 +30,7 @@ FINDINGS_LIMIT = 1000
     help="maximum number of findings to print; further ones are only counted [default: "
     f"{FINDINGS_LIMIT}]",
 )
-@options.files("a storage directory, a partition's directory or a .seg file")
+@options.storage_file_options("a storage directory, a partition's directory or a .seg file")
 def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: bool) -> int:
     if limit < 0:
         raise BadConfig(f"--limit: expected a number of at least 0, found {limit}")
@@ -42,7 +42,7 @@ def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: boo
     return 1 if found.findings.wrong else 0
 
 
-def _verified_json(found: Verified) -> dict[str, object]:
+def _verified_json(found: VerificationResult) -> dict[str, object]:
     findings = found.findings
     return {
         "path": str(found.path),
@@ -80,7 +80,7 @@ def _kind(finding: FileFinding) -> str:
     return "wrong" if finding.is_wrong else "note"
 
 
-def _print_verified(found: Verified) -> None:
+def _print_verified(found: VerificationResult) -> None:
     findings = found.findings
     for finding in findings.kept:
         where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
@@ -131,11 +131,11 @@ def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
 
 @subcommand
 @click.option("--dry-run", is_flag=True, help="only print the changes")
-@options.files("a .seg file, a partition's directory or a storage directory")
+@options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:
     disk = RealDisk()
     segments = segments_at(path, partitions)
-    repaired: list[Repaired] = []
+    repaired: list[IndexRepairResult] = []
     rejected: list[str] = []
     with _locked(disk, path, dry_run=dry_run):
         for segment in segments:
@@ -157,7 +157,7 @@ def _locked(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextMana
     return locked_shared(path) if dry_run else locked_exclusively(disk, path)
 
 
-def _repaired_json(index: Repaired, *, dry_run: bool) -> dict[str, object]:
+def _repaired_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object]:
     return {
         "file": str(index.path),
         "is_valid": index.is_valid,
@@ -169,7 +169,7 @@ def _repaired_json(index: Repaired, *, dry_run: bool) -> dict[str, object]:
     }
 
 
-def _repaired_text(index: Repaired, *, dry_run: bool) -> str:
+def _repaired_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"

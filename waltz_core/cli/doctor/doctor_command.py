@@ -19,7 +19,7 @@ import click
 
 from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
+from waltz_core.cli.doctor.doctor_probes import gather_facts, local_cluster
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import LocalConfig
@@ -73,11 +73,11 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     connect, local = _cluster_of(connect, directory)
     command_connections.use_scheme_of(connect)
     command_connections.ssl()  # raises BadConfig for the files of ?tls= before any query
-    facts, found = await _lasting(connect, local, timeout_s=timeout_s)
+    facts, found = await _stable_findings(connect, local, timeout_s=timeout_s)
     if as_json:
-        print_json(value_of(facts, found))
+        print_json(findings_json(facts, found))
     else:
-        for line in as_text(facts, found):
+        for line in findings_text(facts, found):
             print_result(line)
     return 0 if _is_healthy(facts, found) else 1
 
@@ -104,18 +104,18 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     return connect, local if local and local.connect == connect else None
 
 
-async def _lasting(
+async def _stable_findings(
     connect: str, local: LocalCluster | None, *, timeout_s: float
 ) -> tuple[Facts, list[Finding]]:
     """Return the facts and findings of the last check (rule 2)."""
-    facts = await gather(connect, timeout_s=timeout_s, local=local)
+    facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     for _ in range(CHECKS_MAX - 1):
         if not found:
             break
         known = {each.key for each in found}
         await asyncio.sleep(RECHECK_AFTER_S)
-        facts = await gather(connect, timeout_s=timeout_s, local=local)
+        facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
         found = diagnose(facts)
         lasting = [each for each in found if each.key in known]
         if lasting:
@@ -123,7 +123,7 @@ async def _lasting(
     return facts, found
 
 
-def as_text(facts: Facts, found: list[Finding]) -> list[str]:
+def findings_text(facts: Facts, found: list[Finding]) -> list[str]:
     """Return the lines for people."""
     if not found:
         if facts.cluster is None:
@@ -151,7 +151,7 @@ def _is_healthy(facts: Facts, found: list[Finding]) -> bool:
     return not found and facts.cluster is not None
 
 
-def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
+def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
     """Return the one value for scripts."""
     return {
         "connect": facts.connect,
@@ -172,7 +172,7 @@ def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
     }
 
 
-def _open(server: ServerFacts) -> set[PartitionId]:
+def _open_partitions(server: ServerFacts) -> set[PartitionId]:
     return {number for number, is_open in server.served.items() if is_open}
 
 
@@ -189,8 +189,8 @@ def _facts_json(facts: Facts) -> dict[str, object]:
         "servers": {
             each.address: {
                 "latency_ms": each.latency_ms,
-                "open": sorted(_open(each)),
-                "not_open": sorted(each.served.keys() - _open(each)),
+                "open": sorted(_open_partitions(each)),
+                "not_open": sorted(each.served.keys() - _open_partitions(each)),
                 "preferred": sorted(each.preferred),
                 "out_of_reach": sorted(each.out_of_reach),
             }

@@ -117,13 +117,13 @@ def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
     """Report to no one."""
 
 
-async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
+async def gather_facts(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
     """Query all processes; raises BadConfig for an invalid connect string."""
     place = parse_connect_string(connect)
     found = Facts(connect, local=None if local is None else _members_of(local))
     async with asyncio.TaskGroup() as tasks:
         zookeepers = [tasks.create_task(_zookeeper_server(each, timeout_s)) for each in place.hosts]
-        cluster = tasks.create_task(_cluster(place, found, timeout_s))
+        cluster = tasks.create_task(_gather_cluster_facts(place, found, timeout_s))
     return replace(await cluster, zookeeper_servers=tuple([await each for each in zookeepers]))
 
 
@@ -141,7 +141,7 @@ def _members_of(local: LocalCluster) -> LocalFacts:
     return LocalFacts(str(local.directory), tuple(members))
 
 
-async def _concurrently(
+async def _query_concurrently(
     items: Iterable[ItemT], query: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order."""
@@ -235,10 +235,10 @@ def mode_of(answer: bytes) -> str:
     return "" if NOT_SERVING in answer or not answer else "not reported"
 
 
-async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
+async def _gather_cluster_facts(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
     timeout_ms = round(timeout_s * 1000)
     try:
-        async with zookeeper_session.connected(
+        async with zookeeper_session.open_session(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
             registry = await _ClusterSnapshot.read(coordinator)
@@ -306,7 +306,7 @@ class _ClusterSnapshot:
             servers,
             await coordinator.storages.read(),
             {address: storage_id.hex for address, storage_id in ids.items()},
-            await _concurrently(numbers, coordinator.read_partition),
+            await _query_concurrently(numbers, coordinator.read_partition),
             await coordinator.reachability.read(servers.servers),
         )
 
@@ -322,13 +322,17 @@ class _ClusterSnapshot:
         async with asyncio.TaskGroup() as tasks:
             response = {
                 key: tasks.create_task(
-                    counter.track(f"server {each.address}", _Server(self, key, timeout_s).probe())
+                    counter.track(
+                        f"server {each.address}", _ServerProbe(self, key, timeout_s).probe()
+                    )
                 )
                 for key, each in servers.items()
             }
             storages = [
                 tasks.create_task(
-                    counter.track(f"storage {each}", _Storage(self, each, timeout_s, local).probe())
+                    counter.track(
+                        f"storage {each}", _StorageProbe(self, each, timeout_s, local).probe()
+                    )
                 )
                 for each in self.layout.assignment.partitions
             ]
@@ -356,7 +360,7 @@ class _ClusterSnapshot:
 # --- servers
 
 
-class _Mark(NamedTuple):
+class _PartitionAnswers(NamedTuple):
     """Fields of `PartitionFacts`."""
 
     mark: TransactionId | None
@@ -367,7 +371,7 @@ class _Mark(NamedTuple):
     archive_interval_ms: int = 0
 
 
-class _Server:
+class _ServerProbe:
     """The queries to one server."""
 
     def __init__(self, registry: _ClusterSnapshot, server_id: int, timeout_s: float) -> None:
@@ -396,7 +400,7 @@ class _Server:
         self._has_archive = any(each is not None for each in marks)
         self._timeout_s = timeout_s
 
-    async def probe(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
+    async def probe(self) -> tuple[ServerFacts, dict[PartitionId, _PartitionAnswers]]:
         links = ServerLinks(
             dial_timeout_s=self._timeout_s,
             late_answers_s=0.0,
@@ -415,7 +419,7 @@ class _Server:
 
     async def _query(
         self, link: ServerLink, facts: ServerFacts
-    ) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
+    ) -> tuple[ServerFacts, dict[PartitionId, _PartitionAnswers]]:
         health = await link.request(
             PartitionsHealthResponse,
             PartitionsHealthRequest,
@@ -425,9 +429,11 @@ class _Server:
         )
         served = {PartitionId(each): is_open for each, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
-            reach = tasks.create_task(self._out_of_reach(link))
+            reach = tasks.create_task(self._unreachable_replicas(link))
             opened = [each for each in self._owned if served.get(each)]
-            marks = tasks.create_task(_concurrently(opened, lambda each: self._mark(link, each)))
+            marks = tasks.create_task(
+                _query_concurrently(opened, lambda each: self._query_mark(link, each))
+            )
         facts = replace(
             facts,
             served=served,
@@ -436,7 +442,7 @@ class _Server:
         )
         return facts, dict(zip(opened, await marks, strict=True))
 
-    async def _out_of_reach(self, link: ServerLink) -> tuple[ReplicaId, ...]:
+    async def _unreachable_replicas(self, link: ServerLink) -> tuple[ReplicaId, ...]:
         try:
             answer = await link.request(
                 CheckConnectivityResponse,
@@ -467,19 +473,19 @@ class _Server:
         figures = zip(response.second_counts, response.medians_us, strict=True)
         return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
-    async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
+    async def _query_mark(self, link: ServerLink, partition_id: PartitionId) -> _PartitionAnswers:
         """Query like a client: the mark, and the commit time of its transaction."""
         try:
-            mark = await self._of_partition(
+            mark = await self._request_for_partition(
                 link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
             )
         except WaltzError as error:
-            return _Mark(None, str(error))
+            return _PartitionAnswers(None, str(error))
         last = TransactionId(mark.high_water_mark)
         ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
         unarchived_s = await self._unarchived_s(link, partition_id, last)
         byte_count, interval_ms = await self._archive(link, partition_id)
-        return _Mark(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
+        return _PartitionAnswers(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
 
     async def _archive(self, link: ServerLink, partition_id: PartitionId) -> tuple[int | None, int]:
         """Return the approximate size of what is not archived, and the interval of the archiver."""
@@ -490,7 +496,9 @@ class _Server:
             return ReplicasRequest(req_id, linearizable=False)
 
         try:
-            answer = await self._of_partition(link, ReplicasResponse, request, partition_id)
+            answer = await self._request_for_partition(
+                link, ReplicasResponse, request, partition_id
+            )
         except WaltzError:
             return None, 0  # other findings report it
         byte_count = None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
@@ -518,12 +526,12 @@ class _Server:
             return RangeRequest(req_id, last, last, 1, RangeForm.HEADERS, ())
 
         try:
-            response = await self._of_partition(link, RangeData, request, partition_id)
+            response = await self._request_for_partition(link, RangeData, request, partition_id)
         except WaltzError:
             return None  # a 0.13 server, which has no times; other findings report the rest
         return response.lineage[-1].stamp_ms - _now_ms() if response.lineage else None
 
-    async def _of_partition(
+    async def _request_for_partition(
         self,
         link: ServerLink,
         answer: type[AnswerT],
@@ -551,7 +559,7 @@ def archive_of(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
     return ArchiveFacts(**{name: each for name, each in gauge["value"].items() if name in known})
 
 
-class _Storage:
+class _StorageProbe:
     """The queries to one storage."""
 
     def __init__(
@@ -611,7 +619,7 @@ class _Storage:
         facts = await self._with_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
         replicas = {PartitionId(each): await self._replica(admin, each) for each in every}
-        stuck = await self._stuck(replicas)
+        stuck = await self._stuck_partitions(replicas)
         return replace(
             facts,
             replicas={
@@ -620,16 +628,20 @@ class _Storage:
             },
         )
 
-    async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
+    async def _stuck_partitions(
+        self, replicas: Mapping[PartitionId, ReplicaFacts]
+    ) -> set[PartitionId]:
         """Return the served logs that do not answer; rule 2 holds for each list separately."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
         lists = [
             served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
-        first_stuck = await _concurrently(lists, lambda each: self._first_stuck(each, replicas))
+        first_stuck = await _query_concurrently(
+            lists, lambda each: self._first_stuck_partition(each, replicas)
+        )
         return {each for each in first_stuck if each is not None}
 
-    async def _first_stuck(
+    async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> PartitionId | None:
         """Read the last record of one log after the other, until one does not answer."""
@@ -694,7 +706,7 @@ class _Storage:
 
     async def _admin_port(self) -> int | None:
         """Try all possible admin ports."""
-        found = await _concurrently(self._admin_ports, self._is_admin_port)
+        found = await _query_concurrently(self._admin_ports, self._is_admin_port)
         return next(
             (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None
         )

@@ -4,7 +4,7 @@ import asyncio
 from typing import NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import connected
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.queries import query
@@ -29,7 +29,7 @@ class ServerRow(NamedTuple):
 @options.connect
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:
-    async with connected(connect) as coordinator:
+    async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         view = await coordinator.read_servers()
     with ProgressLine() as line:

@@ -114,7 +114,7 @@ class OwnerConnection:
         found: dict[PartitionId, Prepared | Nack] = {}
         for answer in answers:
             if not isinstance(answer, Prepared | Nack):
-                raise self._unexpected(answer)
+                raise self._unexpected_answer_error(answer)
             found[PartitionId(answer.partition_id)] = answer
         return found
 
@@ -162,7 +162,7 @@ class OwnerConnection:
             self._expect(answer, RangeBytes)
             assert isinstance(answer, RangeBytes)
             if not answer.count:
-                raise self._unexpected(answer)
+                raise self._unexpected_answer_error(answer)
             for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed)
                 newest = newest.maximum_with(MaximumIds.of_record(client_id, generation))
@@ -185,7 +185,7 @@ class OwnerConnection:
                         if isinstance(message, DamageFound):
                             continue  # it answers no request
                         if not isinstance(message, StorageMessage):
-                            raise self._unexpected(message)
+                            raise self._unexpected_answer_error(message)
                         answers.append(message)
         except TimeoutError as error:
             raise Unreachable(f"{self.address} did not answer within {ANSWER_S} s") from error
@@ -195,9 +195,9 @@ class OwnerConnection:
         if isinstance(answer, Nack):
             raise from_code(answer.error_code, f"{self.address}: {answer.message}")
         if not isinstance(answer, kind):
-            raise self._unexpected(answer)
+            raise self._unexpected_answer_error(answer)
 
-    def _unexpected(self, answer: object) -> RemoteProtocolError:
+    def _unexpected_answer_error(self, answer: object) -> RemoteProtocolError:
         return RemoteProtocolError(
             f"{self.address} answered with an unexpected message, {type(answer).__name__}"
         )

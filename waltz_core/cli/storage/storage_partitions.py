@@ -59,7 +59,7 @@ _force = click.option(
 # one storage
 
 
-async def _each(
+async def _change_each(
     where: StorageChoice,
     partitions: str,
     what: str,
@@ -96,7 +96,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
-    return await _each(where, partitions, "add-partition", change)
+    return await _change_each(where, partitions, "add-partition", change)
 
 
 @subcommand
@@ -113,7 +113,7 @@ async def remove_partition(
         else:
             await admin.request(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
-    return await _each(where, partitions, "remove-partition", change)
+    return await _change_each(where, partitions, "remove-partition", change)
 
 
 @subcommand
@@ -129,7 +129,7 @@ async def availability(where: StorageChoice, *, partitions: str, online: str) ->
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAvailable, (partition,), online == "true")
 
-    return await _each(where, partitions, f"availability {online}", change)
+    return await _change_each(where, partitions, f"availability {online}", change)
 
 
 @subcommand
@@ -140,7 +140,7 @@ async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) ->
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, MarkSuspect, partition, force)
 
-    return await _each(where, partitions, "mark-suspect", change)
+    return await _change_each(where, partitions, "mark-suspect", change)
 
 
 @subcommand
@@ -151,7 +151,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, ReSeed, partition, force)
 
-    return await _each(where, partitions, "re-seed", change)
+    return await _change_each(where, partitions, "re-seed", change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ async def sync_partitions(where: StorageChoice) -> int:
                     async with admin_connection(
                         target.admin, ssl=command_connections.ssl()
                     ) as admin:
-                        rows += await _synced(admin, target, [int(each) for each in wanted])
+                        rows += await _sync_storage(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)
@@ -293,7 +293,7 @@ def _print_synced(
         print_result("nothing to do: all storages match the assignment in ZooKeeper")
 
 
-async def _synced(
+async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Make a storage match its assignment; this never deletes files."""

@@ -39,7 +39,7 @@ _TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error
 @subcommand
 @partitions
 @click.option("--status", is_flag=True, help="only show the progress of the scrub")
-@options.timeout_s()
+@options.timeout_option()
 @with_storages(has_timeout=True)
 async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
     chosen = numbers_of(partitions)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audited, connected
+from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -103,7 +103,7 @@ def with_storages(
     )
     # The timeout for ZooKeeper only; an option of earlier versions.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
-    wait_s = hidden if has_timeout else options.wait_s
+    wait_s = hidden if has_timeout else options.wait_option
     declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
     declared += [options.connect] if is_cluster else [connect, options.tls, admin]
 
@@ -121,7 +121,10 @@ async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
     if where.cluster is None:
         yield
         return
-    async with connected(where.cluster, where.wait_s) as coordinator, audited(coordinator):
+    async with (
+        open_command_session(where.cluster, where.wait_s) as coordinator,
+        audit_change(coordinator),
+    ):
         yield
 
 
@@ -146,7 +149,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 async def read_facts(where: StorageChoice) -> ClusterStorages:
     """Read a cluster's storages from ZooKeeper; raises CoordinatorUnavailable, BadConfig."""
-    async with connected(where.cluster or "", where.wait_s) as found:
+    async with open_command_session(where.cluster or "", where.wait_s) as found:
         ids = {
             address: storage_id.bytes
             for address, storage_id in (await found.read_storage_ids()).items()

@@ -133,8 +133,8 @@ async def validate(where: StorageChoice) -> int:
     facts = await read_facts(where)
     results = {
         str(target): {
-            "data_port": await _wrong_with_data_port(str(target)),
-            "admin_port": await _wrong_with_admin_port(facts, target),
+            "data_port": await _data_port_problem(str(target)),
+            "admin_port": await _admin_port_problem(facts, target),
         }
         for target in storages_of(facts, where)
     }
@@ -151,7 +151,7 @@ async def validate(where: StorageChoice) -> int:
     return 0 if is_healthy else 1
 
 
-async def _wrong_with_data_port(address: str) -> str | None:
+async def _data_port_problem(address: str) -> str | None:
     try:
         link = await command_connections.dial(WireProtocol.STORAGE, address)
     except WaltzError as error:
@@ -161,7 +161,7 @@ async def _wrong_with_data_port(address: str) -> str | None:
     return None
 
 
-async def _wrong_with_admin_port(facts: ClusterStorages, target: StorageTarget) -> str | None:
+async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> str | None:
     """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:

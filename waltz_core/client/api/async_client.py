@@ -36,7 +36,7 @@ from waltz_core.client.links.directory import (
 )
 from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
-from waltz_core.client.model.payloads import encrypted, encryption_of
+from waltz_core.client.model.payloads import encrypt_payload, encryption_of
 from waltz_core.client.model.predecessors import PipelinedState, initial_state
 from waltz_core.client.model.transaction import (
     TransactionContext,
@@ -59,7 +59,7 @@ from waltz_core.client.read.ranges import (
     ReplicaSet,
     read_chunks,
 )
-from waltz_core.client.read.requests import OwnerRequests, by_partition
+from waltz_core.client.read.requests import OwnerRequests, query_partitions
 from waltz_core.client.stream.appends import PendingRow, ReportOrder
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.write_claim import TaskClaim
@@ -93,7 +93,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.config = config
         self.directory = directory
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self._ssl = tls.dialing(config, connect)
+        self._ssl = tls.dial_context(config, connect)
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
@@ -197,7 +197,7 @@ class AsyncWaltzClient(OpenedByConnect):
         try:
             await self.directory.open(self._assignment_changed)
             if self._own_partitions is not None:
-                self._own_partitions = self._checked_own(self._own_partitions)
+                self._own_partitions = self._check_own_partitions(self._own_partitions)
             if self.claim is not None:
                 await self.claim.open(self)
         except BaseException:
@@ -206,12 +206,12 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.directory.close()
             raise
         if self.claim is not None and not self.claim.is_done:
-            self.ids.give(self.claim.identity)
+            self.ids.set_identity(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
         # The one task outside the group: it holds the group of all others until `close`.
         self._root = asyncio.get_running_loop().create_task(
-            self._live(started), name="waltz-client"
+            self._run_tasks(started), name="waltz-client"
         )
         try:
             await started.wait()
@@ -266,7 +266,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _live(self, started: asyncio.Event) -> None:
+    async def _run_tasks(self, started: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             self._group = group
             started.set()
@@ -361,14 +361,16 @@ class AsyncWaltzClient(OpenedByConnect):
 
         `linearizable`: a quorum confirms the answer, so it is not older than the call.
         """
-        return await self._request_mark(self._checked(partition), linearizable=linearizable)
+        return await self._request_mark(self._check_partition(partition), linearizable=linearizable)
 
     async def high_water_marks(
         self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
     ) -> dict[int, TransactionId]:
         """Return the marks of many partitions (default: all), requested in parallel."""
-        wanted = self._or_all(partitions)
-        return await by_partition(wanted, partial(self._request_mark, linearizable=linearizable))
+        wanted = self._partitions_or_all(partitions)
+        return await query_partitions(
+            wanted, partial(self._request_mark, linearizable=linearizable)
+        )
 
     async def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
@@ -385,12 +387,15 @@ class AsyncWaltzClient(OpenedByConnect):
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of many partitions (default: all), requested in parallel."""
-        wanted, near = self._or_all(partitions), self.config.group if group is None else group
+        wanted, near = (
+            self._partitions_or_all(partitions),
+            self.config.group if group is None else group,
+        )
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return await self.requests.has_legacy_server(self._or_all(partitions))
+        return await self.requests.has_legacy_server(self._partitions_or_all(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.
@@ -399,7 +404,7 @@ class AsyncWaltzClient(OpenedByConnect):
         that another server committed in the last two seconds; for a mark that lacks nothing use
         `high_water_mark(partition, linearizable=True)`.
         """
-        partition_id = self._checked(partition)
+        partition_id = self._check_partition(partition)
         known = self._partitions.get(partition_id)
         if known is not None:
             await known.appends.wait_for_earlier()
@@ -413,10 +418,10 @@ class AsyncWaltzClient(OpenedByConnect):
 
         async def mount(partition_id: PartitionId) -> TransactionId:
             partition = await self._partition(partition_id)
-            await partition.mounted()
+            await partition.ensure_mounted()
             return partition.stream.high_water_mark
 
-        return await by_partition(self._or_all(partitions), mount)
+        return await query_partitions(self._partitions_or_all(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Set the first sequence number by partition: an earlier client used the lower ones.
@@ -424,7 +429,7 @@ class AsyncWaltzClient(OpenedByConnect):
         For a client that reuses the ID of an earlier client; call it before any append.
         """
         for partition_id, sequence in sequences.items():
-            (await self._partition(self._checked(partition_id))).begin_sequences(sequence)
+            (await self._partition(self._check_partition(partition_id))).begin_sequences(sequence)
 
     # --- writing
 
@@ -460,13 +465,13 @@ class AsyncWaltzClient(OpenedByConnect):
         given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose(partition, locks))
         if (write or read) and given is None and not chosen.is_ready:
-            await chosen.mounted()  # the mark is unknown until then
+            await chosen.ensure_mounted()  # the mark is unknown until then
         if (write or read) and given is None and chosen.is_starting:
             await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
         payload, header = check_data(data), check_header(header)
         if self._encryption is not None or encryption_key_id is not None:
-            payload = await encrypted(
+            payload = await encrypt_payload(
                 self._encryption,
                 payload,
                 partition=chosen.partition_id,
@@ -563,7 +568,7 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> None:
         """Apply the feed to any consumer; the generic form of `subscribe`."""
         recipient = Recipient(consumer, header_values)
-        await self.subscriptions.subscribe(recipient, self._or_all(partitions))
+        await self.subscriptions.subscribe(recipient, self._partitions_or_all(partitions))
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -580,7 +585,7 @@ class AsyncWaltzClient(OpenedByConnect):
         Raises UsageError before the first `subscribe`, and any exception of
         `client_high_water_mark`.
         """
-        await self.subscriptions.set_partitions(self._or_all(partitions))
+        await self.subscriptions.set_partitions(self._partitions_or_all(partitions))
 
     # --- reading
 
@@ -601,7 +606,7 @@ class AsyncWaltzClient(OpenedByConnect):
         complete, otherwise from the server. Raises DataLoss if the log ends before `last`.
         With setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
         """
-        partition_id = self._checked(partition)
+        partition_id = self._check_partition(partition)
         check_range(partition_id, first, last)
         query = RangeQuery(
             TransactionId(first),
@@ -676,17 +681,17 @@ class AsyncWaltzClient(OpenedByConnect):
         if self._is_closed or self._root is None:
             raise errors.UsageError(_CLOSED)
 
-    def _checked(self, partition: int) -> PartitionId:
+    def _check_partition(self, partition: int) -> PartitionId:
         self._check_usable()
         return check_partition(partition, self.cluster().name, self.partition_count)
 
-    def _or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
+    def _partitions_or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
         own = self._own_partitions
         wanted = (own or range(self.partition_count)) if partitions is None else partitions
-        return [self._checked(each) for each in items_of("partitions", wanted)]
+        return [self._check_partition(each) for each in items_of("partitions", wanted)]
 
-    def _checked_own(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
+    def _check_own_partitions(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
         name, count = self.cluster().name, self.partition_count
         checked = {check_partition(each, name, count) for each in partitions}
         if not checked:
@@ -697,7 +702,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """Return the partition of an append; raises BadRequest if it is not one of the client's."""
         own = self._own_partitions
         if partition is not None:
-            chosen = self._checked(partition)
+            chosen = self._check_partition(partition)
             if own is not None and chosen not in own:
                 raise errors.BadRequest(
                     f"partition {chosen} is not one of the partitions that this client was "

@@ -29,7 +29,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.model.payloads import encrypted
+from waltz_core.client.model.payloads import encrypt_payload
 from waltz_core.client.model.predecessors import initial_state
 from waltz_core.client.model.transaction import (
     TransactionBuilder,
@@ -41,7 +41,7 @@ from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records.record import TransactionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 1.0
 
-_FINAL = (Reason.AHEAD, Reason.TOO_LARGE)
+_FINAL = (RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE)
 
 
 ResultT = TypeVar("ResultT")
@@ -185,22 +185,24 @@ class ContextRun:
     async def _attempt(self) -> bool:
         """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
-        await self._before_deadline(partition.mounted(), "the client had not mounted the partition")
+        await self._await_until_deadline(
+            partition.ensure_mounted(), "the client had not mounted the partition"
+        )
         if partition.reads_by_feed:
-            await self._before_deadline(
+            await self._await_until_deadline(
                 partition.wait_for_feed(), "the application had paused the partition"
             )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.pipelined_state = self._pipelined_state
         if self._pipelined_state is not None:
             self._pipelined_state = (
-                self._pipelined_state.forgotten()
+                self._pipelined_state.without_predecessors()
             )  # the server's answer is valid for one attempt
         executing = self._context.execute(builder)
-        is_wanted = await self._before_deadline(executing, "execute was still running")
+        is_wanted = await self._await_until_deadline(executing, "execute was still running")
         if not is_wanted:
             self._finish(None)
-            await self._hook("on_completion", False)  # noqa: FBT003
+            await self._call_hook("on_completion", False)  # noqa: FBT003
             return False
         if builder.data is None:
             raise errors.BadRequest(
@@ -210,8 +212,8 @@ class ContextRun:
         mark, pipelined_state = builder.claim()
         data = builder.data
         if self._encryption is not None or builder.encryption_key_id is not None:
-            data = await self._before_deadline(
-                encrypted(
+            data = await self._await_until_deadline(
+                encrypt_payload(
                     self._encryption,
                     data,
                     partition=partition.partition_id,
@@ -226,7 +228,7 @@ class ContextRun:
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
         row.is_attempt = True
-        await self._before_deadline(
+        await self._await_until_deadline(
             partition.window.take(1, row.size_bytes),
             "the client had reached its limit of appends in flight",
         )
@@ -234,7 +236,7 @@ class ContextRun:
         self._row = row
         return True
 
-    async def _before_deadline(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
+    async def _await_until_deadline(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
         """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
@@ -262,18 +264,18 @@ class ContextRun:
         except errors.Unavailable as error:  # never sent, so rule 3 holds
             return await self._retry(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
-        if outcome.reason == Reason.COMMITTED:
+        if outcome.reason == RowOutcomeCode.COMMITTED:
             await self._complete(outcome.transaction_id)
             return False
         rejection = error_of(self._partition.partition_id, row, outcome)
         if outcome.reason in _FINAL:
             await self._fail(rejection)
             return False
-        if outcome.reason != Reason.LOCK:
+        if outcome.reason != RowOutcomeCode.LOCK:
             return await self._retry(rejection, wait_for=None)
         if outcome.pipelined_state is not None:
             self._pipelined_state = outcome.pipelined_state
-        await self._hook("on_lock_failure")
+        await self._call_hook("on_lock_failure")
         return await self._retry(rejection, wait_for=outcome.conflicting)
 
     async def _retry(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
@@ -330,25 +332,25 @@ class ContextRun:
             if applier is None:
                 break
             try:
-                await applier.reached(mark)
+                await applier.wait_until_applied(mark)
             except errors.Unavailable:
                 if not applier.is_paused_by_application:
                     raise
             else:
                 return
-        await self._partition.known(mark)
+        await self._partition.wait_until_known(mark)
 
     async def _complete(self, transaction_id: TransactionId) -> None:
         if not self.future.done():
             self.future.set_result(transaction_id)
-        await self._hook("on_completion", True)  # noqa: FBT003
+        await self._call_hook("on_completion", True)  # noqa: FBT003
         applier = self._partition.applier
         if applier is not None:
             try:
-                await applier.reached(transaction_id)
+                await applier.wait_until_applied(transaction_id)
             except errors.Unavailable:
                 return  # The feed has stopped, and the application was notified.
-            await self._hook("on_application")
+            await self._call_hook("on_application")
 
     def _close(self) -> None:
         """End with the client: report what is known about the last attempt."""
@@ -373,14 +375,14 @@ class ContextRun:
 
     async def _expire(self, error: errors.WaltzError) -> bool:
         self._finish(error)
-        await self._hook("on_expiration")
+        await self._call_hook("on_expiration")
         return False
 
     async def _fail(self, error: Exception) -> None:
         self._finish(error)
-        await self._hook("on_exception", error)
+        await self._call_hook("on_exception", error)
 
-    async def _hook(self, name: str, *args: object) -> None:
+    async def _call_hook(self, name: str, *args: object) -> None:
         """Call a hook; what it raises cannot change what has happened."""
         try:
             await self._context.call(name, *args)

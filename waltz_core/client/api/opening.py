@@ -40,10 +40,10 @@ class Opening(Generic[ClientT]):
         self._client = client
 
     def __await__(self) -> Generator[Any, None, ClientT]:
-        return self._opened().__await__()
+        return self._open().__await__()
 
     async def __aenter__(self) -> ClientT:
-        return await self._opened()
+        return await self._open()
 
     async def __aexit__(
         self,
@@ -60,7 +60,7 @@ class Opening(Generic[ClientT]):
             f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}"
         )
 
-    async def _opened(self) -> ClientT:
+    async def _open(self) -> ClientT:
         await self._client.open()
         return self._client
 

@@ -75,7 +75,7 @@ class ScanColumns:
     ) -> None:
         name, decode = _format(data_format)
         log = batches.READ_SCHEMA.append(ERROR_FIELD) if has_keys else batches.READ_SCHEMA
-        self.schema = log if schema is None else _checked(schema, log, has_keys=has_keys)
+        self.schema = log if schema is None else _check_schema(schema, log, has_keys=has_keys)
         self._foreign = [part for part in self.schema if part.name not in log.names]
         columns = [
             name for name in self.schema.names if name in log.names and name != ERROR_FIELD.name
@@ -109,9 +109,9 @@ class ScanColumns:
                 chunk.records, chunk.lengths, chunk.stamps, self._columns, partition_id=partition_id
             )
         for batch in found:
-            yield self._projected(select(batch), chunk)
+            yield self._project(select(batch), chunk)
 
-    def _projected(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
+    def _project(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
         found = dict(zip(batch.schema.names, batch.columns, strict=True))
         if chunk.decrypt is not None and "data" in found:
             payloads = [
@@ -123,14 +123,14 @@ class ScanColumns:
             found["data"] = pa.array([each.data for each in payloads], pa.binary())
             found[ERROR_FIELD.name] = pa.array([each.error for each in payloads], pa.string())
         if self._foreign:
-            columns = self._unpacked(found)
+            columns = self._unpack(found)
             found |= dict(zip((part.name for part in self._foreign), columns, strict=True))
         if not self.schema.names:
             return batch.select([])
         arrays = [found[name] for name in self.schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
-    def _unpacked(self, found: dict[str, pa.Array]) -> list[pa.Array]:
+    def _unpack(self, found: dict[str, pa.Array]) -> list[pa.Array]:
         """Return the payload's columns, null where there is no payload (rule 5)."""
         is_present = found["data"].is_valid()
         data, *place = (found[name].filter(is_present) for name in ("data", *_PLACE))
@@ -163,7 +163,7 @@ def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
     )
 
 
-def _checked(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowSchema:
+def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> ArrowSchema:
     """Return the schema; raises BadRequest for a column that the log cannot fill."""
     if not isinstance(schema, pa.Schema):
         raise BadRequest(

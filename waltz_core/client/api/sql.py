@@ -194,7 +194,7 @@ class SqlCallbacks(BatchCallbacks):
         Raises:
             ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
         """
-        mark = self._retried("mark", lambda: self._mark_or_begin(partition))
+        mark = self._retry("mark", lambda: self._mark_or_begin(partition))
         self._known[partition] = mark
         return mark
 
@@ -222,7 +222,7 @@ class SqlCallbacks(BatchCallbacks):
             batch = transactions[: self._sizes.get(partition, BATCH_MIN)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
-                if self._retried("apply", partial(self._apply_once, partition, batch, end)):
+                if self._retry("apply", partial(self._apply_once, partition, batch, end)):
                     return len(batch)
             except Exception as error:
                 if len(batch) <= 1:
@@ -254,7 +254,7 @@ class SqlCallbacks(BatchCallbacks):
 
     # -- the database ----------------------------------------------------------------------------
 
-    def _retried(self, what: str, action: Callable[[], T]) -> T:
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry an action that the database rejects because of another transaction (rule 4)."""
         random = Random()  # noqa: S311 - spreads retries, keeps no secret
         backoff = Backoff(interval_ms_min=PAUSE_MS_MIN, interval_ms_max=PAUSE_MS_MAX, random=random)
@@ -264,7 +264,7 @@ class SqlCallbacks(BatchCallbacks):
             except DBAPIError as error:
                 if not is_conflict(error):
                     raise
-                pause_ms = backoff.failed()
+                pause_ms = backoff.note_failure()
                 _log.info("sql.conflict what=%s pause_ms=%d", what, pause_ms)
                 time.sleep(pause_ms / 1000)
         return action()
@@ -514,7 +514,7 @@ assert hasattr(sa.Connection, "_commit_impl")
 def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
     """Reject calls that would end the transaction (rule 2), even if `apply` catches the error."""
     _guard.connection, _guard.broken, _guard.error = connection, None, None
-    vars(connection)["_commit_impl"] = partial(_reject, "commit()")
+    vars(connection)["_commit_impl"] = partial(_reject_call, "commit()")
     try:
         yield
     finally:
@@ -531,7 +531,7 @@ def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
         raise _early_end(broken)
 
 
-def _reject(what: str) -> NoReturn:
+def _reject_call(what: str) -> NoReturn:
     _guard.broken = what
     raise _early_end(what)
 
@@ -540,7 +540,7 @@ def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
     statement, context = event[1], event[-1]
     is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
     if is_guarded and _ends_transaction(statement):
-        _reject(statement.strip()[:40])
+        _reject_call(statement.strip()[:40])
 
 
 def _note_error(failure: sa.engine.ExceptionContext) -> None:

@@ -136,7 +136,7 @@ class Subscriptions:
     def _data_of(self, partition: ClientPartition, header_values: tuple[int, ...]) -> DataCache:
         partition_id, stream = partition.partition_id, partition.stream
         return DataCache(
-            lambda query: self._requests.data_range(partition_id, query),
+            lambda query: self._requests.fetch_data_range(partition_id, query),
             lambda transaction_id: self._requests.data(partition_id, transaction_id),
             mark=lambda: stream.high_water_mark,
             bytes_max=self._config.range_bytes_max,

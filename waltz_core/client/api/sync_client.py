@@ -154,7 +154,7 @@ class WaltzClient:
         return made
 
     @classmethod
-    def wrapping(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
+    def wrap(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
         """Open a client over any asyncio client; used by `memory.MemoryWaltz`."""
         made = cls.__new__(cls)
         made._begin(opening)
@@ -683,9 +683,9 @@ class _ThreadConsumer:
                 return DeliveryProgress(count, _raised_by_thread(error))
             return DeliveryProgress(count, None)
 
-        return await self._applied(partition_id, apply_all)
+        return await self._apply_on_thread(partition_id, apply_all)
 
-    async def _applied(
+    async def _apply_on_thread(
         self, partition_id: PartitionId, apply: Callable[[], DeliveryProgress]
     ) -> DeliveryProgress:
         """Run callbacks on a thread that `close` waits for."""
@@ -746,7 +746,7 @@ class _BatchConsumer(_ThreadConsumer):
             except BaseException as error:  # noqa: BLE001 - the application's own
                 return DeliveryProgress(0, _raised_by_thread(error))
 
-        return await self._applied(partition_id, apply_transactions)
+        return await self._apply_on_thread(partition_id, apply_transactions)
 
 
 async def _on_thread(

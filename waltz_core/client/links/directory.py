@@ -203,7 +203,7 @@ class ZooKeeperDirectory:
             await self._check_same()
             await self.coordinator.follow_servers(self._take)
         except errors.ClusterNotFound as error:
-            raise self._missing(error) from error
+            raise self._missing_cluster_error(error) from error
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server; raises NotOwned while there is none."""
@@ -279,7 +279,7 @@ class ZooKeeperDirectory:
         except errors.ClusterNotFound as error:
             if self._cluster is None:
                 raise
-            raise self._missing(error) from error
+            raise self._missing_cluster_error(error) from error
         except errors.BadFormat as error:
             if self._cluster is None:
                 raise
@@ -292,7 +292,9 @@ class ZooKeeperDirectory:
                 f"{self._connect_timeout_ms} ms"
             ) from error
 
-    def _missing(self, error: errors.ClusterNotFound) -> errors.CoordinatorUnavailable:
+    def _missing_cluster_error(
+        self, error: errors.ClusterNotFound
+    ) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
         return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")
@@ -303,7 +305,7 @@ class ZooKeeperDirectory:
             return
         key = (await self._with_timeout(self.coordinator.read_cluster())).store.cluster_key.bytes
         if key != self.cluster.key:
-            raise _other_cluster(self.cluster.key, key, self.coordinator.where)
+            raise _other_cluster_error(self.cluster.key, key, self.coordinator.where)
         self._was_missing = False
 
     def _take(self, view: ServersView) -> None:
@@ -354,7 +356,7 @@ class FixedDirectory:
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
         }
-        self._take(answers, ahead=1)
+        self._update_owners(answers, ahead=1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -375,7 +377,7 @@ class FixedDirectory:
         await self._is_suspect.wait()
         if not self._is_open:
             self._is_suspect.clear()  # If ZooKeeper is unavailable, `mark_suspect` may set it.
-            await self._opened()
+            await self._wait_for_session()
         await self._fallback.run()
 
     def mark_suspect(self) -> None:
@@ -387,22 +389,22 @@ class FixedDirectory:
         owner = self._known_owners.get(partition_id)
         if owner is not None and not after_failure:
             return owner
-        await self._opened()
+        await self._wait_for_session()
         return await self._fallback.owner(partition_id, after_failure=True)
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
-        await self._opened()
+        await self._wait_for_session()
         return await self._fallback.owner_now(partition_id)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, from ZooKeeper."""
-        await self._opened()
+        await self._wait_for_session()
         return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
         """Allocate a client ID that was never used before, from ZooKeeper."""
-        await self._opened()
+        await self._wait_for_session()
         return await self._fallback.next_client_id()
 
     async def close(self) -> None:
@@ -411,11 +413,11 @@ class FixedDirectory:
         if self._request_timeout is not None and not self._request_timeout.expired():
             self._request_timeout.reschedule(0.0)
         with contextlib.suppress(errors.WaltzError):
-            await self._opened()  # rule 7: a session that is being opened has ended then
+            await self._wait_for_session()  # rule 7: a session that is being opened has ended then
         if self._is_open:
             await self._fallback.close()
 
-    async def _opened(self) -> None:
+    async def _wait_for_session(self) -> None:
         """Wait for a session with ZooKeeper; raises the reason if there is none."""
         if not self._is_open:
             await self._opening.answered()
@@ -427,7 +429,7 @@ class FixedDirectory:
             raise errors.UsageError(_CLOSED)
         try:
             async with asyncio.timeout(None) as self._request_timeout:
-                await self._fallback.open(self._found)
+                await self._fallback.open(self._accept_owners)
         except TimeoutError:
             raise errors.UsageError(_CLOSED) from None
         finally:
@@ -437,17 +439,17 @@ class FixedDirectory:
             where = self._fallback.coordinator.where
             # Closed again, so that no later query is answered from the wrong cluster.
             await self._fallback.close()
-            raise _other_cluster(self._cluster.key, key, where)
+            raise _other_cluster_error(self._cluster.key, key, where)
         self._is_open = True
         self._is_suspect.set()
-        self._found(self._fallback.owners)
+        self._accept_owners(self._fallback.owners)
 
-    def _found(self, owners: Mapping[PartitionId, Owner]) -> None:
+    def _accept_owners(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Accept owners from ZooKeeper, once it is known to be the same cluster."""
         if self._is_open:
-            self._take(owners, ahead=0)
+            self._update_owners(owners, ahead=0)
 
-    def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
+    def _update_owners(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners whose generation is at least `ahead` above the known one."""
         known = self._known_owners
         new_owners = {
@@ -460,7 +462,7 @@ class FixedDirectory:
             self._changed(new_owners)
 
 
-def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
+def _other_cluster_error(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
     return errors.ClusterKeyMismatch(
         f"{where} is another cluster than before: expected cluster key {expected.hex()}, "
         f"found {found.hex()}"

@@ -42,7 +42,7 @@ class ClientIdentities:
         self._timeout_s = timeout_s
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def give(self, identity: ClientIdentity) -> None:
+    def set_identity(self, identity: ClientIdentity) -> None:
         """Use this ID, and never another one."""
         self.current = self._given = identity
 

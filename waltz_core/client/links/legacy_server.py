@@ -56,14 +56,18 @@ class LegacyServer:
         if self._link.is_closed:
             return
         match effect:
-            case legacy_server_stream.ToServer():
+            case legacy_server_stream.SendToServer():
                 self._link.send_all(effect.messages)
-            case legacy_server_stream.ToStream():
+            case legacy_server_stream.SendToStream():
                 self._deliver(effect.message)
-            case legacy_server_stream.Prove():
-                self._prove(effect.partition_id, partial(self._proven, effect))
+            case legacy_server_stream.ProveOwnership():
+                self._prove(effect.partition_id, partial(self._ownership_proven, effect))
             case legacy_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
-    def _proven(self, request: legacy_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
+    def _ownership_proven(
+        self,
+        request: legacy_server_stream.ProveOwnership,
+        is_owner: bool,  # noqa: FBT001 - as `Prove` has it
+    ) -> None:
         self._driver.post(OwnershipProven(request.partition_id, request.number, is_owner))

@@ -30,7 +30,7 @@ class OutageLog:
         self._since_s: float | None = None
         self._logged_s: float | None = None
 
-    def failed(self, reason: object) -> None:
+    def note_failure(self, reason: object) -> None:
         """Another attempt has failed."""
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:
@@ -49,7 +49,7 @@ class OutageLog:
             reason,
         )
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """An attempt has succeeded."""
         if self._logged_s is not None:
             _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._what)

@@ -28,7 +28,7 @@ def encryption_of(config: "ClientConfig") -> Encryption | None:
     )
 
 
-async def encrypted(
+async def encrypt_payload(
     encryption: Encryption | None, data: bytes, *, partition: int, header: int, key_id: str | None
 ) -> bytes:
     """Return a payload as it is appended.
@@ -51,7 +51,7 @@ async def encrypted(
     )
 
 
-async def decrypted(
+async def decrypt_payload(
     encryption: Encryption, data: bytes, *, partition: int, header: int
 ) -> DecryptedPayload:
     """Return a payload that was read; the errors are those of `Encryption.decrypt`."""

@@ -108,16 +108,16 @@ class PipelinedState:
     @property
     def predecessors(self) -> tuple[Predecessor, ...]:
         """All predecessors."""
-        return self.above(BEFORE_FIRST)
+        return self.predecessors_above(BEFORE_FIRST)
 
-    def above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
+    def predecessors_above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
         """Return the predecessors that are missing in a state at this mark."""
         found = tuple(each for each in self.received if each.transaction_id > mark)
         if self.encryption is None:
             return found
-        return tuple(self._decrypted(each, self.encryption) for each in found)
+        return tuple(self._decrypt(each, self.encryption) for each in found)
 
-    def _decrypted(self, found: Predecessor, encryption: "Encryption") -> Predecessor:
+    def _decrypt(self, found: Predecessor, encryption: "Encryption") -> Predecessor:
         payload = encryption.decrypt(found.data, partition=self.partition_id, header=found.header)
         if payload.error is None:
             return found._replace(data=payload.data)
@@ -125,7 +125,7 @@ class PipelinedState:
         unreadable.reason = payload.error
         return unreadable
 
-    def forgotten(self) -> "PipelinedState":
+    def without_predecessors(self) -> "PipelinedState":
         """Return the state of the same author before it has received any."""
         return initial_state(self.encryption)
 
@@ -137,7 +137,7 @@ class PipelinedState:
         `locks` are the locks that the server checks against the mark.
         """
         if not self.has_seen or not self.base <= mark < self.mark:
-            return mark, self.forgotten()
+            return mark, self.without_predecessors()
         if not self.locks.issuperset(locks):
             return self.without(mark)
         return self.mark, self
@@ -145,7 +145,7 @@ class PipelinedState:
     def without(self, mark: TransactionId) -> tuple[TransactionId, "PipelinedState"]:
         """Return the same for a row that is checked against the mark of its own state (rule 4)."""
         if not self.has_seen:
-            return mark, self.forgotten()
+            return mark, self.without_predecessors()
         return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())
 
     def with_predecessors(
@@ -165,7 +165,7 @@ class PipelinedState:
                 f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
         if len(known) + len(received) > PREDECESSORS_MAX:
-            return self.forgotten()
+            return self.without_predecessors()
         found = (*known, *received)
         return PipelinedState(
             SessionId(message.session_id),

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
-from waltz_core.client.model.payloads import decrypted
+from waltz_core.client.model.payloads import decrypt_payload
 from waltz_core.client.model.predecessors import PipelinedState, Predecessor
 from waltz_core.client.model.serializers import MSGPACK, Serializer
 from waltz_core.records.checksum import crc32
@@ -31,7 +31,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
     lock_hash,
-    spread,
+    partition_of_hash,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def lock(name: str, key: int | str = 0) -> int:
 
 def partition_of(hashed: int, partition_count: int) -> PartitionId:
     """Return the partition of a lock hash, the same on every client and in Spark."""
-    return spread(hashed, partition_count)
+    return partition_of_hash(hashed, partition_count)
 
 
 def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
@@ -143,7 +143,9 @@ class TransactionBuilder:
         self.client_high_water_mark = self.pipelined_from = check_mark(mark)
         if self.pipelined_state is None:
             return ()
-        return self.pipelined_state.claim(self.pipelined_from)[1].above(self.pipelined_from)
+        return self.pipelined_state.claim(self.pipelined_from)[1].predecessors_above(
+            self.pipelined_from
+        )
 
     def claim(self) -> tuple[TransactionId, PipelinedState | None]:
         """Return the mark to send, and the followed state if `predecessors` was called."""
@@ -449,7 +451,7 @@ class AsyncTransaction(FeedItem):
         if encryption is None:
             return data
         place = {"partition": self.partition_id, "header": self.header}
-        return self._note(await decrypted(encryption, data, **place))
+        return self._note(await decrypt_payload(encryption, data, **place))
 
     @overload
     async def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value

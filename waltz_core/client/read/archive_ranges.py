@@ -52,7 +52,7 @@ class ArchivedObjects:
         """The objects, in order."""
         return self.manifest.newest
 
-    def between(self, first: int, last: int) -> "ArchivedObjects":
+    def objects_between(self, first: int, last: int) -> "ArchivedObjects":
         """Return those that hold some of first..last."""
         chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
         return ArchivedObjects(self.url, _part_of(self.manifest, chosen))
@@ -72,7 +72,7 @@ def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> Ar
     return ArchivedObjects(url, _part_of(reader.manifest, entries))
 
 
-def last_older(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
+def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
     """Return the last archived ID that is known to be committed before a time.
 
     It is the one before the first available ID if none is.
@@ -80,13 +80,13 @@ def last_older(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId
     Raises:
         Like `find_objects`.
     """
-    return _reader(url, archived).last_older(time_ms)
+    return _reader(url, archived).last_committed_before(time_ms)
 
 
 def _reader(url: str, archived: ArchivedRange) -> "ArchiveReader":
     from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
 
-    store, cache = _opened(os.getpid(), url)
+    store, cache = _open_archive(os.getpid(), url)
     return ArchiveReader(store, archived.manifest, archived.manifest_crc, cache)
 
 
@@ -125,7 +125,7 @@ def read_archived(
     """
     from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
 
-    store, cache = _opened(os.getpid(), objects.url)
+    store, cache = _open_archive(os.getpid(), objects.url)
     reader = ArchiveReader.of(objects.manifest, store, cache)
     next_id = TransactionId(first)
     while next_id <= last:
@@ -155,7 +155,7 @@ def _chunk_of(read: RangeRead, form: RangeForm, header_values: Sequence[int]) ->
 
 
 @functools.cache
-def _opened(_process: int, url: str) -> "tuple[ArchiveStore, ArchiveCache]":
+def _open_archive(_process: int, url: str) -> "tuple[ArchiveStore, ArchiveCache]":
     """Return the store and the cache of this process: a forked one opens its own."""
     from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - imports Parquet
     from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - imports Parquet

@@ -81,8 +81,8 @@ class CatchUp:
             raise
 
     def _applied(self, mark: TransactionId) -> None:
-        self._data.applied(mark)
-        self._partition.applied(mark)
+        self._data.release_applied(mark)
+        self._partition.feed_applied(mark)
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
         """Pass on the transactions after `fed`, up to near the end of the log."""
@@ -99,7 +99,7 @@ class CatchUp:
             await self._applier.stop(error)
             raise
         if self._applier.stopped is None:
-            self._partition.caught_up(fed)
+            self._partition.feed_caught_up(fed)
 
     async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
         """Apply rule 1; raises other errors than `Unavailable`, and any error of an ended feed."""
@@ -110,9 +110,9 @@ class CatchUp:
             except errors.Unavailable as error:
                 if self._applier.stopped is not None:
                     raise
-                self._outage.failed(error)
+                self._outage.note_failure(error)
             else:
-                self._outage.succeeded()
+                self._outage.note_success()
                 return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
@@ -137,11 +137,11 @@ class CatchUp:
         feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)
         feed["req_id"] = heads["req_id"]
         feed["header"] = heads["header"]
-        await self._applier.reached(
+        await self._applier.wait_until_applied(
             TransactionId(max(fed - self._config.feed_prefetch_count_max, -1))
         )
         last = TransactionId(chunk.next - 1)
-        self._applier.feed(heads["transaction_id"].tolist(), feed.tobytes(), last)
+        self._applier.queue_range(heads["transaction_id"].tolist(), feed.tobytes(), last)
         return last
 
     async def _request_mark(self) -> TransactionId:

@@ -156,7 +156,7 @@ class DataCache:
             except CancelledError:
                 raise errors.Unavailable("the client is closed") from None
 
-    def applied(self, mark: TransactionId) -> None:
+    def release_applied(self, mark: TransactionId) -> None:
         """Drop what the application has applied (rule 2)."""
         for first, kept in list(self._kept.items()):
             if kept.last <= mark:

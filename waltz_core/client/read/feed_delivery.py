@@ -203,14 +203,14 @@ class Applier:
         """Start at the application's mark."""
         self._advance(mark)
 
-    def feed(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
+    def queue_range(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
         """Queue a range of the feed up to `last`: 20 bytes for each ID."""
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
         self._arrived.set()
 
-    async def reached(self, mark: TransactionId) -> None:
+    async def wait_until_applied(self, mark: TransactionId) -> None:
         """Wait until everything up to `mark` is applied; raises if the feed has stopped before."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
@@ -299,7 +299,7 @@ class Applier:
                 run = run[verdict.applied_count :]
                 pause_s = RETRY_S_MIN
             if verdict.error is None:
-                self._outage.succeeded()
+                self._outage.note_success()
                 if not run and self.stopped is None:
                     self._advance(last)
                 continue
@@ -328,7 +328,7 @@ class Applier:
 
     async def _poison_policy(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
         if policy_of(error) is PoisonPolicy.RETRY:
-            self._outage.failed(error)
+            self._outage.note_failure(error)
         else:
             _log.warning(
                 "feed.apply_failed partition=%d transaction=%d",
@@ -371,4 +371,4 @@ class Applier:
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():
-                future.set_result(None)  # `reached` checks again, and raises
+                future.set_result(None)  # `wait_until_applied` checks again, and raises

@@ -205,7 +205,7 @@ class LocalReader:
         try:
             if file is None:
                 request = encode_segment(self._partition_id, segment, ticket)
-                taken = descriptor_passing.take(
+                taken = descriptor_passing.request_descriptor(
                     self._socket_name, request, timeout_s=self._timeout_s
                 )
                 file = self._files[segment] = FileIO(taken)

@@ -523,7 +523,7 @@ class ReplicaReader:
                 break
             address = self._addresses[0]
             try:
-                chunk = await self._fetch_patiently(address, query)
+                chunk = await self._fetch_with_retries(address, query)
             except errors.WaltzError as error:
                 if isinstance(error, errors.BeforeLogStart) and error.first_available > query.first:
                     raise
@@ -551,7 +551,7 @@ class ReplicaReader:
             self._link.close()
             self._link = None
 
-    async def _fetch_patiently(self, address: str, query: RangeQuery) -> RangeChunk:
+    async def _fetch_with_retries(self, address: str, query: RangeQuery) -> RangeChunk:
         """Read from a replica; wait as it requests: other replicas have limits, too."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s

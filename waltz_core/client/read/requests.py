@@ -312,7 +312,7 @@ class OwnerRequests:
         async def query(reader: OwnerLink) -> bool:
             return reader.link.is_legacy_server
 
-        found = await by_partition(
+        found = await query_partitions(
             partition_ids, lambda each: self._query_until_answered(each, query, is_bulk=False)
         )
         return any(found.values())
@@ -322,7 +322,7 @@ class OwnerRequests:
     ) -> dict[int, ReplicaSet]:
         """Return `replicas` of each partition, with those of a group as nearby (rule 3)."""
         query = partial(self.replicas, linearizable=linearizable)
-        found = await by_partition(partition_ids, query)
+        found = await query_partitions(partition_ids, query)
         if group == NO_GROUP:
             return found
         try:
@@ -363,7 +363,7 @@ class OwnerRequests:
         )
         return chunk_of_server(reader.partition_id, query, answer)
 
-    async def data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
+    async def fetch_data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return the same of known committed records; only IDs and data of it are valid."""
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
@@ -422,7 +422,7 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
     return TransactionId(mark)
 
 
-async def by_partition(
+async def query_partitions(
     partition_ids: Iterable[PartitionId],
     query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:

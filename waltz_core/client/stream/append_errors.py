@@ -11,40 +11,40 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.stream.outcome_tracker import BatchOutcome, Pending, Submission
+from waltz_core.client.stream.outcome_tracker import BatchOutcome, PendingSubmission, Submission
 from waltz_core.records.record import PartitionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
-_REASONS: dict[int, Reason] = {
-    errors.LockFailed.code: Reason.LOCK,
-    errors.SessionLost.code: Reason.LOST,
-    errors.ClientAheadOfLog.code: Reason.AHEAD,
-    errors.NotMounted.code: Reason.NOT_MOUNTED,
-    errors.NotOwned.code: Reason.NOT_MOUNTED,
-    errors.GenerationMismatch.code: Reason.GENERATION,
-    errors.NoSpace.code: Reason.NO_SPACE,
-    errors.TooLarge.code: Reason.TOO_LARGE,
-    errors.Overloaded.code: Reason.OVERLOADED,
+_REASONS: dict[int, RowOutcomeCode] = {
+    errors.LockFailed.code: RowOutcomeCode.LOCK,
+    errors.SessionLost.code: RowOutcomeCode.LOST,
+    errors.ClientAheadOfLog.code: RowOutcomeCode.AHEAD,
+    errors.NotMounted.code: RowOutcomeCode.NOT_MOUNTED,
+    errors.NotOwned.code: RowOutcomeCode.NOT_MOUNTED,
+    errors.GenerationMismatch.code: RowOutcomeCode.GENERATION,
+    errors.NoSpace.code: RowOutcomeCode.NO_SPACE,
+    errors.TooLarge.code: RowOutcomeCode.TOO_LARGE,
+    errors.Overloaded.code: RowOutcomeCode.OVERLOADED,
 }
 
 # Transient reasons: the rows may be sent again as they are.
 TRANSIENT = (
-    Reason.LOST,
-    Reason.NOT_MOUNTED,
-    Reason.GENERATION,
-    Reason.NO_SPACE,
-    Reason.OVERLOADED,
+    RowOutcomeCode.LOST,
+    RowOutcomeCode.NOT_MOUNTED,
+    RowOutcomeCode.GENERATION,
+    RowOutcomeCode.NO_SPACE,
+    RowOutcomeCode.OVERLOADED,
 )
 # After these, the partition must be mounted again before anything else is sent.
-_REMOUNT = (Reason.NOT_MOUNTED, Reason.GENERATION)
+_REMOUNT = (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.GENERATION)
 
 
-def reason_of(error: errors.WaltzError) -> Reason | None:
+def outcome_code_of(error: errors.WaltzError) -> RowOutcomeCode | None:
     """Return why rows are not in the log, None when the error does not settle it (rule 2)."""
     return _REASONS.get(error.code)
 
 
-def remount_reason(outcome: BatchOutcome) -> Reason | None:
+def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
     """Return why the partition must be mounted again, None if it need not."""
     if not outcome.has_rejections:
         return None
@@ -65,7 +65,7 @@ def is_mount_retriable(error: errors.WaltzError) -> bool:
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 
 
-def not_sent(
+def not_sent_error(
     partition_id: PartitionId, timeout_ms: int, failure: str, retry_after_ms: int
 ) -> errors.Unavailable:
     """Return the error of a submission that was never sent, so it is not in the log."""
@@ -73,17 +73,19 @@ def not_sent(
         f"partition {partition_id}: the client could not send the append within {timeout_ms} ms "
         f"({failure}); the transaction is not in the log"
     )
-    return timed_out(text, retry_after_ms)
+    return timeout_error(text, retry_after_ms)
 
 
-def timed_out(text: str, retry_after_ms: int) -> errors.Unavailable:
+def timeout_error(text: str, retry_after_ms: int) -> errors.Unavailable:
     """Return the error of a timeout; Overloaded while a server requests a pause."""
     if retry_after_ms > 0:
         return errors.Overloaded(text, retry_after_ms)
     return errors.Unreachable(text)
 
 
-def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:
+def unknown_outcome_error(
+    pending: PendingSubmission, when: str, failure: str
+) -> errors.OutcomeUnknown:
     """Return the error of a submission whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "

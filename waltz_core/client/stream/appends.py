@@ -37,7 +37,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 # Up to this many rows go as single appends; more of them are cheaper as one Arrow batch.
 SINGLES_MAX = 8
@@ -51,13 +51,13 @@ RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
 
 _TRANSIENT: dict[int, type[errors.WaltzError]] = {
-    Reason.LOST: errors.SessionLost,
-    Reason.NOT_MOUNTED: errors.NotMounted,
-    Reason.GENERATION: errors.NotMounted,
-    Reason.NO_SPACE: errors.NoSpace,
-    Reason.OVERLOADED: errors.Overloaded,
+    RowOutcomeCode.LOST: errors.SessionLost,
+    RowOutcomeCode.NOT_MOUNTED: errors.NotMounted,
+    RowOutcomeCode.GENERATION: errors.NotMounted,
+    RowOutcomeCode.NO_SPACE: errors.NoSpace,
+    RowOutcomeCode.OVERLOADED: errors.Overloaded,
 }
-_FULL = (Reason.NO_SPACE, Reason.OVERLOADED)
+_FULL = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -379,7 +379,9 @@ class Appends:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
             self._end(batch)
-            lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
+            lost = BatchOutcome.uniform(
+                batch.row_count, RowOutcomeCode.LOST, high_water_mark=BEFORE_FIRST
+            )
             batch.finish(lost)
             self._notify()
             return
@@ -393,7 +395,7 @@ class Appends:
             for row in rows:
                 self._send_single(row)
         else:
-            for part in _parts(rows, self._batch_rows, self._batch_bytes):
+            for part in _split_rows(rows, self._batch_rows, self._batch_bytes):
                 self._send_rows(part)
 
     def _send_single(self, row: PendingRow) -> None:
@@ -426,7 +428,7 @@ class Appends:
 
     # --- outcomes
 
-    def settled(self, token: int, outcome: BatchOutcome) -> None:
+    def submission_settled(self, token: int, outcome: BatchOutcome) -> None:
         """Handle the outcome of every row of a submission."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
@@ -488,7 +490,7 @@ class Appends:
             result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.pipelined_state)
             if row.is_attempt:
                 row.future.set_result(result)
-            elif reason == Reason.COMMITTED:
+            elif reason == RowOutcomeCode.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
                 error = error_of(self._partition_id, row, result, outcome.detail)
@@ -555,7 +557,7 @@ def error_of(
 ) -> errors.WaltzError:
     """Return the error that states why a row is not in the log; `detail` has the server's words."""
     where = f"partition {partition_id}"
-    if outcome.reason == Reason.LOCK:
+    if outcome.reason == RowOutcomeCode.LOCK:
         failed = errors.LockFailed(
             f"{where}: lock conflict: transaction {outcome.conflicting} (or an earlier one) "
             "has written a lock of this transaction after the client's high-water mark "
@@ -564,19 +566,19 @@ def error_of(
         failed.conflicting = outcome.conflicting
         failed.high_water_mark = outcome.high_water_mark
         return failed
-    if outcome.reason == Reason.AHEAD:
+    if outcome.reason == RowOutcomeCode.AHEAD:
         return errors.ClientAheadOfLog(
             f"{where}: the client's high-water mark {row.mark} is above the log's, "
             f"{outcome.high_water_mark}. Hint: the client may be connected to another "
             "cluster, or the log has lost transactions."
         )
-    if outcome.reason == Reason.TOO_LARGE:
+    if outcome.reason == RowOutcomeCode.TOO_LARGE:
         return errors.TooLarge(
             f"{where}: the server rejects a transaction with {len(row.data)} bytes of data as "
             "too large"
         )
     made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
-    name = Reason(outcome.reason).name
+    name = RowOutcomeCode(outcome.reason).name
     why = f"{name}: {detail}" if detail else name
     return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
@@ -588,7 +590,7 @@ def _kind(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     ) and each.pipelined_state is not None
 
 
-def _parts(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:
+def _split_rows(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:
     """Return the rows in runs of at most `rows_max` rows and about `bytes_max` bytes."""
     if len(rows) <= rows_max and sum(row.size_bytes for row in rows) <= bytes_max:
         return [rows]

@@ -25,11 +25,11 @@ class Backoff:
         """After this long a connection counts as a success, even when it ends."""
         return self._interval_ms_max
 
-    def succeeded(self) -> None:
+    def reset(self) -> None:
         """Reset: the next attempt comes at once."""
         self._failures = 0
 
-    def failed(self) -> int:
+    def note_failure(self) -> int:
         """Count a failure; return the delay in ms, 0 after the first."""
         self._failures += 1
         if self._failures == 1:

@@ -103,7 +103,7 @@ class ClientPartition:
         self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         self._starts = 0
-        # Fetches the feed after one mark up to about another, then calls `caught_up`.
+        # Fetches the feed after one mark up to about another, then calls `feed_caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
@@ -183,7 +183,7 @@ class ClientPartition:
         """
         return self.stream.high_water_mark if self._consumed is None else self._consumed
 
-    async def mounted(self) -> None:
+    async def ensure_mounted(self) -> None:
         """Mount if necessary; raises Unavailable after `request_timeout_ms`."""
         if self.is_ready:
             return
@@ -197,7 +197,7 @@ class ClientPartition:
             async with asyncio.timeout(timeout_ms / 1000):
                 await future
         except TimeoutError as error:
-            raise append_errors.timed_out(
+            raise append_errors.timeout_error(
                 f"the client could not mount partition {self.partition_id} within "
                 f"{timeout_ms} ms: {self.stream.failure}",
                 self.stream.pause_ms(loop_clock_ms()),
@@ -205,7 +205,7 @@ class ClientPartition:
         finally:
             self._mount_waiters.pop(future, None)
 
-    async def known(self, mark: TransactionId) -> None:
+    async def wait_until_known(self, mark: TransactionId) -> None:
         """Wait until the log is known to reach `mark`."""
         while self.stream.high_water_mark < mark and self._stopped is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -228,11 +228,11 @@ class ClientPartition:
         self.fetch = None
         self._driver.post(stream_events.Unsubscribe())
 
-    def caught_up(self, mark: TransactionId) -> None:
+    def feed_caught_up(self, mark: TransactionId) -> None:
         """The transactions that the feed was behind have been fetched up to `mark`."""
         self._driver.post(stream_events.Resume(mark))
 
-    def applied(self, mark: TransactionId) -> None:
+    def feed_applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
         self._consumed = mark
         if self.stream.has_feed:
@@ -275,23 +275,23 @@ class ClientPartition:
                 if self._link is not None and self._link.number == effect.link:
                     self._link.send(effect.message)
             case stream_events.SubmissionSettled():
-                self.appends.settled(effect.token, effect.outcome)
+                self.appends.submission_settled(effect.token, effect.outcome)
             case stream_events.SubmissionRejected():
                 self.appends.rejected(effect.token, effect.error)
             case stream_events.MarkAdvanced():
                 self._mark_moved(effect.high_water_mark)
             case stream_events.FeedAdvanced():
                 if self.applier is not None:
-                    self.applier.feed(effect.ids, effect.headers, effect.last)
+                    self.applier.queue_range(effect.ids, effect.headers, effect.last)
             case stream_events.FeedLagging():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case stream_events.OpenLink():
                 if self.stream.has_feed:
-                    self._outage.failed(self.stream.failure)
+                    self._outage.note_failure(self.stream.failure)
                 self._spawn(self._open_link(effect), "link")
             case stream_events.Ready():
-                self._outage.succeeded()
+                self._outage.note_success()
                 _release(self._mount_waiters)
             case stream_events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")
@@ -327,7 +327,9 @@ class ClientPartition:
         def prove(on_result: Callable[[bool], None]) -> None:
             self._spawn(self._verify_owner(owner, on_result), "owner")
 
-        link.attach(self.partition_id, self._received, self._lost, self._is_waiting, prove)
+        link.attach(
+            self.partition_id, self._message_received, self._link_lost, self._is_waiting, prove
+        )
         self._link = link
         if identity is not None:
             self._driver.post(stream_events.ClientIdRenewed(*identity))
@@ -387,10 +389,10 @@ class ClientPartition:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
-    def _received(self, link: int, message: ClientMessage) -> None:
+    def _message_received(self, link: int, message: ClientMessage) -> None:
         self._driver.post(stream_events.MessageReceived(link, message))
 
-    def _lost(self, link: int, reason: str) -> None:
+    def _link_lost(self, link: int, reason: str) -> None:
         self._driver.post(stream_events.LinkLost(link, reason))
 
     def _mark_moved(self, mark: TransactionId) -> None:

@@ -39,7 +39,7 @@ class FeedCursor:
         self._fed: TransactionId | None = None
         self._applied = BEFORE_FIRST
 
-    def want(self, mark: TransactionId | None, header_values: tuple[int, ...] = ()) -> None:
+    def start_after(self, mark: TransactionId | None, header_values: tuple[int, ...] = ()) -> None:
         """Start after `mark`; None for the end of the log as the first mount finds it."""
         assert not self.is_wanted
         self.is_wanted = True
@@ -62,16 +62,16 @@ class FeedCursor:
             self._fed = self._applied = mark
         return self._fed
 
-    def mounting(self) -> None:
+    def mount_started(self) -> None:
         """A new mount begins: the server no longer waits for a request of an older one."""
         self.is_suspended = False
 
-    def mounted(self) -> None:
+    def mount_succeeded(self) -> None:
         """A mount with the feed has succeeded: the server waits for a request."""
         assert self._fed is not None
         self.is_suspended = True
 
-    def applied(self, mark: TransactionId) -> bool:
+    def note_applied(self, mark: TransactionId) -> bool:
         """The application has applied everything up to here; True when that ends a hold."""
         # NB: while the driver fetches (`is_lagging`) it is ahead of what was fed here.
         self._applied = max(self._applied, mark)
@@ -95,7 +95,7 @@ class FeedCursor:
         fed = self._fed
         if fed is None or self.is_lagging:
             return None
-        picked = self._picked(message)
+        picked = self._picked_ids(message)
         if isinstance(picked, str):
             return picked
         if message.first > fed + 1:
@@ -118,7 +118,7 @@ class FeedCursor:
             self.chain = (TransactionId(message.chain_at), Chain(message.chain))
         return stretch
 
-    def _picked(self, message: FeedBatch) -> Sequence[int] | str | None:
+    def _picked_ids(self, message: FeedBatch) -> Sequence[int] | str | None:
         """Return the IDs that a batch has headers of, None for all, or what is wrong with it."""
         count, size = message.count, len(message.headers)
         if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:

@@ -17,7 +17,7 @@ from waltz_core.client.stream import append_errors
 from waltz_core.client.stream.outcome_tracker import BatchOutcome, Submission
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
-from waltz_core.wire.messages import Mounted, Reason
+from waltz_core.wire.messages import Mounted, RowOutcomeCode
 
 
 @value(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Outbox:
             waiting = self._waiting.popleft()
             if waiting.submission.keeps_order:
                 rows, mark = waiting.submission.row_count, outcome.high_water_mark
-                lost = BatchOutcome.uniform(rows, Reason.LOST, high_water_mark=mark)
+                lost = BatchOutcome.uniform(rows, RowOutcomeCode.LOST, high_water_mark=mark)
                 outcomes.append((waiting.submission.token, lost))
             else:
                 self._waiting.append(waiting)

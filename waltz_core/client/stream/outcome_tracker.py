@@ -42,12 +42,12 @@ from waltz_core.wire.messages import (
     AppendResult,
     Buffer,
     Predecessors,
-    Reason,
+    RowOutcomeCode,
 )
 
 # For a row that a lock has rejected, built once: outcomes are never written to.
 _NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
-_LOCK: Final = np.full(1, Reason.LOCK, dtype=np.uint8)
+_LOCK: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
 _NO_ID.flags.writeable = _LOCK.flags.writeable = False
 # Answers that end a submission; an error ends one, too.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
@@ -63,9 +63,9 @@ assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 class BatchOutcome:
     """The outcome of each row: one element in each array, in the order of the rows.
 
-    `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
-    `conflicting` is the ID that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
-    mark of the log, not below any ID here.
+    `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `RowOutcomeCode`
+    values; `conflicting` is the ID that a LOCK rejection conflicts with, else -1. `high_water_mark`
+    is a mark of the log, not below any ID here.
     """
 
     high_water_mark: TransactionId
@@ -87,19 +87,19 @@ class BatchOutcome:
     @property
     def committed_count(self) -> int:
         """How many rows are in the log."""
-        return int(np.count_nonzero(self.reasons == Reason.COMMITTED))
+        return int(np.count_nonzero(self.reasons == RowOutcomeCode.COMMITTED))
 
     @staticmethod
     def uniform(
         row_count: int,
-        reason: Reason,
+        reason: RowOutcomeCode,
         *,
         high_water_mark: TransactionId,
         detail: str = "",
         retry_after_ms: int = 0,
     ) -> "BatchOutcome":
         """Return the outcome of rows that were all rejected for one reason."""
-        assert reason is not Reason.COMMITTED
+        assert reason is not RowOutcomeCode.COMMITTED
         return BatchOutcome(
             high_water_mark,
             np.full(row_count, BEFORE_FIRST, dtype=np.int64),
@@ -168,7 +168,7 @@ class Submission:
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingSubmission:
     """A submission that was sent and is not final yet."""
 
     submission: Submission
@@ -191,9 +191,9 @@ class Pending:
         if self.found is None or not (self.found != BEFORE_FIRST).all():
             return None
         lost = BatchOutcome.uniform(
-            self.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
+            self.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
         )
-        return _corrected(lost, self.found)
+        return _correct_outcome(lost, self.found)
 
 
 class OutcomeTracker:
@@ -203,7 +203,7 @@ class OutcomeTracker:
         self._client_id = client_id
         self._partition_id = partition_id
         # By first sequence number, ascending: dicts keep the order of insertion (rule 1).
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingSubmission] = {}
         self._last_sequence = 0
         self.in_flight_rows = 0
         self.in_flight_bytes = 0
@@ -211,17 +211,17 @@ class OutcomeTracker:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[PendingSubmission]:
         return iter(self._pending.values())
 
     @property
-    def oldest(self) -> Pending | None:
+    def oldest(self) -> PendingSubmission | None:
         """The oldest submission."""
         return next(iter(self._pending.values()), None)
 
     # --- sending
 
-    def register(self, pending: Pending) -> None:
+    def register(self, pending: PendingSubmission) -> None:
         """Register a submission that is about to be sent."""
         assert pending.req_id.client_id == self._client_id
         assert pending.req_id.partition_id == self._partition_id
@@ -232,12 +232,12 @@ class OutcomeTracker:
         self.in_flight_rows += pending.submission.row_count
         self.in_flight_bytes += pending.submission.size_bytes
 
-    def find(self, req_id: ReqId) -> Pending | None:
+    def find(self, req_id: ReqId) -> PendingSubmission | None:
         """Return the submission whose first row has this request ID."""
         pending = self._pending.get(req_id.sequence)
         return pending if pending is not None and pending.req_id == req_id else None
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, pending: PendingSubmission) -> None:
         """Remove a submission whose outcome was reported."""
         removed = self._pending.pop(pending.req_id.sequence)
         assert removed is pending
@@ -247,7 +247,7 @@ class OutcomeTracker:
 
     # --- evidence
 
-    def answered(self, result: AppendAnswer) -> tuple[Pending, BatchOutcome] | None:
+    def answered(self, result: AppendAnswer) -> tuple[PendingSubmission, BatchOutcome] | None:
         """Return the outcome in a server's answer; None if the submission has its outcome already.
 
         Raises RemoteProtocolError when the answer does not fit its submission.
@@ -256,11 +256,11 @@ class OutcomeTracker:
         if pending is None:
             return None
         if isinstance(result, Predecessors):
-            outcome = _rejected(result, pending)
+            outcome = _rejected_outcome(result, pending)
         else:
             outcome = _decode(result, pending.submission.row_count)
         if pending.found is not None:
-            outcome = _corrected(outcome, pending.found)
+            outcome = _correct_outcome(outcome, pending.found)
         self.remove(pending)
         return pending, outcome
 
@@ -310,7 +310,7 @@ class OutcomeTracker:
             if pending.mark_proven is None:
                 pending.mark_proven = max(mark, pending.mark_before)
 
-    def unresolved(self) -> tuple[TransactionId, TransactionId] | None:
+    def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
         """Return first..last of the log that must be read back; None when nothing is in doubt."""
         doubtful = [
             (pending.mark_before, pending.mark_proven)
@@ -323,7 +323,7 @@ class OutcomeTracker:
         last = TransactionId(max(proven for _, proven in doubtful))
         return (first, last) if first <= last else None
 
-    def in_doubt_below(self, first_available: TransactionId) -> list[Pending]:
+    def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
         """Return the proven submissions with rows in doubt that may be below the log's first ID."""
         return [
             pending
@@ -333,15 +333,17 @@ class OutcomeTracker:
             and pending.known_outcome(BEFORE_FIRST) is None
         ]
 
-    def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
+    def settle(
+        self, high_water_mark: TransactionId
+    ) -> list[tuple[PendingSubmission, BatchOutcome]]:
         """The log was read back: return the outcome of every proven submission (rule 4)."""
         settled = []
         for pending in [each for each in self if each.mark_proven is not None]:
             outcome = BatchOutcome.uniform(
-                pending.submission.row_count, Reason.LOST, high_water_mark=high_water_mark
+                pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
             if pending.found is not None:
-                outcome = _corrected(outcome, pending.found)
+                outcome = _correct_outcome(outcome, pending.found)
             self.remove(pending)
             settled.append((pending, outcome))
         return settled
@@ -397,7 +399,7 @@ class OutcomeTracker:
                 _note(pending, rows[hits], ids[own[hits]])
 
 
-def _note(pending: Pending, rows: I64, ids: I64) -> None:
+def _note(pending: PendingSubmission, rows: I64, ids: I64) -> None:
     if pending.found is None:
         pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
     known = pending.found[rows]
@@ -413,18 +415,18 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
         )
 
 
-def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
+def _correct_outcome(outcome: BatchOutcome, found: I64) -> BatchOutcome:
     """Return the outcome with the rows that were seen in the log as committed (rule 6)."""
     seen = found != BEFORE_FIRST
     return BatchOutcome(
         TransactionId(max(outcome.high_water_mark, int(found.max()))),
         np.where(seen, found, outcome.transaction_ids),
-        np.where(seen, np.uint8(Reason.COMMITTED), outcome.reasons),
+        np.where(seen, np.uint8(RowOutcomeCode.COMMITTED), outcome.reasons),
         np.where(seen, BEFORE_FIRST, outcome.conflicting),
     )
 
 
-def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
+def _rejected_outcome(result: Predecessors, pending: PendingSubmission) -> BatchOutcome:
     submission, content = pending.submission, pending.submission.content
     if submission.pipelined_state is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
@@ -452,7 +454,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     ids = np.frombuffer(result.transaction_ids, dtype=">i8").astype(np.int64)
     reasons = np.frombuffer(result.reasons, dtype=np.uint8).copy()
     conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
-    committed = reasons == Reason.COMMITTED
+    committed = reasons == RowOutcomeCode.COMMITTED
     if not np.array_equal(committed, ids > BEFORE_FIRST):
         raise _wrong_ids(result)
     mark = max(result.high_water_mark, int(ids.max()))
@@ -464,7 +466,7 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
     transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]
-    if (reason == Reason.COMMITTED) is not (transaction_id > BEFORE_FIRST):
+    if (reason == RowOutcomeCode.COMMITTED) is not (transaction_id > BEFORE_FIRST):
         raise _wrong_ids(result)
     return BatchOutcome(
         TransactionId(max(result.high_water_mark, transaction_id)),

@@ -40,7 +40,7 @@ from waltz_core.client.stream.outcome_tracker import (
     AppendAnswer,
     BatchOutcome,
     OutcomeTracker,
-    Pending,
+    PendingSubmission,
     Submission,
 )
 from waltz_core.client.stream.readback import ReadBack
@@ -70,7 +70,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, Reason
+from waltz_core.wire.messages import LATEST_MARK, RowOutcomeCode
 
 if TYPE_CHECKING:
     from random import Random
@@ -173,14 +173,14 @@ class PartitionStream:
             case stream_events.SendAppends():
                 self._append(event.submission, now_ms, out)
             case stream_events.MessageReceived():
-                self._received(event, now_ms, out)
+                self._message_received(event, now_ms, out)
             case stream_events.Applied():
                 self._take_applied(event.mark, now_ms, out)
             case stream_events.Mount():
                 self._wants_mount = True
                 self._start(out)
             case stream_events.Subscribe():
-                self._cursor.want(event.mark, event.header_values)
+                self._cursor.start_after(event.mark, event.header_values)
                 self._remount("the application has requested the feed", now_ms, out)
             case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
@@ -188,15 +188,15 @@ class PartitionStream:
                 self._cursor.resume(event.mark)
                 self._remount("the feed has caught up", now_ms, out)
             case stream_events.LinkOpened():
-                self._linked(event, now_ms, out)
+                self._link_opened(event, now_ms, out)
             case stream_events.LinkFailed():
                 self._link_failed(event, now_ms, out)
             case stream_events.LinkLost():
                 self._link_lost(event, now_ms, out)
             case stream_events.GenerationChanged():
-                self._moved(event.generation, now_ms, out)
+                self._owner_moved(event.generation, now_ms, out)
             case stream_events.ClientIdRenewed():
-                self._renew(event, now_ms, out)
+                self._client_id_renewed(event, now_ms, out)
             case stream_events.Close():
                 self._stop(
                     errors.Unreachable("the client was closed before it sent the append"), out
@@ -242,7 +242,7 @@ class PartitionStream:
         self._avoided_links.update((pending.link, None) for pending in self._tracker)
         out.append(OpenLink(self.attempt, tuple(self._avoided_links)))
 
-    def _linked(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
+    def _link_opened(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
@@ -269,7 +269,7 @@ class PartitionStream:
         self._mount += 1
         self._mount_id = self._control_id()
         self._mount_has_feed = wants_feed
-        self._cursor.mounting()
+        self._cursor.mount_started()
         values = self._cursor.header_values if wants_feed else ()
         number = self._connection_sequence
         request = messages.MountWriter(
@@ -284,7 +284,7 @@ class PartitionStream:
         if event.link == self._link and self.phase in _LINKED:
             self._leave(event.reason, now_ms, out)
 
-    def _avoid_link(self, pending: Pending) -> None:
+    def _avoid_link(self, pending: PendingSubmission) -> None:
         """Do not mount the link of an unanswered submission again."""
         if pending.is_link_lost:
             self._avoided_links.pop(pending.link, None)
@@ -300,10 +300,10 @@ class PartitionStream:
         else:
             self._stop(event.error, out)
 
-    def _moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
+    def _owner_moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
             # A dial in progress may go to a machine that is down; its outcome is ignored.
-            self._backoff.succeeded()  # The failures were those of another server.
+            self._backoff.reset()  # The failures were those of another server.
             self._paused_until_ms = now_ms
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
@@ -333,7 +333,7 @@ class PartitionStream:
         assert self.phase in _LINKED
         stable_ms = self._backoff.stable_ms
         if self.phase is Phase.READY and now_ms - self._ready_since_ms >= stable_ms:
-            self._backoff.succeeded()
+            self._backoff.reset()
         self._link = -1
         self._mount_id = None
         self._remount_reason = None
@@ -350,7 +350,7 @@ class PartitionStream:
         self.phase = Phase.WAITING
         # A request waits no longer than its timeout in any case.
         pause_ms = min(self.pause_ms(now_ms), self._settings.request_timeout_ms)
-        delay_ms = max(self._backoff.failed(), pause_ms)
+        delay_ms = max(self._backoff.note_failure(), pause_ms)
         if delay_ms == 0:
             self._open_link(out)
         else:
@@ -362,7 +362,7 @@ class PartitionStream:
 
     # --- messages
 
-    def _received(
+    def _message_received(
         self, event: stream_events.MessageReceived, now_ms: int, out: list[Effect]
     ) -> None:
         message = event.message
@@ -379,15 +379,15 @@ class PartitionStream:
                 self._cursor.is_suspended = True
                 self._request_feed(out)
             case messages.Mounted() if message.req_id == self._mount_id:
-                self._mounted(message, now_ms, out)
+                self._mount_succeeded(message, now_ms, out)
             case messages.RangeData() if self._readback.is_requested(message.req_id):
                 self._range_data(message, now_ms, out)
             case messages.ErrorResponse():
-                self._error(message, now_ms, out)
+                self._error_received(message, now_ms, out)
             case _:
                 out.append(self._report("stream.message_ignored", message=type(message).__name__))
 
-    def _mounted(self, message: messages.Mounted, now_ms: int, out: list[Effect]) -> None:
+    def _mount_succeeded(self, message: messages.Mounted, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.MOUNTING:
             return
         mark = TransactionId(message.high_water_mark)
@@ -397,13 +397,13 @@ class PartitionStream:
                 f"the server's high-water mark {mark} is below the known one, {known}", now_ms, out
             )
             return
-        self._learn(mark, out)
+        self._note_mark(mark, out)
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
         if self._must_request_feed(mark, now_ms, out):
             return
         self._tracker.prove(mark)
         self._readback.begin(
-            self._tracker.unresolved(), self._cursor.chain if self._mount_has_feed else None
+            self._tracker.unresolved_range(), self._cursor.chain if self._mount_has_feed else None
         )
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._settle(now_ms, out)
@@ -414,7 +414,7 @@ class PartitionStream:
         if not cursor.is_wanted:
             return False
         if self._mount_has_feed:
-            cursor.mounted()
+            cursor.mount_succeeded()
             self._request_feed(out)
             return False
         fed = cursor.start_at_end(mark)
@@ -428,7 +428,7 @@ class PartitionStream:
 
     def _settle(self, now_ms: int, out: list[Effect]) -> None:
         if self._readback.is_done:
-            self._ready(now_ms, out)
+            self._become_ready(now_ms, out)
             return
         self.phase = Phase.SETTLING
         request = self._readback.request(self._control_id(), reads_own=self._reads_own)
@@ -447,7 +447,7 @@ class PartitionStream:
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._settle(now_ms, out)
 
-    def _ready(self, now_ms: int, out: list[Effect]) -> None:
+    def _become_ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._tracker.settle(self.high_water_mark):
             self._avoid_link(pending)
             self._settle_submission(pending.submission, outcome, out)
@@ -461,7 +461,9 @@ class PartitionStream:
         out.append(Ready(self.high_water_mark))
         self._send_waiting(out)
 
-    def _error(self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]) -> None:
+    def _error_received(
+        self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]
+    ) -> None:
         error = errors.from_code(
             message.error_code, message.message, message.first_available, message.retry_after_ms
         )
@@ -497,7 +499,7 @@ class PartitionStream:
             self.failure = str(error)
             for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
                 self._end_pending(pending, "since the log begins after them", out)
-            self._readback.begin(self._tracker.unresolved(), None)
+            self._readback.begin(self._tracker.unresolved_range(), None)
         self._settle(now_ms, out)
 
     # --- appends
@@ -527,7 +529,9 @@ class PartitionStream:
         req_id = ReqId(client_id, self._generation, self._partition_id, self.next_sequence)
         self.next_sequence += submission.row_count  # invariant 5
         self._tracker.register(
-            Pending(submission, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
+            PendingSubmission(
+                submission, req_id, self._link, self._mount, self.high_water_mark, deadline_ms
+            )
         )
         out.append(
             Send(
@@ -548,9 +552,9 @@ class PartitionStream:
             self._conclude(*answer, now_ms, out)
 
     def _append_error(
-        self, pending: Pending, error: errors.WaltzError, now_ms: int, out: list[Effect]
+        self, pending: PendingSubmission, error: errors.WaltzError, now_ms: int, out: list[Effect]
     ) -> None:
-        reason = append_errors.reason_of(error)
+        reason = append_errors.outcome_code_of(error)
         if reason is not None:
             self._tracker.remove(pending)
             outcome = BatchOutcome.uniform(
@@ -575,13 +579,13 @@ class PartitionStream:
 
     def _conclude(
         self,
-        pending: Pending,
+        pending: PendingSubmission,
         outcome: BatchOutcome,
         now_ms: int,
         out: list[Effect],
         remounts_for: str | None = None,
     ) -> None:
-        self._learn(outcome.high_water_mark, out)
+        self._note_mark(outcome.high_water_mark, out)
         self._settle_submission(pending.submission, outcome, out)
         if self.phase is not Phase.READY:
             return
@@ -609,7 +613,7 @@ class PartitionStream:
         out.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost = BatchOutcome.uniform(
-                submission.row_count, Reason.LOST, high_water_mark=self.high_water_mark
+                submission.row_count, RowOutcomeCode.LOST, high_water_mark=self.high_water_mark
             )
             out.extend(
                 SubmissionSettled(*settled)
@@ -623,10 +627,12 @@ class PartitionStream:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             pause_ms = self.pause_ms(now_ms)
-            error = append_errors.not_sent(self._partition_id, timeout_ms, self.failure, pause_ms)
+            error = append_errors.not_sent_error(
+                self._partition_id, timeout_ms, self.failure, pause_ms
+            )
             out.append(SubmissionRejected(waiting.submission.token, error))
 
-    def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
+    def _end_pending(self, pending: PendingSubmission, when: str, out: list[Effect]) -> None:
         """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
         self._tracker.remove(pending)
         self._avoid_link(pending)
@@ -634,7 +640,7 @@ class PartitionStream:
         if outcome is not None:
             out.append(SubmissionSettled(pending.submission.token, outcome))
         else:
-            error = append_errors.unknown(pending, when, self.failure)
+            error = append_errors.unknown_outcome_error(pending, when, self.failure)
             out.append(SubmissionRejected(pending.submission.token, error))
 
     # --- client IDs
@@ -653,7 +659,9 @@ class PartitionStream:
             self._end_pending(pending, "with this client ID", out)
         self._leave(str(error), now_ms, out)
 
-    def _renew(self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]) -> None:
+    def _client_id_renewed(
+        self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]
+    ) -> None:
         if not (self._renewing or self.needs_client_id):
             return
         assert len(self._tracker) == 0
@@ -686,11 +694,11 @@ class PartitionStream:
         if stretch is not None:
             if stretch.picked is None:  # with a filter, the log is read back
                 self._tracker.match_feed(stretch.first, stretch.headers)
-            self._learn(stretch.last, out)
+            self._note_mark(stretch.last, out)
             out.append(stretch)
 
     def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
-        if self._cursor.applied(mark) and self.phase is Phase.READY:
+        if self._cursor.note_applied(mark) and self.phase is Phase.READY:
             # The log has grown by an unknown amount: the next mount's answer states how far (7).
             self._remount("the application has caught up", now_ms, out)
         else:
@@ -706,7 +714,7 @@ class PartitionStream:
 
     # --- the rest
 
-    def _learn(self, mark: TransactionId, out: list[Effect]) -> None:
+    def _note_mark(self, mark: TransactionId, out: list[Effect]) -> None:
         if mark > self.high_water_mark:
             self.high_water_mark = mark
             out.append(MarkAdvanced(mark))

@@ -23,7 +23,7 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.access.client_ids import NONE_ISSUED
 from waltz_core.access.permissions import Permissions
-from waltz_core.archive.manifest import FORMAT, framed, unframed
+from waltz_core.archive.manifest import FORMAT, frame_json, unframe_json
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
 from waltz_core.cluster.znodes.access_node import decode, encode
@@ -74,7 +74,7 @@ class Backup:
     def to_bytes(self) -> bytes:
         """Return the bytes of the file."""
         access = {} if self.access is None else {"access": encode(self.access).decode()}
-        return framed(
+        return frame_json(
             {
                 "format": FORMAT,
                 "cluster": self.name,
@@ -96,7 +96,7 @@ class Backup:
         Raises:
             BadFormat, ChecksumMismatch: with the name of the file.
         """
-        values = unframed(data, f"backup {name}")
+        values = unframe_json(data, f"backup {name}")
         try:
             found = Backup(
                 _of(str, values, "cluster"),

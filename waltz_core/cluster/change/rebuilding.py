@@ -139,14 +139,14 @@ class RebuildOperations(Protocol):
         """Assign the first replicas."""
 
 
-async def declare(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
+async def declare_log(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
     """Declare a log to be the log of its partition (rule 6)."""
     await operations.write(metadata)
     await operations.mark()
     await operations.assign()
 
 
-def choose(
+def choose_log(
     partition_id: PartitionId,
     logs: Mapping[ReplicaId, ReportedLog],
     *,

@@ -38,7 +38,7 @@ class ReplicaPlan:
     joining: Placement
 
     @staticmethod
-    def to(wanted: Placement, assigned: ReplicaAssignments) -> "ReplicaPlan":
+    def for_placement(wanted: Placement, assigned: ReplicaAssignments) -> "ReplicaPlan":
         """Return the plan that leads from an assignment to a placement."""
         before = {each: assigned.replicas_of(each) for each in wanted}
         joining = {
@@ -152,7 +152,7 @@ def _one_by_one(
     if lacking:
         return ReplicaStep(partition_id, now.assigned, (*now.assigned, lacking[0]))
     if leaving:
-        return ReplicaStep(partition_id, now.assigned, _without(now.assigned, leaving[0]))
+        return ReplicaStep(partition_id, now.assigned, _without_replica(now.assigned, leaving[0]))
     return None
 
 
@@ -189,23 +189,25 @@ def _add_replica(
 ) -> ReplicaStep | StepWait:
     away = [each for each in leaving if each not in now.in_sync]
     if away:  # The quorum keeps its size, so appends need not wait for the copy.
-        after = (*_without(now.assigned, away[0]), added)
-        return _checked(partition_id, now, after, len(now.in_sync))
+        after = (*_without_replica(now.assigned, away[0]), added)
+        return _check_step(partition_id, now, after, len(now.in_sync))
     after = (*now.assigned, added)
     if len(now.in_sync) == len(now.assigned):
         return ReplicaStep(partition_id, now.assigned, after)
-    return _checked(partition_id, now, after, len(now.in_sync))
+    return _check_step(partition_id, now, after, len(now.in_sync))
 
 
 def _remove_replica(
     partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
 ) -> ReplicaStep | StepWait:
     away = [each for each in leaving if each not in now.in_sync]
-    after = _without(now.assigned, (away or leaving)[0])
-    return _checked(partition_id, now, after, len([each for each in now.in_sync if each in after]))
+    after = _without_replica(now.assigned, (away or leaving)[0])
+    return _check_step(
+        partition_id, now, after, len([each for each in now.in_sync if each in after])
+    )
 
 
-def _checked(
+def _check_step(
     partition_id: PartitionId,
     now: PartitionReplicas,
     after: tuple[ReplicaId, ...],
@@ -223,7 +225,7 @@ def _checked(
     )
 
 
-def _without(replicas: tuple[ReplicaId, ...], gone: ReplicaId) -> tuple[ReplicaId, ...]:
+def _without_replica(replicas: tuple[ReplicaId, ...], gone: ReplicaId) -> tuple[ReplicaId, ...]:
     return tuple(each for each in replicas if each != gone)
 
 
@@ -235,7 +237,7 @@ def _names(replicas: Iterable[ReplicaId]) -> str:
 
 
 @dataclass(slots=True)
-class _Places:
+class _Placement:
     """A placement under construction: the replicas, and the number on each storage."""
 
     groups: Mapping[ReplicaId, int]
@@ -289,12 +291,12 @@ def placement_of(
     return {each: assigned.replicas_of(each) for each in partitions}
 
 
-def without_storage(
+def placement_without_storage(
     now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement without one storage; raises BadRequest if a replica has no place."""
     usual = _usual_count(now)
-    places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
+    places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
     moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id, replicas in now.items():
         if address not in replicas:
@@ -315,7 +317,7 @@ def without_storage(
     return moved
 
 
-def replaced(
+def placement_with_replacement(
     now: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which one storage has taken over the replicas of another one.
@@ -343,7 +345,9 @@ def replaced(
     return wanted
 
 
-def restored(now: Placement, address: ReplicaId) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+def placement_with_restored(
+    now: Placement, address: ReplicaId
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which a storage gets the replicas that partitions lack."""
     usual = _usual_count(now)
     return {
@@ -359,7 +363,7 @@ def _usual_count(now: Placement) -> int:
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 
 
-def spread(
+def spread_replicas(
     now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement with replicas spread evenly over groups and storages.
@@ -367,7 +371,7 @@ def spread(
     Without `replica_count` a partition keeps as many replicas as it has, or gets one for each
     group. Raises BadRequest when there are too few storages.
     """
-    places = _filled(now, groups, replica_count)
+    places = _fill_up(now, groups, replica_count)
     for partition_id in places.held:
         _spread_over_groups(places, partition_id)
     while _move_one(places):
@@ -375,24 +379,26 @@ def spread(
     return {each: tuple(replicas) for each, replicas in places.held.items()}
 
 
-def filled(
+def fill_up_replicas(
     now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which each partition has its count of replicas; no other one moves.
 
     Raises BadRequest when there are too few storages.
     """
-    return {each: tuple(its) for each, its in _filled(now, groups, replica_count).held.items()}
+    return {each: tuple(its) for each, its in _fill_up(now, groups, replica_count).held.items()}
 
 
-def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None) -> _Places:
+def _fill_up(
+    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
+) -> _Placement:
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
             f"replicas per partition: expected 1 to {len(groups)}, the number of groups of "
             f"storages, found {usual}"
         )
-    places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
+    places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
     for partition_id, replicas in places.held.items():
         count = replica_count or len(replicas) or usual
         while len(replicas) < count:
@@ -404,7 +410,7 @@ def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int 
     return places
 
 
-def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
+def _spread_over_groups(places: _Placement, partition_id: PartitionId) -> None:
     replicas = places.held[partition_id]
     while True:
         removed = places.replica_to_remove(replicas)
@@ -417,7 +423,7 @@ def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
         places.move(partition_id, removed, found)
 
 
-def _move_one(places: _Places) -> bool:
+def _move_one(places: _Placement) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
     by_load = sorted(places.groups, key=lambda each: places.load[each])
     for full in reversed(by_load):

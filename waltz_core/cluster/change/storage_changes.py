@@ -105,7 +105,7 @@ class PlanProgress:
     step: tuple[ReplicaStep, ...] = ()
 
 
-class _Done(Exception):
+class _PlanCompleted(Exception):
     """Everything is as it was wanted."""
 
 
@@ -149,9 +149,9 @@ class StorageChanges:
             except errors.CoordinatorConflict:
                 continue
             return new
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
-    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+    def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"the list of storages of {self._nodes.where} could not be changed: other "
             "processes changed it during each attempt"
@@ -172,7 +172,7 @@ class StorageChanges:
             except errors.CoordinatorConflict:
                 continue
             return
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
     async def read_replicas(
         self,
@@ -207,11 +207,11 @@ class StorageChanges:
                 await self._advance(plan, open_ends, on_progress, signal)
             except (errors.BadRequest, errors.BadFormat) as error:
                 failure.append(error)
-                raise _Done from error
+                raise _PlanCompleted from error
 
         try:
             await self._nodes.follow(check)
-        except _Done:
+        except _PlanCompleted:
             if failure:
                 raise failure[0] from None
 
@@ -242,7 +242,7 @@ class StorageChanges:
                 PlanProgress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo)
             )
             if not open_ends:
-                raise _Done
+                raise _PlanCompleted
             if todo:
                 await self._write(todo)
             elif len(waits) == min(len(open_ends), CONCURRENT_PARTITIONS_MAX):

@@ -52,13 +52,13 @@ class StoredPermissions:
         """Return the permissions, not older than the call; None: the cluster has none."""
         await self._znodes.sync()
         node = await self._znodes.get(self._path)
-        return None if node is None else self._decoded(node)
+        return None if node is None else self._decode(node)
 
     async def require(self) -> Permissions:
         """Return the same; raises BadRequest if the cluster has none."""
         found = await self.read()
         if found is None:
-            raise self._missing()
+            raise self._missing_error()
         return found
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
@@ -75,7 +75,7 @@ class StoredPermissions:
                 )
             if await self._is_written(made, None):
                 return made
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
     async def change(
         self, change: Callable[[Permissions], Permissions], author: Author
@@ -88,15 +88,15 @@ class StoredPermissions:
         for _ in range(WRITE_ATTEMPTS_MAX):
             node = await self._get()
             if node is None:
-                raise self._missing()
-            before = self._decoded(node)
+                raise self._missing_error()
+            before = self._decode(node)
             wanted = change(before)
             if wanted == before:
                 return PermissionsChange(before, before)
             made = next_revision(wanted, before.revision + 1, *author)
             if await self._is_written(made, node):
                 return PermissionsChange(before, made)
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
     async def replace(
         self,
@@ -117,7 +117,7 @@ class StoredPermissions:
             node, before = await self._get(), None
             if node is not None:
                 try:
-                    before = self._decoded(node)
+                    before = self._decode(node)
                 except errors.BadFormat:
                     before = None  # It is replaced because of that.
             newest = max(found.revision, before.revision if before else 0)
@@ -126,9 +126,9 @@ class StoredPermissions:
                 check(before, made)
             if await self._is_written(made, node):
                 return PermissionsChange(before, made)
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
-    async def were_used(self) -> bool:
+    async def was_revision_published(self) -> bool:
         """Whether a daemon has ever published the revision that it uses."""
         return await self._znodes.get(self._nodes.paths.every_applied) is not None
 
@@ -140,7 +140,7 @@ class StoredPermissions:
         await self._znodes.sync()
         return await self._znodes.get(self._path)
 
-    def _decoded(self, node: Node) -> Permissions:
+    def _decode(self, node: Node) -> Permissions:
         return decode_node(self._path, node, access_node.decode)
 
     async def _is_written(self, made: Permissions, before: Node | None) -> bool:
@@ -169,13 +169,13 @@ class StoredPermissions:
             raise
         return True
 
-    def _missing(self) -> errors.BadRequest:
+    def _missing_error(self) -> errors.BadRequest:
         return errors.BadRequest(
             f"the cluster at {self._nodes.where} has no permissions. Hint: `access init` creates "
             "them, `access import` restores exported ones."
         )
 
-    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+    def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"the permissions in {self._path} could not be changed: other processes changed "
             "them during each attempt"

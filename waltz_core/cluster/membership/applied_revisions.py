@@ -62,7 +62,7 @@ class AppliedRevisions:
         self._wanted: tuple[str, int] | None = None
         self._published: tuple[int, tuple[str, int]] | None = None  # and in which session
 
-    def use(self, name: str, revision: int) -> None:
+    def set_revision(self, name: str, revision: int) -> None:
         """Set what the next `publish` publishes."""
         self._wanted = name, revision
 

@@ -86,7 +86,7 @@ def assign_partitions(
     )
 
 
-def handed_over(
+def hand_over_partition(
     old: PartitionAssignment, partition_id: PartitionId, generation: Generation, owner: ServerId
 ) -> PartitionAssignment | None:
     """Return the assignment with one partition given by its owner to the next server.

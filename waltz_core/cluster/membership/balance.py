@@ -69,7 +69,7 @@ class Balancer:
         self._uneven_since_ms = None
         self._source_since_ms = {}
 
-    def plan(
+    def plan_moves(
         self,
         owners: Mapping[PartitionId, ServerId],
         preferred: Collection[PartitionId],

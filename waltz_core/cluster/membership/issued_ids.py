@@ -35,7 +35,7 @@ class IssuedIds:
                 return
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._write(client_id, version)
-        raise self._contended()
+        raise self._contention_error()
 
     async def next(self) -> ClientId:
         """Allocate an ID that was never used before."""
@@ -58,7 +58,7 @@ class IssuedIds:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 continue
             return range(last + 1, end + 1)
-        raise self._contended()
+        raise self._contention_error()
 
     @property
     def _path(self) -> str:
@@ -83,7 +83,7 @@ class IssuedIds:
             step = SetNode(self._path, data, version)
         await self._nodes.znodes.write([step])
 
-    def _contended(self) -> errors.CoordinatorUnavailable:
+    def _contention_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"cannot issue client IDs from {self._path}: other processes changed it during "
             f"each of {ATTEMPTS_MAX} attempts"

@@ -97,11 +97,11 @@ class Reachability:
     def __init__(self) -> None:
         self._peers: dict[ServerId, _Peer] = {}
 
-    def keep(self, server_ids: Collection[ServerId]) -> None:
+    def keep_only(self, server_ids: Collection[ServerId]) -> None:
         """Forget all other servers."""
         self._peers = {each: peer for each, peer in self._peers.items() if each in server_ids}
 
-    def reached(self, server_id: ServerId, now_ms: int) -> None:
+    def note_connection(self, server_id: ServerId, now_ms: int) -> None:
         """Note a connection."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.failure_count = 0
@@ -109,7 +109,7 @@ class Reachability:
             peer.connected_since_ms = now_ms
         peer.is_known = True
 
-    def failed(self, server_id: ServerId, why: str, now_ms: int) -> None:
+    def note_failure(self, server_id: ServerId, why: str, now_ms: int) -> None:
         """Note a failed attempt."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.connected_since_ms = None
@@ -136,7 +136,7 @@ class Reachability:
         )
 
 
-def eligible(
+def eligible_servers(
     live: Collection[ServerId],
     serving: Collection[ServerId],
     reports: Mapping[ServerId, ReachReport],

@@ -26,12 +26,12 @@ from typing import NamedTuple, Never
 from waltz_core import errors
 from waltz_core.cluster.membership.assignment import (
     assign_partitions,
-    handed_over,
+    hand_over_partition,
     is_current,
     move_partitions,
     with_generations,
 )
-from waltz_core.cluster.membership.reachability import PublishedReachability, eligible
+from waltz_core.cluster.membership.reachability import PublishedReachability, eligible_servers
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import (
     CreateNode,
@@ -156,7 +156,7 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
         """Register with other preferences, and apply them at once.
@@ -181,9 +181,9 @@ class Membership:
                 self._descriptor = before
             raise
         self._descriptor = before
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
-    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+    def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"cannot change {self._nodes.paths.servers}: other processes changed it during "
             "each attempt"
@@ -214,7 +214,7 @@ class Membership:
             await self._ensure_registered(membership, descriptor)
             return False
         servers = {**membership.servers, descriptor.server_id: descriptor}
-        may_own = await self._eligible(membership)
+        may_own = await self._eligible_servers(membership)
         assignment = assign_partitions(
             membership.assignment,
             {each: its for each, its in servers.items() if each in may_own},
@@ -285,7 +285,7 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
-        raise self._changes_too_fast()
+        raise self._conflict_error()
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition of this process to another live server.
@@ -318,7 +318,9 @@ class Membership:
             if self._descriptor is None or not _view(membership, partition_count).is_settled:
                 return False  # The leader is about to write another assignment.
             own = self._own_nodes(membership, server_id)
-            assignment = handed_over(membership.assignment, partition_id, generation, server_id)
+            assignment = hand_over_partition(
+                membership.assignment, partition_id, generation, server_id
+            )
             if assignment is None or len(own) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_unsure and owned.get(partition_id) != generation
@@ -380,12 +382,12 @@ class Membership:
         self, membership: _Membership, view: ServersView, signal: Signal
     ) -> None:
         """As the leader, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
-        may_own = await self._eligible(membership, signal)
+        may_own = await self._eligible_servers(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
         if is_due and not self._is_waiting_for_owners(membership, signal):
             await self._write_assignment(membership, may_own)
 
-    async def _eligible(
+    async def _eligible_servers(
         self, membership: _Membership, signal: Signal | None = None
     ) -> frozenset[ServerId]:
         """Return which live servers may own partitions."""
@@ -393,7 +395,7 @@ class Membership:
         if len(live) < 2:
             return frozenset(live)  # the last one takes over without another read
         reports = await self._reachability.read(live, signal)
-        return eligible(live, membership.assignment.servers.keys(), reports)
+        return eligible_servers(live, membership.assignment.servers.keys(), reports)
 
     def _is_leader(self, view: ServersView) -> bool:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)

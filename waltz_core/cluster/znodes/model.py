@@ -71,7 +71,7 @@ class ClusterParams:
         reader = _Reader(data, "ClusterParams")
         magic = reader.int32("magic") & 0xFFFFFFFF
         if magic != CLUSTER_MAGIC:
-            raise reader.bad(f"expected magic {CLUSTER_MAGIC:08x}, found {magic:08x}")
+            raise reader.format_error(f"expected magic {CLUSTER_MAGIC:08x}, found {magic:08x}")
         reader.version()
         return reader.end(ClusterParams(reader.utf("name"), reader.natural("partition count")))
 
@@ -145,12 +145,12 @@ class PartitionAssignment:
         for _ in range(reader.count("server count", item_bytes=8)):
             server_id = ServerId(reader.int32("server ID"))
             if server_id in servers:
-                raise reader.bad(f"server {server_id} is listed twice")
+                raise reader.format_error(f"server {server_id} is listed twice")
             servers[server_id] = owned = {}
             for _ in range(reader.count("partition list length", item_bytes=8)):
                 partition_id = PartitionId(reader.natural("partition ID"))
                 if partition_id in seen or partition_id >= partition_count:
-                    raise reader.bad(
+                    raise reader.format_error(
                         f"partition {partition_id} is listed twice or is not below "
                         f"the partition count {partition_count}"
                     )
@@ -286,7 +286,7 @@ class PartitionMetadata:
             reader.version()
             found = reader.int32("partition ID")
             if found != partition_id:
-                raise reader.bad(f"expected partition {partition_id}, found {found}")
+                raise reader.format_error(f"expected partition {partition_id}, found {found}")
             address = reader.new_address(states)
             session = SessionId(reader.int64("replica session ID"))
             mark = TransactionId(reader.int64("closing high-water mark"))
@@ -354,7 +354,7 @@ class PartitionMarker:
         reader.version(_ARCHIVED_VERSION if has_archive else STRUCTURE_VERSION)
         state = reader.take(1, "state")[0]
         if state not in (MarkerState.NEW.value, MarkerState.OPEN.value):
-            raise reader.bad(f"expected state 1 (new) or 2 (open), found {state}")
+            raise reader.format_error(f"expected state 1 (new) or 2 (open), found {state}")
         session_id = SessionId(reader.int64("session ID"))
         nonce = reader.take(NONCE_BYTES, "nonce")
         archived = _archived_mark(reader) if has_archive else None
@@ -366,7 +366,7 @@ def _archived_mark(reader: "_Reader") -> ArchivedMark:
         reader.take(_ARCHIVED.size, "archived mark")
     )
     if not 0 <= first <= last + 1:
-        raise reader.bad(f"expected archived IDs from 0 on, found {first}..{last}")
+        raise reader.format_error(f"expected archived IDs from 0 on, found {first}..{last}")
     mark = TransactionId(last), Chain(chain), stamp_ms, TransactionId(first)
     return ArchivedMark(*mark, crc, reader.utf("name of the manifest"))
 
@@ -460,7 +460,7 @@ class _Reader:
         self._kind = kind
         self._offset = 0
 
-    def bad(self, what: str) -> errors.BadFormat:
+    def format_error(self, what: str) -> errors.BadFormat:
         return errors.BadFormat(
             f"znode data of a {self._kind}: {what}, at offset {self._offset} of "
             f"{len(self._data)} bytes"
@@ -469,14 +469,14 @@ class _Reader:
     def take(self, size_bytes: int, name: str) -> bytes:
         left = len(self._data) - self._offset
         if left < size_bytes:
-            raise self.bad(f"expected {size_bytes} bytes of {name}, found {left}")
+            raise self.format_error(f"expected {size_bytes} bytes of {name}, found {left}")
         start, self._offset = self._offset, self._offset + size_bytes
         return self._data[start : self._offset]
 
     def version(self, expected: int = STRUCTURE_VERSION) -> None:
         found = self.take(1, "version")[0]
         if found != expected:
-            raise self.bad(f"expected version {expected}, found {found}")
+            raise self.format_error(f"expected version {expected}, found {found}")
 
     def int32(self, name: str) -> int:
         return int.from_bytes(self.take(4, name), "big", signed=True)
@@ -487,20 +487,20 @@ class _Reader:
     def natural(self, name: str) -> int:
         value = self.int32(name)
         if value < 0:
-            raise self.bad(f"expected {name} of 0 or more, found {value}")
+            raise self.format_error(f"expected {name} of 0 or more, found {value}")
         return value
 
     def port(self, name: str) -> int:
         value = self.int32(name)
         if not 0 <= value <= 65535:
-            raise self.bad(f"expected {name} in 0..65535, found {value}")
+            raise self.format_error(f"expected {name} in 0..65535, found {value}")
         return value
 
     def count(self, name: str, *, item_bytes: int) -> int:
         value = self.natural(name)
         left = len(self._data) - self._offset
         if value * item_bytes > left:
-            raise self.bad(
+            raise self.format_error(
                 f"{name} {value} needs at least {value * item_bytes} bytes, found {left}"
             )
         return value
@@ -511,7 +511,7 @@ class _Reader:
         try:
             return decode_utf(data)
         except UnicodeDecodeError as error:
-            raise self.bad(f"{name} is not modified UTF-8 ({error.reason})") from error
+            raise self.format_error(f"{name} is not modified UTF-8 ({error.reason})") from error
 
     def partitions(self, name: str) -> tuple[PartitionId, ...]:
         count = self.count(f"length of {name}", item_bytes=4)
@@ -520,7 +520,7 @@ class _Reader:
     def new_address(self, known: Mapping[ReplicaId, object]) -> ReplicaId:
         address = ReplicaId(self.utf("storage address"))
         if address in known:
-            raise self.bad(f"storage {address!r} is listed twice")
+            raise self.format_error(f"storage {address!r} is listed twice")
         return address
 
     def by_address(self, read_value: Callable[[], T], *, item_bytes: int) -> dict[ReplicaId, T]:
@@ -532,5 +532,5 @@ class _Reader:
 
     def end(self, value: T) -> T:
         if self._offset != len(self._data):
-            raise self.bad(f"found {len(self._data) - self._offset} bytes after the end")
+            raise self.format_error(f"found {len(self._data) - self._offset} bytes after the end")
         return value

@@ -43,7 +43,7 @@ class ClusterNodes:
         """Read a node that every cluster has; raises BadConfig if there is none."""
         node = await self.znodes.get(path, signal)
         if node is None:
-            raise self.no_cluster()
+            raise self.no_cluster_error()
         return node
 
     async def read(
@@ -98,7 +98,7 @@ class ClusterNodes:
         finally:
             self.znodes.drop_signal(signal)
 
-    def no_cluster(self) -> errors.ClusterNotFound:
+    def no_cluster_error(self) -> errors.ClusterNotFound:
         """Return the error for a root without a cluster."""
         return errors.ClusterNotFound(
             f"there is no cluster at {self.paths.root} of ZooKeeper {self.znodes.where}. "

@@ -67,11 +67,11 @@ async def follow_permissions(
 
     while True:  # without any view, too: it rejects requests until it has one (AC 6)
         try:
-            await coordinator.follow_permissions(take, _not_published)
+            await coordinator.follow_permissions(take, _log_unpublished)
         except (BadConfig, BadFormat, BadRequest) as error:
             _log.error("access.permissions_unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
-def _not_published(error: WaltzError) -> None:
+def _log_unpublished(error: WaltzError) -> None:
     _log.error("access.revision_publish_failed error=%s", error)

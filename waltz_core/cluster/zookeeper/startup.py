@@ -28,13 +28,13 @@ ResultT = TypeVar("ResultT")
 
 
 @contextlib.asynccontextmanager
-async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coordinator]:
+async def connect_daemon(config: ServerConfig | StorageConfig) -> AsyncIterator[Coordinator]:
     """Connect with a daemon's settings, and close the session at the end.
 
     Raises like `zookeeper_session.connect`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        session = zookeeper_session.connected(
+        session = zookeeper_session.open_session(
             config.connect,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
             session_timeout_ms=config.zookeeper_session_timeout_ms,

@@ -138,7 +138,7 @@ async def connect(
 
 
 @contextlib.asynccontextmanager
-async def connected(
+async def open_session(
     text: str | ConnectString,
     *,
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
@@ -326,7 +326,7 @@ class ZooKeeperSession:
                 f"({type(error).__name__})"
             ) from error
         except KazooException as error:
-            raise self._rejected(operations[0].path, error) from error
+            raise self._rejection_error(operations[0].path, error) from error
         return self._versions(operations, results)
 
     async def sync(self) -> None:
@@ -466,7 +466,7 @@ class ZooKeeperSession:
         except NoNodeError:
             raise
         except KazooException as error:
-            raise self._rejected(path, error) from error
+            raise self._rejection_error(path, error) from error
 
     async def _exists(self, path: str, watch: Callable[[Any], None]) -> bool:
         stat = await self._read(lambda: self._client.exists_async(path, watch), path)
@@ -475,7 +475,7 @@ class ZooKeeperSession:
     async def _result_of(self, result: Any) -> Any:  # noqa: ANN401 - kazoo's
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        result.rawlink(lambda done: _call_soon(loop, _settle, future, done))
+        result.rawlink(lambda done: _call_soon(loop, _set_result, future, done))
         return await future
 
     def _versions(self, operations: Sequence[Operation], results: Sequence[Any]) -> list[int]:
@@ -484,7 +484,7 @@ class ZooKeeperSession:
                 continue
             if isinstance(result, CONFLICT_ERRORS):
                 raise errors.CoordinatorConflict(_conflict(operation, result)) from result
-            raise self._rejected(operation.path, result) from result
+            raise self._rejection_error(operation.path, result) from result
         versions: list[int] = []
         for operation, result in zip(operations, results, strict=True):
             match operation:
@@ -522,7 +522,7 @@ class ZooKeeperSession:
             return False
         return True
 
-    def _rejected(self, path: str, error: Exception) -> errors.BadConfig:
+    def _rejection_error(self, path: str, error: Exception) -> errors.BadConfig:
         if isinstance(error, NoAuthError):
             return errors.BadConfig(self._not_permitted(path))
         return errors.BadConfig(
@@ -547,7 +547,7 @@ class ZooKeeperSession:
     def check_role(self) -> None:
         """Raise BadConfig if the auth file is that of the members' user."""
         if self._credentials is not None and self._credentials.is_member:
-            raise self._wrong_user(_expected_other(self._credentials.user.name))
+            raise self._wrong_user_error(_expected_other(self._credentials.user.name))
 
     async def check_administrator(self) -> None:
         """Raise BadConfig if this is the members' user, or the auth file lacks that user."""
@@ -562,9 +562,9 @@ class ZooKeeperSession:
             member = identity.partition(":")[0]
             # Without the permission "a", ZooKeeper shows no hash.
             if member == name:
-                raise self._wrong_user(_expected_other(name))
+                raise self._wrong_user_error(_expected_other(name))
             if identity not in administrators:
-                raise self._wrong_user(
+                raise self._wrong_user_error(
                     f"the auth file has only user {name!r}, but {self._root} also grants "
                     f"access to {member!r}: servers and storages could not read znodes that "
                     "this command creates. Hint: add the line "
@@ -590,7 +590,7 @@ class ZooKeeperSession:
                 )
         return set.intersection(*found) if found else set()
 
-    def _wrong_user(self, found: str) -> errors.BadConfig:
+    def _wrong_user_error(self, found: str) -> errors.BadConfig:
         return errors.BadConfig(
             f"the command changes {self._root} of ZooKeeper {self._hosts}: {found}"
         )
@@ -695,7 +695,7 @@ def _conflict(operation: Operation, error: Exception) -> str:
     return f"{operation.path}: {expected}, found {type(error).__name__}"
 
 
-def _settle(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 - kazoo's
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 - kazoo's
     if future.done():
         return  # The caller was cancelled.
     if result.exception is not None:

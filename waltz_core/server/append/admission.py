@@ -10,9 +10,9 @@ from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.locking.pending_appends import PendingAppend, PendingBatch, PendingSingle
-from waltz_core.server.locking.validation import decode, verify
+from waltz_core.server.locking.validation import decode_batch, verify_data
 from waltz_core.server.partition_events import PartitionLimits
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 class Admission:
@@ -24,47 +24,49 @@ class Admission:
         self._completions = completions
         self.generation = Generation(-1)  # of the open session
 
-    def stale(self, pending: PendingAppend) -> Reason | None:
+    def stale_code(self, pending: PendingAppend) -> RowOutcomeCode | None:
         """Return why the mount or the generation of an append is over; None if it is not."""
         req_id = pending.req_id
         if not self._mounts.is_ready(req_id.client_id, pending.connection):
-            return Reason.NOT_MOUNTED
+            return RowOutcomeCode.NOT_MOUNTED
         if pending.mount != self._mounts.number(req_id.client_id, pending.connection):
-            return Reason.NOT_MOUNTED
+            return RowOutcomeCode.NOT_MOUNTED
         if req_id.generation != self.generation:
-            return Reason.GENERATION
+            return RowOutcomeCode.GENERATION
         return None
 
-    def admits(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
+    def try_admit(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
         """Return whether a single append may be validated; otherwise answer it."""
         message = pending.message
-        reason = self.stale(pending)
+        reason = self.stale_code(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
-            reason = Reason.TOO_LARGE
+            reason = RowOutcomeCode.TOO_LARGE
         if reason is not None:
             self.reject(pending, reason, out)
             return False
         try:
-            verify(message)
+            verify_data(message)
         except WaltzError as error:
             self._completions.fail(pending, error, out)
             return False
         return True
 
-    def opens(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
+    def try_decode(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
         """Decode a batch that is not decoded yet; answer it, and return False, if that fails."""
         if pending.message is not None:
             try:
-                pending.open(decode(pending.message, self._limits))
+                pending.open(decode_batch(pending.message, self._limits))
             except WaltzError as error:
                 pending.message = None
                 self._completions.fail(pending, error, out)
                 return False
         return True
 
-    def reject(self, pending: PendingAppend, reason: Reason, out: list[AppendOutcome]) -> None:
+    def reject(
+        self, pending: PendingAppend, reason: RowOutcomeCode, out: list[AppendOutcome]
+    ) -> None:
         """Reject all rows of an append that was not validated."""
-        if isinstance(pending, PendingBatch) and not self.opens(pending, out):
+        if isinstance(pending, PendingBatch) and not self.try_decode(pending, out):
             return
         pending.reject(reason)
         self._completions.finish(pending, out)

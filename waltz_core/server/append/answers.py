@@ -17,7 +17,7 @@ from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
     error_answer,
 )
@@ -46,7 +46,7 @@ class ArchivePosition(NamedTuple):
     interval_ms: int
 
 
-def reject(request: Received, error: errors.WaltzError) -> SendToClient:
+def reject(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
     """Report an error."""
     message = request.message
     return error_answer(request.connection, message.req_id, request.cost_bytes, error, message)
@@ -59,28 +59,28 @@ def reject_pending(pending: PendingAppend, error: errors.WaltzError) -> SendToCl
     )
 
 
-def superseded(request: Received) -> SendToClient:
+def superseded_answer(request: RequestReceived) -> SendToClient:
     """Report that a later request of the same client replaces this one."""
     error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
     return reject(request, error)
 
 
-def not_owned(request: Received, place: PartitionPosition) -> SendToClient:
+def not_owned_answer(request: RequestReceived, place: PartitionPosition) -> SendToClient:
     """Report that another server owns the partition."""
     if isinstance(request.message, MountRequest):
         return _state(request, MountState.NOT_READY)
     return reject(request, errors.NotOwned(f"this server does not own {place}"))
 
 
-def reject_mount(request: Received, error: errors.WaltzError) -> SendToClient:
+def reject_mount(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
     """Report why a connection may not mount."""
     if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAheadOfLog):
         return _state(request, MountState.CLIENT_AHEAD)
     return reject(request, error)
 
 
-def mounted(
-    request: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
+def mounted_answer(
+    request: RequestReceived, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> SendToClient:
     """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
     if not isinstance(request.message, MountWriter):
@@ -96,8 +96,8 @@ def mounted(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def with_mark(
-    request: Received,
+def mark_answer(
+    request: RequestReceived,
     mark: TransactionId,
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
@@ -135,7 +135,9 @@ def with_mark(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) -> SendToClient:
+def expiry_answer(
+    request: RequestReceived, archived: ArchivedMark | None, *, is_done: bool
+) -> SendToClient:
     """Answer a request for an expiry of the archive."""
     if archived is None:
         fault = "no transaction of the partition is archived, so none can expire"
@@ -144,7 +146,9 @@ def expired(request: Received, archived: ArchivedMark | None, *, is_done: bool) 
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 
 
-def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToClient:
+def replacement_answer(
+    request: RequestReceived, outcome: ReplacementOutcome | None
+) -> SendToClient:
     """Answer a request for the replacement of an object; without an outcome it is under way."""
     req_id = request.message.req_id
     answer = ObjectReplacementResponse(
@@ -161,6 +165,6 @@ def replaced(request: Received, outcome: ReplacementOutcome | None) -> SendToCli
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 
 
-def _state(request: Received, state: MountState) -> SendToClient:
+def _state(request: RequestReceived, state: MountState) -> SendToClient:
     message = MountResponse(request.message.req_id, state)
     return SendToClient(request.connection, message, request.cost_bytes)

@@ -28,7 +28,7 @@ from waltz_core.server.locking.pending_appends import (
     PendingSingle,
 )
 from waltz_core.server.partition_events import SendToClient
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 
 class Completions:
@@ -44,14 +44,14 @@ class Completions:
 
     # --- flush groups
 
-    def enter(self) -> FlushGroup:
+    def add_request(self) -> FlushGroup:
         """A request has arrived; return the flush group that it belongs to."""
         self._counters.requests += 1
         flush_group = self._flush_groups[-1]
         flush_group.unfinished += 1
         return flush_group
 
-    def leave(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
+    def remove_request(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """A request has ended (rule 1)."""
         pending.flush_group.unfinished -= 1
         assert pending.flush_group.unfinished >= 0
@@ -97,9 +97,9 @@ class Completions:
                 pending.reject_for(min(pending.conflict, self.high_water_mark))
                 self.finish(pending, out)
             else:
-                self._counters.rejected[Reason.LOCK] += 1
+                self._counters.rejected[RowOutcomeCode.LOCK] += 1
                 out.append(answer)
-                self.leave(pending, out)
+                self.remove_request(pending, out)
         return out
 
     def finish_if_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
@@ -111,7 +111,7 @@ class Completions:
         """Answer a request whose rows are all final (rule 2)."""
         if not pending.is_ahead:
             out.append(self._answer(pending))
-            self.leave(pending, out)
+            self.remove_request(pending, out)
         elif pending.session_id == self.session_id:
             out.append(AheadOfLog(pending))  # Flushes wait for that answer, too.
         else:
@@ -125,15 +125,15 @@ class Completions:
             if pending.mount == self._mounts.number(client_id, pending.connection):
                 self._mounts.invalidate(client_id)
         out: list[AppendOutcome] = [self._answer(pending)]
-        self.leave(pending, out)
+        self.remove_request(pending, out)
         return out
 
     def fail(self, pending: PendingAppend, error: WaltzError, out: list[AppendOutcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
-            self._counters.rejected[Reason.TOO_LARGE] += 1
+            self._counters.rejected[RowOutcomeCode.TOO_LARGE] += 1
         out.append(reject_pending(pending, error))
-        self.leave(pending, out)
+        self.remove_request(pending, out)
 
     def _answer(self, pending: PendingAppend) -> SendToClient:
         rejected = self._counters.rejected

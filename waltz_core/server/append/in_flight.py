@@ -27,7 +27,7 @@ from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.locking.pending_appends import PendingAppend
-from waltz_core.server.locking.single_records import joined
+from waltz_core.server.locking.single_records import join_batches
 
 # A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
 _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
@@ -147,7 +147,7 @@ class InFlightBatches:
 
     def stop(self) -> None:
         """The session has ended: large batches of other partitions need not wait for these."""
-        self._throttle.forgotten(self._large_count)
+        self._throttle.large_batches_forgotten(self._large_count)
         self._large_count = 0
 
     # ---- batches
@@ -161,7 +161,7 @@ class InFlightBatches:
                 # Rejected for an ID in flight, so there is a batch: they are final with it.
                 self._batches[-1].appends.extend(draft.appends)
             return None
-        part = joined(draft.parts)
+        part = join_batches(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
         batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.distances())
         first, last = batch.first, batch.last
@@ -175,7 +175,7 @@ class InFlightBatches:
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
             self._large_count += 1
-            self._throttle.started(draft.appends[0].connection, now_ms)
+            self._throttle.large_batch_started(draft.appends[0].connection, now_ms)
         return batch
 
     def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
@@ -186,9 +186,9 @@ class InFlightBatches:
             self.submitted_bytes -= len(oldest.batch.records)
             if oldest.is_large:
                 self._large_count -= 1
-                self._throttle.finished(oldest.submitted_ms, now_ms)
+                self._throttle.large_batch_finished(oldest.submitted_ms, now_ms)
             elif oldest.appends:
-                self._throttle.small_finished(oldest.appends[0].received_ms, now_ms)
+                self._throttle.small_request_finished(oldest.appends[0].received_ms, now_ms)
             assert oldest.entry.last < last or oldest.entry.chain == chain
             committed.append(oldest)
         assert self.submitted_bytes >= 0

@@ -104,12 +104,12 @@ class Lanes(Generic[WaitingT]):
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
         """Return the next request; None when no request (no small one) waits."""
-        entry = self._first(with_large=with_large)
+        entry = self._first_entry(with_large=with_large)
         return None if entry is None else self._lanes[entry[2]].items[0]
 
     def take(self, *, with_large: bool = True) -> WaitingT | None:
         """Take the next request, or the rest of it; None when nothing waits."""
-        lane = self._served(with_large=with_large)
+        lane = self._take_lane(with_large=with_large)
         if lane is None:
             return None
         item = lane.items.popleft()
@@ -125,7 +125,7 @@ class Lanes(Generic[WaitingT]):
 
     def take_part(self, part_bytes: int) -> None:
         """Charge the next lane for a part of its request, which stays (rule 3)."""
-        lane = self._served(with_large=True)
+        lane = self._take_lane(with_large=True)
         assert lane is not None
         item = lane.items[0]
         lane.head_taken_bytes += part_bytes
@@ -148,15 +148,15 @@ class Lanes(Generic[WaitingT]):
         assert self.bytes == 0
         return dropped
 
-    def _first(self, *, with_large: bool) -> _Entry | None:
+    def _first_entry(self, *, with_large: bool) -> _Entry | None:
         """Return the entry of the next lane, after removing stale entries."""
-        small = self._clean(self._small, is_large=False) if self._small else None
-        large = self._clean(self._large, is_large=True) if with_large and self._large else None
+        small = self._drop_stale(self._small, is_large=False) if self._small else None
+        large = self._drop_stale(self._large, is_large=True) if with_large and self._large else None
         if small is None or large is None:
             return small or large
         return min(small, large)
 
-    def _clean(self, order: list[_Entry], *, is_large: bool) -> _Entry | None:
+    def _drop_stale(self, order: list[_Entry], *, is_large: bool) -> _Entry | None:
         while order:
             clock, _, connection = order[0]
             lane = self._lanes.get(connection)
@@ -165,9 +165,9 @@ class Lanes(Generic[WaitingT]):
             heapq.heappop(order)
         return None
 
-    def _served(self, *, with_large: bool) -> _Lane[WaitingT] | None:
+    def _take_lane(self, *, with_large: bool) -> _Lane[WaitingT] | None:
         """Return the next lane, removed from its heap, and advance the common clock."""
-        entry = self._first(with_large=with_large)
+        entry = self._first_entry(with_large=with_large)
         if entry is None:
             return None
         self._clock = max(self._clock, entry[0])  # A large one that waited may have a lower clock.

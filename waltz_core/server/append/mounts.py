@@ -82,7 +82,7 @@ class Mounts:
         self._left: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._numbers = count(1)
 
-    def highest(self, client_id: ClientId) -> int | None:
+    def highest_sequence(self, client_id: ClientId) -> int | None:
         """The highest connection sequence that the client has mounted with, if any."""
         known = self._known(client_id)
         return None if known is None else known[0]
@@ -120,12 +120,12 @@ class Mounts:
                 f"{place.high_water_mark}. Hint: the client may be connected to another "
                 "cluster, or the log has lost transactions."
             )
-        excess = self._excess(message, connection, place)
+        excess = self._excess_error(message, connection, place)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
-        foreign = self._foreign(client_id, principal)
-        return excess or foreign or self._fenced(client_id, connection, sequence)
+        foreign = self._foreign_id_error(client_id, principal)
+        return excess or foreign or self._fenced_error(client_id, connection, sequence)
 
-    def _foreign(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
+    def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Rule 7."""
         known = self._known(client_id)
         if not principal or known is None or known[1] in ("", principal):
@@ -135,7 +135,7 @@ class Mounts:
             "principal has used it in a mount before"
         )
 
-    def _excess(
+    def _excess_error(
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
@@ -156,11 +156,11 @@ class Mounts:
             "limit, and requests another one"
         )
 
-    def _fenced(
+    def _fenced_error(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
     ) -> ConnectionSuperseded | None:
         """Rule 1."""
-        highest = self.highest(client_id)
+        highest = self.highest_sequence(client_id)
         if highest is None or sequence > highest:
             return None
         if sequence == highest and self.is_current(client_id, connection):
@@ -174,7 +174,7 @@ class Mounts:
         self, client_id: ClientId, connection: ConnectionId, sequence: int, principal: str = ""
     ) -> None:
         """Fence older connections of the client, and bind its ID (rule 7)."""
-        assert self._fenced(client_id, connection, sequence) is None
+        assert self._fenced_error(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
             self._clients_of[mount.connection].remove(client_id)
@@ -190,13 +190,13 @@ class Mounts:
         mount = self._mounts.get(client_id)
         return mount.number if mount is not None and mount.connection == connection else 0
 
-    def number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
+    def mount_number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
         """The same for an append that arrives now, which must not enter the log if it is 0."""
         mount = self._mounts.get(client_id)
         is_open = mount is not None and mount.connection == connection and not mount.is_overrun
         return mount.number if mount is not None and is_open else 0
 
-    def overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
+    def note_overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
         """An append found no room: none that arrives later may enter the log before it (rule 4)."""
         mount = self._mounts.get(client_id)
         if mount is not None and mount.connection == connection:

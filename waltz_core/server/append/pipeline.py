@@ -73,7 +73,7 @@ from waltz_core.server.locking.validation import (
     validate_singles,
 )
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
-from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
+from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, RowOutcomeCode
 
 
 class AppendPipeline:
@@ -98,7 +98,7 @@ class AppendPipeline:
         self._in_flight = InFlightBatches(throttle)
         self._table: LockTable | None = None
         self._is_open = False
-        self._loss = Reason.LOST
+        self._loss = RowOutcomeCode.LOST
         self._is_held = False
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
@@ -130,7 +130,7 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` has work if nothing is committed first; None while it waits for a commit."""
-        at_ms = earliest(self._next(now_ms)[1], self._lock_queues.due_ms)
+        at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.lock_loader.turn_at_ms(now_ms))
@@ -205,11 +205,11 @@ class AppendPipeline:
             self._finish_batch(each, out, now_ms=now_ms)
         return out
 
-    def hold(self) -> None:
+    def hold_submissions(self) -> None:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._is_held = True
 
-    def closed(self, loss: Reason = Reason.LOST) -> list[AppendOutcome]:
+    def closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait for the next one's `settled`.
 
         `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
@@ -263,10 +263,10 @@ class AppendPipeline:
         over_limit: Overloaded | None = None,
     ) -> list[AppendOutcome]:
         """Queue a request; reject it when the queue is full, or its principal is over a limit."""
-        flush_group = self._completions.enter()
+        flush_group = self._completions.add_request()
         pending: PendingAppend
         req_id = message.req_id
-        mount = self._mounts.number_on_arrival(req_id.client_id, connection)
+        mount = self._mounts.mount_number_on_arrival(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
             pending = PendingSingle(connection, cost_bytes, message, flush_group, now_ms, mount)
         else:
@@ -275,12 +275,12 @@ class AppendPipeline:
             )
         out: list[AppendOutcome] = []
         if over_limit is not None:
-            self._mounts.overrun(req_id.client_id, connection)
+            self._mounts.note_overrun(req_id.client_id, connection)
             self._completions.fail(pending, over_limit, out)  # It is not worth the decoding.
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
-            self._mounts.overrun(req_id.client_id, connection)
-            self._admission.reject(pending, Reason.OVERLOADED, out)
+            self._mounts.note_overrun(req_id.client_id, connection)
+            self._admission.reject(pending, RowOutcomeCode.OVERLOADED, out)
             return out
         self._lanes.push(pending)
         return out
@@ -290,14 +290,16 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         for pending in self._lanes.drop(connection):
             if isinstance(pending, PendingBatch) and pending.in_flight_count:
-                pending.reject(Reason.NOT_MOUNTED)  # It leaves with its last batch in flight.
+                pending.reject(
+                    RowOutcomeCode.NOT_MOUNTED
+                )  # It leaves with its last batch in flight.
             else:
-                self._completions.leave(pending, out)
+                self._completions.remove_request(pending, out)
         for rejected in (
             *self._lock_queues.drop(connection),
             *self._dependent.waiting.drop(connection),
         ):
-            self._completions.leave(rejected, out)
+            self._completions.remove_request(rejected, out)
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
@@ -324,8 +326,8 @@ class AppendPipeline:
         in_flight = self._in_flight
         draft, in_flight.gathered = in_flight.gathered or Draft(), None
         draft.out = [*self.lock_loader.turn(now_ms)]
-        draft.out += self._completions.answer_rejected(self._lock_queues.due(now_ms))
-        draft.out += self._notify_dependent(self._dependent.waiting.due(now_ms))
+        draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
+        draft.out += self._notify_dependent(self._dependent.waiting.take_due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
             in_flight.gathered = draft
@@ -343,7 +345,7 @@ class AppendPipeline:
         group: list[PendingSingle] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
-            pending, _ = self._next(now_ms)
+            pending, _ = self._next_request(now_ms)
             if pending is None:
                 break
             if pending.is_large and (group or draft.appends):
@@ -351,7 +353,7 @@ class AppendPipeline:
                 break
             bytes_left -= pending.cost_bytes
             if not pending.is_large:
-                self._throttle.small(pending.connection, now_ms)
+                self._throttle.small_request_started(pending.connection, now_ms)
             if isinstance(pending, PendingSingle):
                 rows_left -= 1
                 group = self._take_single(pending, group, draft, now_ms)
@@ -369,7 +371,7 @@ class AppendPipeline:
     ) -> list[PendingSingle]:
         """Take a single append from its lane; return the group that is validated together next."""
         self._lanes.take(with_large=pending.is_large)
-        if not self._admission.admits(pending, draft.out):
+        if not self._admission.try_admit(pending, draft.out):
             return group
         pending.session_id = self._session_id
         if not pending.is_dependent:
@@ -390,11 +392,11 @@ class AppendPipeline:
         until_ms = self._dependent.gathers_until_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
-    def _next(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
+    def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
-        if self.lock_loader.holds(now_ms):
+        if self.lock_loader.is_holding_appends(now_ms):
             return None, None
         head = self._lanes.peek()
         if head is None or len(self._in_flight) >= self._limits.in_flight_batches_max:
@@ -402,7 +404,7 @@ class AppendPipeline:
         bytes_max, at_ms = self._limits.in_flight_bytes_max, None
         if head.is_large:
             if self._in_flight.submitted_bytes < bytes_max:
-                at_ms = self._throttle.large_at_ms(now_ms)
+                at_ms = self._throttle.large_allowed_at_ms(now_ms)
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
@@ -417,11 +419,11 @@ class AppendPipeline:
         Only large batches are split; a small one is taken whole, together with other requests.
         """
         piece_bytes = self._throttle.piece_bytes(now_ms) if pending.is_large else None
-        if not self._admission.opens(pending, draft.out):
+        if not self._admission.try_decode(pending, draft.out):
             self._lanes.take(with_large=pending.is_large)
             return 0
         start, stop = pending.validated_count, pending.stop_within(piece_bytes)
-        if reason := self._admission.stale(pending):
+        if reason := self._admission.stale_code(pending):
             self._lanes.take(with_large=pending.is_large)
             pending.reject(reason)
             self._completions.finish_if_final(pending, draft.out)
@@ -434,14 +436,14 @@ class AppendPipeline:
         if not start:
             pending.session_id = self._session_id
         draft.is_urgent = True
-        self._add(validate_rows(pending, stop, self._table, self._place), draft)
+        self._add_piece(validate_rows(pending, stop, self._table, self._in_flight_range), draft)
         return stop - start
 
     def _validate_group(self, group: list[PendingSingle], draft: Draft) -> None:
         if group:
             assert self._table is not None
             draft.is_urgent = True
-            self._add(validate_singles(group, self._table, self._place), draft)
+            self._add_piece(validate_singles(group, self._table, self._in_flight_range), draft)
 
     def _validate_dependent(self, pending: PendingSingle, draft: Draft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
@@ -451,7 +453,7 @@ class AppendPipeline:
         last = TransactionId(self._in_flight.next_id - 1)
         self._dependent.begin(last)
         has_seen = message.session_id != NO_SESSION
-        if has_seen and not self._dependent.holds(message, last):
+        if has_seen and not self._dependent.knows_predecessors(message, last):
             pending.reject_for(self._high_water_mark)
             self._completions.finish(pending, draft.out)
             return
@@ -459,15 +461,15 @@ class AppendPipeline:
         piece = validate_singles(
             [pending], self._table, InFlightRange(mark, self._in_flight.next_id)
         )
-        if pending.reason is Reason.LOCK and self._dependent.has_predecessors(pending):
+        if pending.reason is RowOutcomeCode.LOCK and self._dependent.has_predecessors(pending):
             notified = self._dependent.waiting.rejected(pending, now_ms)
             draft.out += self._notify_dependent(notified)
             return
         if pending.conflict > self._high_water_mark:
             piece = ValidatedPiece(None, [pending], [])
-        self._add(piece, draft)
+        self._add_piece(piece, draft)
         if piece.part is not None:
-            notified = self._dependent.waiting.admitted(pending, now_ms)
+            notified = self._dependent.waiting.writer_admitted(pending, now_ms)
             draft.out += self._notify_dependent(notified)
 
     def _notify_dependent(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
@@ -476,14 +478,14 @@ class AppendPipeline:
         )
 
     @property
-    def _place(self) -> InFlightRange:
+    def _in_flight_range(self) -> InFlightRange:
         return InFlightRange(self._high_water_mark, self._in_flight.next_id)
 
-    def _add(self, piece: ValidatedPiece, draft: Draft) -> None:
+    def _add_piece(self, piece: ValidatedPiece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
-            self._dependent.added(piece)
+            self._dependent.rows_admitted(piece)
         for pending in piece.doubtful:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1

@@ -45,7 +45,7 @@ _LOCK_BYTES: Final = 4
 REMEMBERED_LOCK_BYTES: Final = 64
 
 
-class _Admitted(NamedTuple):
+class _AdmittedEntry(NamedTuple):
     """A transaction with its locks and its record; or rows of a batch, with their packed locks.
 
     Not the request itself: that would keep its frame in memory.
@@ -68,7 +68,7 @@ class RecentAppends:
     __slots__ = ("_after", "_entries", "_size_bytes")
 
     def __init__(self) -> None:
-        self._entries: deque[_Admitted] = deque()
+        self._entries: deque[_AdmittedEntry] = deque()
         self._size_bytes = 0
         # Every transaction above this ID is remembered; None: none is.
         self._after: int | None = None
@@ -91,13 +91,13 @@ class RecentAppends:
         """A single transaction was admitted, with the next ID."""
         message = pending.message
         locks = frozenset((*message.write_locks, *message.append_locks))
-        self._add(_Admitted(TransactionId(pending.transaction_id), locks, record))
+        self._add(_AdmittedEntry(TransactionId(pending.transaction_id), locks, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
         """Rows of a batch were admitted, up to this one; their data is not remembered."""
-        self._add(_Admitted(last, None, packed_locks))
+        self._add(_AdmittedEntry(last, None, packed_locks))
 
-    def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
+    def records_above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
         """Return the records above a mark that entered one of the locks; None by rule 2."""
         if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
             return None
@@ -119,7 +119,7 @@ class RecentAppends:
         found.reverse()
         return found
 
-    def _add(self, entry: _Admitted) -> None:
+    def _add(self, entry: _AdmittedEntry) -> None:
         self._entries.append(entry)
         self._size_bytes += entry.size_bytes
         while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
@@ -161,7 +161,7 @@ class DependentAppends:
         self._session_id = NO_SESSION
         self._admitted.end()
 
-    def holds(self, message: AppendFollowing, last: TransactionId) -> bool:
+    def knows_predecessors(self, message: AppendFollowing, last: TransactionId) -> bool:
         """Whether the append's predecessors are in flight, or were, in this same session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
@@ -177,7 +177,7 @@ class DependentAppends:
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
-    def added(self, piece: ValidatedPiece) -> None:
+    def rows_admitted(self, piece: ValidatedPiece) -> None:
         """Rows were admitted."""
         if not self._admitted.is_begun:
             return
@@ -197,7 +197,7 @@ class DependentAppends:
         """Whether the predecessors of a rejected append are known."""
         if self._session_id == NO_SESSION:
             return False
-        return self._admitted.above(*_view_of(pending)) is not None
+        return self._admitted.records_above(*_view_of(pending)) is not None
 
     def predecessors_answer(
         self, pending: PendingSingle, high_water_mark: TransactionId, next_id: TransactionId
@@ -205,7 +205,7 @@ class DependentAppends:
         """Return the answer with the predecessors of a rejected append; None by rule 2."""
         if self._session_id == NO_SESSION:
             return None
-        found = self._admitted.above(*_view_of(pending))
+        found = self._admitted.records_above(*_view_of(pending))
         if found is None:
             return None
         lengths = struct.pack(f">{len(found)}i", *map(len, found))

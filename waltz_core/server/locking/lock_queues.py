@@ -23,7 +23,7 @@ from typing import Final, TypeAlias, TypeGuard
 from waltz_core.server.locking.lock_table import REJECTED
 from waltz_core.server.locking.pending_appends import PendingAppend, PendingSingle
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.messages import RowOutcomeCode
 
 HELD_MS_MAX: Final = 100
 # The next writer is notified after this many times as long as the last commit or answer took.
@@ -51,7 +51,7 @@ class _Queue:
 
 def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
     """Whether a lock rejected it and it has write locks; appends that only read do not wait."""
-    if not isinstance(pending, PendingSingle) or pending.reason is not Reason.LOCK:
+    if not isinstance(pending, PendingSingle) or pending.reason is not RowOutcomeCode.LOCK:
         return False
     return bool(pending.message.write_locks)
 
@@ -74,18 +74,18 @@ class LockQueues:
 
     @property
     def due_ms(self) -> int | None:
-        """When `due` may have a writer to notify, if nothing is committed or admitted first."""
+        """When `take_due` may return a writer, if nothing is committed or admitted first."""
         return self._not_before_ms
 
     def rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Queue a writer; return it if it must be notified now, otherwise nothing."""
-        queue = self._join(pending, now_ms, due_ms=0)
+        queue = self._enqueue(pending, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
             return [self._first_of(queue, now_ms)]
         self._note(queue)
         return []
 
-    def admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
+    def writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify when a transaction with its locks was admitted."""
         queue = self._queues.get(key_of(pending))
         if queue is None:
@@ -110,7 +110,7 @@ class LockQueues:
         """
         touched: dict[LockKey, _Queue] = {}
         for pending in rejected:
-            queue = self._join(pending, now_ms, due_ms=now_ms)
+            queue = self._enqueue(pending, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, pending.conflict)
             touched[key_of(pending)] = queue
         if not self._queues:
@@ -128,7 +128,7 @@ class LockQueues:
         self._remove_unused(now_ms)
         return notified
 
-    def due(self, now_ms: int) -> list[PendingSingle]:
+    def take_due(self, now_ms: int) -> list[PendingSingle]:
         """Return the writers that must be notified now (rules 2 and 3)."""
         if self._not_before_ms is None or self._not_before_ms > now_ms:
             return []
@@ -152,7 +152,7 @@ class LockQueues:
         self._not_before_ms = None
         return taken
 
-    def _join(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _Queue:
+    def _enqueue(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _Queue:
         queue = self._queues.setdefault(key_of(pending), _Queue(due_ms))
         queue.waiting.append((pending, now_ms + HELD_MS_MAX))
         self.waiting_count += 1

@@ -113,7 +113,7 @@ class _LockSlots(NamedTuple):
     rows: I64  # row of each lock
     slots: I64  # (3, lock count)
 
-    def joined_with(self, other: "_LockSlots") -> "_LockSlots":
+    def concatenate(self, other: "_LockSlots") -> "_LockSlots":
         """Return both, these first; most batches have one kind of locks only."""
         if not other.rows.size:
             return self
@@ -132,7 +132,7 @@ class _Estimates(NamedTuple):
     entered: I64  # (3, lock count) the same, or `_IN_BATCH + row` where an earlier row may enter
 
 
-class _Entered(NamedTuple):
+class _EnteredSlots(NamedTuple):
     """Slots that were entered for rows in flight, and their previous values, in the same order."""
 
     last: int  # the highest ID
@@ -151,7 +151,7 @@ class LockTable:
         self._slot_count = np.uint32(slot_count)
         self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
         self._plain = self._slots.data  # the same memory, faster for single elements
-        self._entered: deque[_Entered] = deque()  # by ID
+        self._entered: deque[_EnteredSlots] = deque()  # by ID
 
     # -----------------------------------------------------------------------------------------
     # appends
@@ -173,10 +173,10 @@ class LockTable:
             ahead &= requests.eligible
             open_rows &= requests.eligible
         write, read, append = (self._lock_slots(column) for column in requests[:3])
-        entering = write.joined_with(append)
+        entering = write.concatenate(append)
         # One dimension only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
-        found = self._estimates(write.joined_with(read), entering, entries)
+        found = self._estimates(write.concatenate(read), entering, entries)
         accepted, conflicts = _decide(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
         # A conflict with a row of this batch has the row's number; replace it by the row's ID.
@@ -218,7 +218,7 @@ class LockTable:
         entered = [slot for lock in (*locks[0], *locks[2]) for slot in _slots_of(lock, count)]
         if entered:
             before = [slots[slot] for slot in entered]
-            self._entered.append(_Entered(next_id, entered, before, None))
+            self._entered.append(_EnteredSlots(next_id, entered, before, None))
             for slot in entered:
                 slots[slot] = next_id
         return PASSED
@@ -259,7 +259,7 @@ class LockTable:
         """
         assert lower_floor < floor
         np.putmask(self._slots, self._slots <= floor, lower_floor)
-        slots = indices(locks, int(self._slot_count))
+        slots = slot_indices(locks, int(self._slot_count))
         np.maximum.at(self._slots, slots.ravel(), np.tile(ids, HASH_COUNT))
 
     # -----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class LockTable:
 
     def _lock_slots(self, column: LockColumn) -> _LockSlots:
         rows = np.repeat(np.arange(column.offsets.size - 1), column.counts)
-        return _LockSlots(rows, indices(column.values, int(self._slot_count)))
+        return _LockSlots(rows, slot_indices(column.values, int(self._slot_count)))
 
     def _estimates(
         self, checked: _LockSlots, entering: _LockSlots, entries: tuple[I64, I64]
@@ -315,11 +315,11 @@ class LockTable:
         slots, entering = slots[accepted], entering[accepted]
         if 0 < entering.size <= _REMEMBERED_LOCKS_MAX:
             before = self._slots.take(slots)
-            self._entered.append(_Entered(int(entering.max()), slots, before, entering))
+            self._entered.append(_EnteredSlots(int(entering.max()), slots, before, entering))
         np.maximum.at(self._slots, slots, entering)
 
 
-def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
+def slot_indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
     """Return the three slots of each lock hash as a (3, lock count) array.
 
     docs/design/wire-format.md 4 specifies the function.
@@ -333,7 +333,7 @@ def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
 
 
 def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
-    """Return `indices` of a single lock: for one, arrays cost more than they save."""
+    """Return `slot_indices` of a single lock: for one, arrays cost more than they save."""
     first = (lock * _A + _B) & _WORD
     second = (first * _A + _B) & _WORD
     third = (second * _A + _B) & _WORD
@@ -372,7 +372,7 @@ def _decide(
     conflicts = np.where(open_rows & ~accepted, lowest, NO_CONFLICT)
     if doubtful.any():
         accepted &= ~doubtful
-        _decide_in_order(_follow(found, doubtful, entries), marks, accepted, conflicts)
+        _decide_in_order(_collect_doubtful(found, doubtful, entries), marks, accepted, conflicts)
     return accepted, conflicts
 
 
@@ -384,7 +384,7 @@ def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     return greatest
 
 
-class _Followed(NamedTuple):
+class _DoubtfulSlots(NamedTuple):
     """The slots that doubtful rows check, renumbered, as plain lists in row order."""
 
     rows: list[int]  # row of each checked lock
@@ -394,7 +394,9 @@ class _Followed(NamedTuple):
     targets: list[int]  # the index that it enters
 
 
-def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Followed:
+def _collect_doubtful(
+    found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]
+) -> _DoubtfulSlots:
     checked = np.flatnonzero(doubtful[found.rows])
     checked = checked[np.argsort(found.rows[checked], kind="stable")]
     slots, indexes = np.unique(found.slots[:, checked], return_inverse=True)
@@ -405,7 +407,7 @@ def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Fol
     target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
     relevant = np.flatnonzero(slots[target] == entered)
     relevant = relevant[np.argsort(rows[relevant], kind="stable")]
-    return _Followed(
+    return _DoubtfulSlots(
         rows=found.rows[checked].tolist(),
         indexes=indexes.T.tolist(),
         held=held.tolist(),
@@ -414,7 +416,7 @@ def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Fol
     )
 
 
-def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts: I64) -> None:
+def _decide_in_order(followed: _DoubtfulSlots, marks: I64, accepted: Mask, conflicts: I64) -> None:
     """Decide the doubtful rows one after the other, in place.
 
     All of them are initially not accepted. The loop makes no calls: it may run for each row of a

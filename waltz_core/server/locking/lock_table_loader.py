@@ -31,7 +31,7 @@ from typing import Final
 import numpy as np
 
 from waltz_core.machine import Report, earliest
-from waltz_core.records.lock_blocks import HASH_BYTES, Block, Blocks, LogEnd
+from waltz_core.records.lock_blocks import HASH_BYTES, LockBlock, LockBlockReader, LogEnd
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -74,7 +74,7 @@ class LockTableLoader:
         self._fetch: Fetch | None = None
         self._fetch_count = 0
         self._under_way: set[int] = set()
-        self._blocks: Blocks | None = None
+        self._blocks: LockBlockReader | None = None
         self._retry_at_ms: int | None = None
         self._held_until_ms: int | None = None
 
@@ -113,7 +113,7 @@ class LockTableLoader:
         self._fetch = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
 
-    def holds(self, now_ms: int) -> bool:
+    def is_holding_appends(self, now_ms: int) -> bool:
         """Whether appends must not be validated yet (rule 4)."""
         return self._held_until_ms is not None and now_ms < self._held_until_ms
 
@@ -121,20 +121,22 @@ class LockTableLoader:
         """When `turn` has something to do, or appends may be validated again."""
         if self._blocks is not None:
             return now_ms
-        return earliest(self._retry_at_ms, self._held_until_ms if self.holds(now_ms) else None)
+        return earliest(
+            self._retry_at_ms, self._held_until_ms if self.is_holding_appends(now_ms) else None
+        )
 
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def fetched(self, token: int, message: LockBlocks) -> None:
+    def blocks_fetched(self, token: int, message: LockBlocks) -> None:
         """A replica has sent its newest blocks; the turns process them."""
         self._under_way.discard(token)
         if self._fetch is not None and token == self._fetch.token:
             self._sender = self._fetch.replica if message.blocks else None
             self._fetch = None
-            self._blocks = Blocks(message.blocks)
+            self._blocks = LockBlockReader(message.blocks)
 
-    def failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
+    def fetch_failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
         """A replica has not sent its blocks."""
         self._under_way.discard(token)
         if self._fetch is None or token != self._fetch.token:
@@ -169,7 +171,7 @@ class LockTableLoader:
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica; after all of them, those that failed, after `RETRY_MS`."""
         if not self._left:
-            if self._failed and self.holds(now_ms):
+            if self._failed and self.is_holding_appends(now_ms):
                 self._left, self._failed = self._failed, []
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
@@ -189,14 +191,14 @@ class LockTableLoader:
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 
-    def _take_slice(self, blocks: Blocks) -> bool:
+    def _take_slice(self, blocks: LockBlockReader) -> bool:
         """Move the floor down by a slice (rule 2); return whether there may be more."""
         assert self._table is not None
-        found: list[Block] = []
+        found: list[LockBlock] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
         steps_left = SLICE_BLOCKS_MAX
         while steps_left > 0 and bytes_left > 0 and floor.last > self._wanted:
-            block = blocks.below(floor, SLICE_BLOCKS_MAX)
+            block = blocks.block_ending_at(floor, SLICE_BLOCKS_MAX)
             steps_left -= 1
             if block is None:
                 break
@@ -211,7 +213,7 @@ class LockTableLoader:
         return not blocks.is_spent
 
 
-def _writers(block: Block) -> I64:
+def _writers(block: LockBlock) -> I64:
     """Return the writer of each lock, or the last transaction that may be it."""
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
     return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

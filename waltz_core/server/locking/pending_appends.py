@@ -41,7 +41,7 @@ from waltz_core.wire.messages import (
     AppendFollowing,
     AppendRequest,
     AppendResult,
-    Reason,
+    RowOutcomeCode,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ LATENCIES_MAX: Final = 4_096
 _ID = struct.Struct(">q")
 _NONE: Final = _ID.pack(REJECTED)
 assert REJECTED == NO_CONFLICT == -1
-_REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
+_REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class PendingSingle:
     # The number of the mount under which it arrived (`mounts.py`, rule 5).
     mount: int = 0
     transaction_id: int = REJECTED
-    reason: Reason = Reason.COMMITTED
+    reason: RowOutcomeCode = RowOutcomeCode.COMMITTED
     conflict: int = NO_CONFLICT
     # The session that it was validated in.
     session_id: SessionId = NO_SESSION
@@ -104,22 +104,22 @@ class PendingSingle:
     @property
     def is_ahead(self) -> bool:
         """Whether its outcome is AHEAD (rule 5)."""
-        return self.reason is Reason.AHEAD
+        return self.reason is RowOutcomeCode.AHEAD
 
     def end_unproved(self) -> None:
         """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
-        self.reason = Reason.NOT_MOUNTED
+        self.reason = RowOutcomeCode.NOT_MOUNTED
 
-    def reject(self, reason: Reason) -> None:
+    def reject(self, reason: RowOutcomeCode) -> None:
         """Reject it: the transaction will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
         """Reject it for a lock that was last written at `conflict` or below; this is final."""
-        self.transaction_id, self.reason, self.conflict = REJECTED, Reason.LOCK, conflict
+        self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
-    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+    def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
         """Apply rule 2; return whether it was lost, which is reported as `loss`."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
@@ -182,12 +182,12 @@ class PendingBatch:
     @property
     def is_ahead(self) -> bool:
         """Whether the outcome of a row is AHEAD (rule 5)."""
-        return bool((self.reasons == Reason.AHEAD).any())
+        return bool((self.reasons == RowOutcomeCode.AHEAD).any())
 
     def end_unproved(self) -> None:
         """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
-        self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED
+        self.reasons[self.reasons == RowOutcomeCode.AHEAD] = RowOutcomeCode.NOT_MOUNTED
 
     def open(self, rows: AppendRows) -> None:
         """Set the decoded rows; none is validated yet."""
@@ -213,19 +213,19 @@ class PendingBatch:
         """Return the share of its cost for the rows before this one."""
         return self.cost_bytes * row // self.ids.size
 
-    def validated(self, stop: int) -> None:
+    def rows_validated(self, stop: int) -> None:
         """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
         assert self.validated_count < stop <= self.ids.size
         self.validated_count = stop
         if stop == self.ids.size:
             self.rows = None
 
-    def reject(self, reason: Reason) -> None:
+    def reject(self, reason: RowOutcomeCode) -> None:
         """Reject all rows that are not validated; this is final."""
         self.reasons[self.validated_count :] = reason
-        self.validated(self.ids.size)
+        self.rows_validated(self.ids.size)
 
-    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+    def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
         """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
         lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(lost, REJECTED, self.ids)
@@ -251,13 +251,13 @@ PendingAppend: TypeAlias = PendingSingle | PendingBatch
 
 @dataclass(slots=True)
 class AppendCounters:
-    """Counts of requests and outcomes since the start, for metrics; `rejected` is by `Reason`."""
+    """Counts since the start, for metrics; `rejected` has one for each `RowOutcomeCode`."""
 
     requests: int = 0
     batches: int = 0
     accepted: int = 0
     committed: int = 0
     committed_bytes: int = 0
-    rejected: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    rejected: list[int] = field(default_factory=lambda: [0] * len(RowOutcomeCode))
     # From the arrival of a batch's first request to its answer; the metrics remove what they show.
     took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=LATENCIES_MAX))

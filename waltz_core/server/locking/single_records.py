@@ -48,7 +48,7 @@ def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
     )
 
 
-def joined(parts: Sequence[EncodedBatch]) -> EncodedBatch:
+def join_batches(parts: Sequence[EncodedBatch]) -> EncodedBatch:
     """Return consecutive runs of records as one."""
     if len(parts) == 1:
         return parts[0]

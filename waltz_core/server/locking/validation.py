@@ -31,7 +31,7 @@ from waltz_core.server.locking.lock_table import (
 from waltz_core.server.locking.pending_appends import PendingAppend, PendingBatch, PendingSingle
 from waltz_core.server.locking.single_records import encode_singles, lock_column
 from waltz_core.server.partition_events import PartitionLimits
-from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
+from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # Up to this many single transactions are validated in plain Python: arrays cost more than they
@@ -63,7 +63,7 @@ class InFlightRange(NamedTuple):
     next_id: TransactionId
 
 
-def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
+def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     """Check and return the rows of a batch.
 
     Raises:
@@ -89,7 +89,7 @@ def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     return rows
 
 
-def verify(message: AppendRequest) -> None:
+def verify_data(message: AppendRequest) -> None:
     """Raise ChecksumMismatch if the data of a single transaction differs from what was sent."""
     found, expected = crc32(message.data), message.data_crc
     if found != expected:
@@ -120,14 +120,14 @@ def validate_rows(
         next_id=place.next_id,
     )
     accepted = validation.accepted
-    reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
-    reasons[validation.ahead] = Reason.AHEAD
+    reasons = np.where(accepted, np.uint8(RowOutcomeCode.COMMITTED), np.uint8(RowOutcomeCode.LOCK))
+    reasons[validation.ahead] = RowOutcomeCode.AHEAD
     if not all_small:
-        reasons[~small_enough] = Reason.TOO_LARGE
+        reasons[~small_enough] = RowOutcomeCode.TOO_LARGE
     pending.ids[start:stop] = validation.ids
     pending.conflicts[start:stop] = validation.conflicts
     pending.reasons[start:stop] = reasons
-    pending.validated(stop)
+    pending.rows_validated(stop)
     if validation.accepted_count:
         keep = None if validation.accepted_count == rows.count else accepted
         req_id = pending.req_id._replace(sequence=pending.req_id.sequence + start)
@@ -175,10 +175,10 @@ def validate_singles(
             kept.append(pending)
             doubtful.append(pending)
         elif conflict == AHEAD:
-            pending.reject(Reason.AHEAD)
+            pending.reject(RowOutcomeCode.AHEAD)
             rejected.append(pending)
         else:
-            pending.reason, pending.conflict = Reason.LOCK, conflict
+            pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict
             (doubtful if conflict > place.high_water_mark else rejected).append(pending)
     if not kept:
         return ValidatedPiece(None, doubtful, rejected)

@@ -60,7 +60,7 @@ class LinearizableRequests(Generic[RequestT]):
         """Whether the last proof is recent enough to answer without another one."""
         return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
 
-    def confirm(self, at_ms: int) -> None:
+    def note_confirmation(self, at_ms: int) -> None:
         """A quorum answered a request that was sent at `at_ms`, which is a proof, too."""
         if self.proved_ms is None or at_ms > self.proved_ms:
             self.proved_ms = at_ms
@@ -70,15 +70,17 @@ class LinearizableRequests(Generic[RequestT]):
         self._waiting.append(request)
         return self._begin(now_ms)
 
-    def proved(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
+    def proof_succeeded(
+        self, token: int, now_ms: int
+    ) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that this proof answers, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
         answered, self._requests, self._is_under_way = self._requests, [], False
-        self.confirm(self._requested_ms)
+        self.note_confirmation(self._requested_ms)
         return answered, self._begin(now_ms)
 
-    def failed(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
+    def proof_failed(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that do not get this proof, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []

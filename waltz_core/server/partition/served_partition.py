@@ -41,20 +41,20 @@ from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
-    Closed,
-    Congested,
+    ConnectionClosed,
+    ConnectionCongested,
+    ConnectionDrained,
     ConnectionId,
-    Drained,
     Effect,
     Event,
     FeedFailed,
     FeedHeaders,
     Fetch,
-    Fetched,
+    FetchAnswered,
     FetchFailed,
     PartitionIdentity,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
     Store,
 )
@@ -87,8 +87,8 @@ class Partition:
         self.pipeline = AppendPipeline(limits, self._mounts, throttle, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._linearizable: LinearizableRequests[Received | PendingAppend] = LinearizableRequests(
-            limits.high_water_mark_staleness_ms_max
+        self._linearizable: LinearizableRequests[RequestReceived | PendingAppend] = (
+            LinearizableRequests(limits.high_water_mark_staleness_ms_max)
         )
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
@@ -151,7 +151,7 @@ class Partition:
         return self._generation
 
     @property
-    def _place(self) -> PartitionPosition:
+    def _position(self) -> PartitionPosition:
         return PartitionPosition(
             self._identity.partition_id, self._generation, self._high_water_mark
         )
@@ -182,21 +182,21 @@ class Partition:
         """Process one event; `now_ms` is monotonic."""
         self._now_ms = now_ms
         match event:
-            case Received():
+            case RequestReceived():
                 self._wall_ms = max(self._wall_ms, event.wall_ms)
                 self._receive(event)
-            case Closed():
+            case ConnectionClosed():
                 self._close(event.connection)
-            case Congested():
-                self.feed.congested(event.connection)
-            case Drained():
+            case ConnectionCongested():
+                self.feed.connection_congested(event.connection)
+            case ConnectionDrained():
                 self.feed.drained(event.connection)
-            case Fetched() | FetchFailed():
-                self._fetched(event)
+            case FetchAnswered() | FetchFailed():
+                self._fetch_answered(event)
             case Wakeup():
                 self._wake()
             case replication.TakeOwnership():
-                self._own(event)
+                self._own_store_event(event)
             case replication.ReleaseOwnership():
                 self._drive(event)
                 self._stop_serving("the partition has moved to another server")
@@ -209,31 +209,32 @@ class Partition:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
             self._drive(Wakeup())
-        for request in self._waiting.overdue(self._now_ms):
+        for request in self._waiting.take_overdue(self._now_ms):
             error = errors.Unavailable(
-                f"{self._place} has had no store session for {self._limits.session_wait_ms_max} ms"
+                f"{self._position} has had no store session for "
+                f"{self._limits.session_wait_ms_max} ms"
             )
             self._out.append(answers.reject(request, error))
         self._route_reads(self.reads.wake(self._now_ms))
         self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._feed_turn()
 
-    def _fetched(self, event: Fetched | FetchFailed) -> None:
+    def _fetch_answered(self, event: FetchAnswered | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            self._out += self.pipeline.lock_loader.failed(event.token, self._now_ms)
-            self._route_reads(self.reads.failed(event, self._now_ms))
+            self._out += self.pipeline.lock_loader.fetch_failed(event.token, self._now_ms)
+            self._route_reads(self.reads.fetch_failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
-            self.pipeline.lock_loader.fetched(event.token, event.message)
+            self.pipeline.lock_loader.blocks_fetched(event.token, event.message)
         else:
-            self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms))
+            self._route_reads(self.reads.range_fetched(event.token, event.message, self._now_ms))
 
     # -----------------------------------------------------------------------------------------
     # clients
 
-    def _receive(self, event: Received) -> None:
+    def _receive(self, event: RequestReceived) -> None:
         message = event.message
         if not self._is_owned:
-            self._out.append(answers.not_owned(event, self._place))
+            self._out.append(answers.not_owned_answer(event, self._position))
         elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
             received = self.pipeline.receive(
                 event.connection,
@@ -250,10 +251,10 @@ class Partition:
         else:
             self._wait_for_session(event)
 
-    def _wait_for_session(self, event: Received) -> None:
+    def _wait_for_session(self, event: RequestReceived) -> None:
         self._waiting.wait_for_session(event, self._now_ms)
 
-    def _answer(self, event: Received, *, is_proved: bool = False) -> None:
+    def _answer(self, event: RequestReceived, *, is_proved: bool = False) -> None:
         assert self._is_open
         message = event.message
         if claim_of(message) > self._high_water_mark and not is_proved:
@@ -263,7 +264,7 @@ class Partition:
             case messages.MountRequest() | messages.MountWriter():
                 self._mount(event)
             case messages.FeedRequest():
-                self._grant(event, message)
+                self._grant_feed(event, message)
             case messages.HighWaterMarkRequest():
                 self._answer_mark(event)
             case messages.ReplicasRequest():
@@ -280,12 +281,12 @@ class Partition:
                 fault = f"a server accepts no {type(message).__name__} as a request for a partition"
                 self._out.append(answers.reject(event, errors.BadRequest(fault)))
 
-    def _range(self, event: Received, message: messages.RangeRequest) -> None:
+    def _range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Read a range; headers of a client's own are for its mounted connection only."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.is_current(client_id, event.connection):
-            fault = f"{self._place}: client {client_id} is not mounted on this connection"
+            fault = f"{self._position}: client {client_id} is not mounted on this connection"
             self._out.append(answers.reject(event, errors.NotMounted(fault)))
         else:
             self._route_reads(self.reads.range(event, message))
@@ -297,18 +298,18 @@ class Partition:
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._linearizable.drop(
-            lambda each: isinstance(each, Received) and each.connection == connection
+            lambda each: isinstance(each, RequestReceived) and each.connection == connection
         )
         self._route(self.pipeline.close(connection))
 
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount(self, event: Received) -> None:
+    def _mount(self, event: RequestReceived) -> None:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
-        fault = self._mounts.fault(message, connection, self._place, event.principal)
+        fault = self._mounts.fault(message, connection, self._position, event.principal)
         if fault is not None:
             self._out.append(answers.reject_mount(event, fault))
             return
@@ -317,13 +318,13 @@ class Partition:
         if older:
             self.reads.feeds_ended(self.feed.fetching)
         older += self._waiting.supersede(req_id.client_id)
-        self._out.extend(answers.superseded(request) for request in older)
+        self._out.extend(answers.superseded_answer(request) for request in older)
         sequence = message.connection_sequence
         self._mounts.begin(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._route(self.pipeline.barrier(self._waiting.begin_mount(event, wants_feed=wants_feed)))
 
-    def _drained(self, mount: WaitingMount) -> None:
+    def _mount_drained(self, mount: WaitingMount) -> None:
         """Everything older is final (rule 3 b)."""
         event = mount.request
         message = event.message
@@ -332,7 +333,7 @@ class Partition:
             return
         mark = mark_of(message)
         if not mount.wants_feed:
-            self._mounted(event)
+            self._finish_mount(event)
             return
         self.feed.mount(
             event,
@@ -340,34 +341,34 @@ class Partition:
             until=self._high_water_mark,
         )
 
-    def _mount_reached(self, event: Received) -> None:
+    def _mount_reached(self, event: RequestReceived) -> None:
         """The feed has reached the mark (rule 3 c); the session may have ended since (rule 3 a)."""
         if not self._is_open:
             self._wait_for_session(event)
         elif not self._is_outdated(event):
-            self._mounted(event)
+            self._finish_mount(event)
 
-    def _is_outdated(self, event: Received) -> bool:
+    def _is_outdated(self, event: RequestReceived) -> bool:
         """Whether the generation or the connection of a mount has ended while it waited."""
         req_id = event.message.req_id
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
             fault = (
-                f"{self._place}: the append is for generation {req_id.generation} of the "
+                f"{self._position}: the append is for generation {req_id.generation} of the "
                 "partition, which has ended"
             )
             self._out.append(answers.reject_mount(event, errors.GenerationMismatch(fault)))
         return True
 
-    def _mounted(self, event: Received) -> None:
+    def _finish_mount(self, event: RequestReceived) -> None:
         self._mounts.finish(event.message.req_id.client_id, event.connection)
         self._out.append(
-            answers.mounted(event, self._high_water_mark, self._session_id, self._limits)
+            answers.mounted_answer(event, self._high_water_mark, self._session_id, self._limits)
         )
 
-    def _grant(self, event: Received, message: messages.FeedRequest) -> None:
-        fault = self.feed.take(event, message.client_high_water_mark, self._place)
+    def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
+        fault = self.feed.take(event, message.client_high_water_mark, self._position)
         if fault is not None:
             self._out.append(answers.reject(event, fault))
 
@@ -378,19 +379,19 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # marks
 
-    def _answer_mark(self, event: Received, *, always: bool = False) -> None:
+    def _answer_mark(self, event: RequestReceived, *, always: bool = False) -> None:
         """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
         if not always and self._linearizable.is_fresh(self._now_ms):
             self._out.append(self._with_mark(event))
         else:
             self._prove(event)
 
-    def _prove(self, request: Received | PendingAppend) -> None:
+    def _prove(self, request: RequestReceived | PendingAppend) -> None:
         for effect in self._linearizable.wait_for_proof(request, self._now_ms):
             self._drive(effect)
 
-    def _proved(self, request: Received | PendingAppend) -> None:
-        if not isinstance(request, Received):
+    def _request_proved(self, request: RequestReceived | PendingAppend) -> None:
+        if not isinstance(request, RequestReceived):
             self._route(self.pipeline.answer_ahead(request, is_proved=self._is_open))
         elif not self._is_open:
             self._wait_for_session(request)
@@ -402,7 +403,7 @@ class Partition:
         else:
             self._answer(request, is_proved=True)
 
-    def _with_mark(self, event: Received) -> SendToClient:
+    def _with_mark(self, event: RequestReceived) -> SendToClient:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived
@@ -410,9 +411,11 @@ class Partition:
         if recorded is not None:
             backlog, interval_ms = self._store.archive_backlog, self._limits.archive_interval_ms
             archived = answers.ArchivePosition(recorded, backlog, interval_ms)
-        return answers.with_mark(event, mark, self._session_id, replicas, self._identity, archived)
+        return answers.mark_answer(
+            event, mark, self._session_id, replicas, self._identity, archived
+        )
 
-    def _expire(self, event: Received, message: messages.ExpireRequest) -> None:
+    def _expire(self, event: RequestReceived, message: messages.ExpireRequest) -> None:
         before = TransactionId(message.before)
         if before < 0 or message.before_ms < 0:
             fault = (
@@ -422,11 +425,11 @@ class Partition:
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
         is_done = self._store.has_expired(before, message.before_ms)
-        self._out.append(answers.expired(event, self._store.archived, is_done=is_done))
+        self._out.append(answers.expiry_answer(event, self._store.archived, is_done=is_done))
         if not is_done:
             self._drive(replication.ExpireArchive(before, message.before_ms))
 
-    def _replace(self, event: Received, message: messages.ObjectReplacementRequest) -> None:
+    def _replace(self, event: RequestReceived, message: messages.ObjectReplacementRequest) -> None:
         first, last = TransactionId(message.first), TransactionId(message.last)
         archived = self._store.archived
         end = -1 if archived is None else archived.last
@@ -435,7 +438,7 @@ class Partition:
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
         request = replication.ReplaceInArchive(message.object, first, last, message.token)
-        self._out.append(answers.replaced(event, self._store.replacement(request)))
+        self._out.append(answers.replacement_answer(event, self._store.replacement(request)))
         self._drive(request)
 
     # -----------------------------------------------------------------------------------------
@@ -448,9 +451,9 @@ class Partition:
                 case replication.SessionOpened():
                     self._opening = effect
                 case replication.SessionSettled():
-                    self._settled(effect)
+                    self._session_settled(effect)
                 case replication.Committed():
-                    self._committed(effect)
+                    self._mark_advanced(effect)
                 case replication.SessionClosed():
                     self._session_closed(effect)
                 case replication.CheckpointDue():
@@ -468,20 +471,20 @@ class Partition:
                     self._out.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
-    def _own(self, event: replication.TakeOwnership) -> None:
+    def _own_store_event(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
             self._mounts.clear()
             self._generation = event.generation
         self._is_owned = True
         self._drive(event)
 
-    def _settled(self, event: replication.SessionSettled) -> None:
+    def _session_settled(self, event: replication.SessionSettled) -> None:
         opened, self._opening = self._opening, None
         assert opened is not None
         assert opened.session_id == event.session_id
         mark = opened.high_water_mark
         if mark < self._high_water_mark:
-            self._lose(
+            self._release_for_data_loss(
                 f"the log of the replicas ends at transaction {mark}, but "
                 f"{self._high_water_mark} was reported as committed"
             )
@@ -497,7 +500,7 @@ class Partition:
         self._is_checkpoint_due = self._is_much_archived = False
         self.session_changes += 1
         # Not the present time: a paused process may see the result of the write much later.
-        self._linearizable.confirm(self._written_ms)
+        self._linearizable.note_confirmation(self._written_ms)
         if not unbroken:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
@@ -517,7 +520,7 @@ class Partition:
         for request in self._waiting.session_opened():
             self._receive(request)
 
-    def _committed(self, event: replication.Committed) -> None:
+    def _mark_advanced(self, event: replication.Committed) -> None:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
@@ -527,7 +530,7 @@ class Partition:
         self.feed.advanced(self._session_id, event.last)
         self._route(landed)
         if self.pipeline.proved_ms is not None:
-            self._linearizable.confirm(self.pipeline.proved_ms)
+            self._linearizable.note_confirmation(self.pipeline.proved_ms)
         self._feed_turn()
         self._consider_checkpoint()
 
@@ -547,7 +550,7 @@ class Partition:
                 count >= limit or self._is_much_archived
             ) and age_ms >= self._limits.checkpoint_interval_ms
             if self._is_checkpoint_due:
-                self.pipeline.hold()
+                self.pipeline.hold_submissions()
         if self._is_checkpoint_due and not self.pipeline.in_flight_bytes:
             self._drive(replication.Checkpoint())
 
@@ -555,11 +558,11 @@ class Partition:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
-        loss = messages.Reason.NO_SPACE if is_full else messages.Reason.LOST
+        loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
         self._route(self.pipeline.closed(loss))
         self.reads.closed()
         # The requests arrived in the session that ended; the next one may answer them as well.
-        for request in self._unproved(self._linearizable.reset()):
+        for request in self._reject_unproved(self._linearizable.reset()):
             self._wait_for_session(request)
         self._out.append(
             Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
@@ -567,24 +570,28 @@ class Partition:
 
     def _proof_ended(self, event: replication.MarkProved | replication.MarkProofFailed) -> None:
         if isinstance(event, replication.MarkProved):
-            requests, proofs = self._linearizable.proved(event.token, self._now_ms)
+            requests, proofs = self._linearizable.proof_succeeded(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
             for each in requests:
-                self._proved(each)
+                self._request_proved(each)
         else:
-            requests, proofs = self._linearizable.failed(event.token, self._now_ms)
+            requests, proofs = self._linearizable.proof_failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
-                f"{self._place}: no quorum of storages has confirmed the store session"
+                f"{self._position}: no quorum of storages has confirmed the store session"
             )
-            self._out.extend(answers.reject(each, unproved) for each in self._unproved(requests))
+            self._out.extend(
+                answers.reject(each, unproved) for each in self._reject_unproved(requests)
+            )
         for proof in proofs:
             self._drive(proof)
 
-    def _unproved(self, requests: Sequence[Received | PendingAppend]) -> list[Received]:
+    def _reject_unproved(
+        self, requests: Sequence[RequestReceived | PendingAppend]
+    ) -> list[RequestReceived]:
         """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
-        rest: list[Received] = []
+        rest: list[RequestReceived] = []
         for each in requests:
-            if isinstance(each, Received):
+            if isinstance(each, RequestReceived):
                 rest.append(each)
             else:
                 self._route(self.pipeline.answer_ahead(each, is_proved=False))
@@ -593,7 +600,7 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # release
 
-    def _lose(self, reason: str) -> None:
+    def _release_for_data_loss(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
         self._abandon(f"committed transactions are missing: {reason}")
         self._out.append(Report("partition.data_loss", (("reason", reason),)))
@@ -609,13 +616,13 @@ class Partition:
         self._is_owned = self._is_open = False
         self._opening = None
         queued, in_flight, reached = self.pipeline.abandon()
-        where = f"{self._place}: {reason}"
+        where = f"{self._position}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
         self._out.extend(answers.reject_pending(pending, gone) for pending in queued)
         self._out.extend(answers.reject_pending(pending, unknown) for pending in in_flight)
         waiting = self._waiting.abandon()
-        waiting += self._unproved(self._linearizable.reset())
+        waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.end()
@@ -633,9 +640,9 @@ class Partition:
                 case outcomes.SubmitBatch():
                     self._drive(replication.Submit(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
-                    self.reads.remember(outcome.entry, outcome.batch)
+                    self.reads.cache_batch(outcome.entry, outcome.batch)
                 case outcomes.BarrierReached():
-                    self._reached(outcome.token)
+                    self._barrier_reached(outcome.token)
                 case outcomes.AheadOfLog():
                     self._prove(outcome.pending)
                 case _:
@@ -657,14 +664,14 @@ class Partition:
     def _route_reads(self, found: Sequence[ReadOutcome]) -> None:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
-                self._route_feed(self.feed.fetched(outcome))
+                self._route_feed(self.feed.headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
                 requests = self.feed.failed(outcome.first)
                 self._out.extend(answers.reject(each, outcome.error) for each in requests)
             else:
                 self._out.append(outcome)
 
-    def _reached(self, token: int) -> None:
+    def _barrier_reached(self, token: int) -> None:
         found = self._waiting.end(token)
         if found is None:
             return  # A later mount has replaced it, or no request waits any more.
@@ -673,6 +680,6 @@ class Partition:
             # The session has ended since; the mount starts again with the next one.
             self._wait_for_session(request)
         elif isinstance(found, WaitingMount):
-            self._drained(found)
+            self._mount_drained(found)
         else:
             self._answer_mark(request)

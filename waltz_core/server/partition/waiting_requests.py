@@ -11,13 +11,13 @@ from itertools import count
 from typing import NamedTuple
 
 from waltz_core.records.record import ClientId
-from waltz_core.server.partition_events import ConnectionId, Received
+from waltz_core.server.partition_events import ConnectionId, RequestReceived
 
 
 class WaitingMount(NamedTuple):
     """A mount that waits for older appends of its client, and then for its feed."""
 
-    request: Received
+    request: RequestReceived
     wants_feed: bool
 
 
@@ -26,9 +26,9 @@ class WaitingRequests:
 
     def __init__(self, session_wait_ms_max: int) -> None:
         self._open_wait_ms = session_wait_ms_max
-        self._until_open: deque[tuple[int, Received]] = deque()
+        self._until_open: deque[tuple[int, RequestReceived]] = deque()
         self._mounts: dict[int, WaitingMount] = {}
-        self._flushes: dict[int, Received] = {}
+        self._flushes: dict[int, RequestReceived] = {}
         self._tokens = count(1)
 
     # ---- for a session
@@ -38,18 +38,18 @@ class WaitingRequests:
         """When the next request times out."""
         return self._until_open[0][0] if self._until_open else None
 
-    def wait_for_session(self, request: Received, now_ms: int) -> None:
+    def wait_for_session(self, request: RequestReceived, now_ms: int) -> None:
         """Keep a request until there is a session (rule 1)."""
         self._until_open.append((now_ms + self._open_wait_ms, request))
 
-    def overdue(self, now_ms: int) -> list[Received]:
+    def take_overdue(self, now_ms: int) -> list[RequestReceived]:
         """Remove and return the requests that have timed out."""
-        found: list[Received] = []
+        found: list[RequestReceived] = []
         while self._until_open and self._until_open[0][0] <= now_ms:
             found.append(self._until_open.popleft()[1])
         return found
 
-    def session_opened(self) -> list[Received]:
+    def session_opened(self) -> list[RequestReceived]:
         """Remove and return the requests that waited for a session."""
         waiting, self._until_open = self._until_open, deque()
         return [request for _, request in waiting]
@@ -68,13 +68,13 @@ class WaitingRequests:
 
     # ---- for a token (rule 2)
 
-    def begin_mount(self, request: Received, *, wants_feed: bool) -> int:
+    def begin_mount(self, request: RequestReceived, *, wants_feed: bool) -> int:
         """Keep a mount; return its token."""
         token = next(self._tokens)
         self._mounts[token] = WaitingMount(request, wants_feed)
         return token
 
-    def supersede(self, client_id: ClientId) -> list[Received]:
+    def supersede(self, client_id: ClientId) -> list[RequestReceived]:
         """Remove and return the older mounts of a client."""
         older = [
             token
@@ -83,17 +83,17 @@ class WaitingRequests:
         ]
         return [self._mounts.pop(token).request for token in older]
 
-    def begin_flush(self, request: Received) -> int:
+    def begin_flush(self, request: RequestReceived) -> int:
         """Keep a flush; return its token."""
         token = next(self._tokens)
         self._flushes[token] = request
         return token
 
-    def end(self, token: int) -> WaitingMount | Received | None:
+    def end(self, token: int) -> WaitingMount | RequestReceived | None:
         """Remove and return the mount or flush of a token; None if it was dropped or superseded."""
         return self._mounts.pop(token, None) or self._flushes.pop(token, None)
 
-    def abandon(self) -> list[Received]:
+    def abandon(self) -> list[RequestReceived]:
         """Remove and return everything."""
         waiting = self.session_opened()
         waiting += self._flushes.values()

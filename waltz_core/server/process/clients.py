@@ -40,10 +40,10 @@ from waltz_core.legacy.legacy_client import (
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, PartitionId
 from waltz_core.server.partition_events import (
-    Closed,
-    Congested,
+    ConnectionClosed,
+    ConnectionCongested,
+    ConnectionDrained,
     ConnectionId,
-    Drained,
     Event,
     SendToClient,
     error_answer,
@@ -230,9 +230,9 @@ class ClientConnections:
         self._clients[connection] = _ClientConnection(link, legacy_client)
         self._flow.open(connection)
         link.start(
-            lambda messages: self._received(connection, messages),
-            lambda reason: self._closed(connection, reason),
-            lambda: self._drained(connection),
+            lambda messages: self._messages_received(connection, messages),
+            lambda reason: self._link_closed(connection, reason),
+            lambda: self._link_drained(connection),
         )
 
     def forget_partition(self, host: PartitionHost) -> None:
@@ -242,7 +242,7 @@ class ClientConnections:
                 del client.hosts[host.partition_id]
                 client.link.feeds_ended(host.partition_id)
 
-    def cut(self, connection: ConnectionId, reason: str) -> None:
+    def disconnect(self, connection: ConnectionId, reason: str) -> None:
         """End a connection, if it is open; unsent answers are lost."""
         client = self._clients.get(connection)
         if client is not None:
@@ -253,12 +253,12 @@ class ClientConnections:
         for client in self._clients.values():
             client.link.pause_reading()
 
-    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         self._flow.receive(connection, cast("list[ClientMessage]", messages))
         self._admit(connection)
         self._balance()
 
-    def _drained(self, connection: ConnectionId) -> None:
+    def _link_drained(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
         if client is None:
             return
@@ -266,10 +266,10 @@ class ClientConnections:
         if client.is_feed_paused and not client.link.pauses_feeds:
             client.is_feed_paused = False
             for host in list(client.hosts.values()):
-                host.post(Drained(connection))
+                host.post(ConnectionDrained(connection))
         self._admit(connection)
 
-    def _closed(self, connection: ConnectionId, reason: str) -> None:
+    def _link_closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
         _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
@@ -277,7 +277,7 @@ class ClientConnections:
         for _, audited in client.audited.values():
             audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
-            host.post(Closed(connection))
+            host.post(ConnectionClosed(connection))
         self._balance()
 
     # -----------------------------------------------------------------------------------------
@@ -369,11 +369,11 @@ class ClientConnections:
             client.is_feed_paused = True
             # Now: a partition may take a turn of its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
-                host.post(Congested(connection))
+                host.post(ConnectionCongested(connection))
         self._note_backlog(connection, client)  # last: flow must know about the congestion, too
 
     def _note_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
-        self._flow.backlog(
+        self._flow.note_backlog(
             connection, client.link.write_backlog_bytes, is_congested=client.link.is_congested
         )
 
@@ -441,9 +441,9 @@ class ClientConnections:
             self._route(connection, client, request, over_limit)
         else:
             client.audited[id(message)] = message, audited
-            audited.begin(partial(self._begun, connection, request))
+            audited.begin(partial(self._audit_line_written, connection, request))
 
-    def _begun(
+    def _audit_line_written(
         self, connection: ConnectionId, request: AdmittedRequest, error: errors.WaltzError | None
     ) -> None:
         """Carry out a request whose line is written, or reject it (rule 6)."""
@@ -475,11 +475,11 @@ class ClientConnections:
         if client.hosts.get(partition_id) is not host:
             client.hosts[partition_id] = host
             if client.is_feed_paused:
-                host.post(Congested(connection))
+                host.post(ConnectionCongested(connection))
         principal = ""
         if isinstance(message, MountRequest | MountWriter):
             access = client.link.access
-            principal = "" if access is None else access.binds(message)
+            principal = "" if access is None else access.bound_principal(message)
         host.receive(
             connection, message, request.cost_bytes, principal=principal, over_limit=over_limit
         )

@@ -90,7 +90,7 @@ class FailureDetector:
                 descriptor, self._remove_dead, self._ssl, self._results
             )
             self._tasks.create_task(watch.run())
-        self._results.reachability.keep({server_id for server_id, _ in others})
+        self._results.reachability.keep_only({server_id for server_id, _ in others})
 
     async def report(self, board: PublishedReachability, is_witness: Callable[[], bool]) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
@@ -121,14 +121,14 @@ class _DialResults:
         self.reachability = Reachability()
         self.is_changed = asyncio.Event()
 
-    def dialed(self, server_id: ServerId, error: WaltzError | None) -> None:
+    def record_dial(self, server_id: ServerId, error: WaltzError | None) -> None:
         """Record the result of a dial."""
         now_ms = loop_clock_ms()
         is_failed = isinstance(error, BadConfig | TlsFailed | AuthenticationFailed)
         if is_failed or (error and isinstance(error.__cause__, OSError)):
-            self.reachability.failed(server_id, str(error), now_ms)
+            self.reachability.note_failure(server_id, str(error), now_ms)
         else:
-            self.reachability.reached(server_id, now_ms)
+            self.reachability.note_connection(server_id, now_ms)
         self.is_changed.set()
 
 
@@ -192,7 +192,7 @@ class _Watch:
 
     def _note(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():
-            self._results.dialed(self.descriptor.server_id, error)
+            self._results.record_dial(self.descriptor.server_id, error)
 
     async def _is_removed(self) -> bool:
         dead = self.descriptor

@@ -145,7 +145,9 @@ class FlowControl:
         assert account.count >= 0
         assert account.in_flight_bytes >= 0
 
-    def backlog(self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool) -> None:
+    def note_backlog(
+        self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool
+    ) -> None:
         """Note how many bytes of answers a connection has buffered."""
         account = self._accounts.get(connection)
         if account is not None:

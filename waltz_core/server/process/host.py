@@ -48,16 +48,16 @@ from waltz_core.server.partition_events import (
     Effect,
     Event,
     Fetch,
-    Fetched,
+    FetchAnswered,
     FetchFailed,
-    Received,
+    RequestReceived,
     SendToClient,
 )
 from waltz_core.server.process.append_times import AppendTimes
 from waltz_core.server.process.partition_cost import cost_of
-from waltz_core.server.process.session_open_limit import OpenPermit, SessionOpenLimit
+from waltz_core.server.process.session_open_limit import SessionOpenLimit, SessionOpenPermit
 from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, TaskStarter
-from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
+from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, RowOutcomeCode
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Host:
         )
         self._published = _PublishedCounters()
         self._in_sync = ReplicaInSync(partition_id, services.metrics)
-        self._permit: OpenPermit | None = None
+        self._permit: SessionOpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
@@ -169,9 +169,11 @@ class Host:
     ) -> None:
         """Pass a client's request to the machine."""
         wall_ms = time.time_ns() // 1_000_000
-        self._driver.post(Received(connection, message, cost_bytes, wall_ms, principal, over_limit))
+        self._driver.post(
+            RequestReceived(connection, message, cost_bytes, wall_ms, principal, over_limit)
+        )
 
-    def own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
+    def assign(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
         """The assignment names this server, or has a new generation or other replicas."""
         is_new = generation != self.partition.generation or not self._replicas
         changed = replicas != self._replicas
@@ -215,11 +217,11 @@ class Host:
             case replication.WriteMetadata():
                 self._services.tasks.create_task(self._write_metadata(effect))
             case replication.Released():
-                self._released(effect)
+                self._ownership_released(effect)
             case _:  # The partition machine consumes the store's other effects.
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
-    def _released(self, effect: replication.Released) -> None:
+    def _ownership_released(self, effect: replication.Released) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
         if effect.for_others:
             self._services.tasks.create_task(self._hand_over(self.partition.generation))
@@ -293,7 +295,7 @@ class Host:
         self._services.metrics.add(
             "waltz_server_fetched_bytes_total", size, partition=self.partition_id
         )
-        self.post(Fetched(effect.token, answer))
+        self.post(FetchAnswered(effect.token, answer))
 
     # -----------------------------------------------------------------------------------------
     # figures
@@ -306,14 +308,14 @@ class Host:
         if report.name in _OPENING_ENDED:
             self._release_permit()
         if report.name == "replica.rejected":
-            self._services.tasks.create_task(self._learn_storage_ids())
+            self._services.tasks.create_task(self._refresh_storage_ids())
 
     def _release_permit(self) -> None:
         if self._permit is not None:
             self._permit.release()
             self._permit = None
 
-    async def _learn_storage_ids(self) -> None:
+    async def _refresh_storage_ids(self) -> None:
         """Read the storage IDs again: a storage may have been replaced since the session began."""
         try:
             await self._services.refresh_storage_ids()
@@ -413,7 +415,7 @@ class _PublishedCounters:
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
-        self._rejected_before = [0] * len(Reason)
+        self._rejected_before = [0] * len(RowOutcomeCode)
         self._gauges: tuple[int, ...] = ()
         self._archive: tuple[float, ...] = ()
 
@@ -427,7 +429,7 @@ class _PublishedCounters:
             if total != self._before.get(name):
                 metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
                 self._before[name] = total
-        for reason in Reason:
+        for reason in RowOutcomeCode:
             more = counters.rejected[reason] - self._rejected_before[reason]
             self._rejected_before[reason] = counters.rejected[reason]
             if more:

@@ -109,7 +109,7 @@ class Rebalancer:
             self._balancer.reset_history()
             return  # rule 3
         preferred = {each for its in view.servers.values() for each in its.preferred}
-        moves = self._balancer.plan(owners, preferred, loads, published.keys(), now_ms)
+        moves = self._balancer.plan_moves(owners, preferred, loads, published.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
             self._balancer.partitions_moved(moves, now_ms)
             for partition_id, target in moves.items():

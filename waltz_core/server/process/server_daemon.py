@@ -31,7 +31,7 @@ from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
-from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
+from waltz_core.cluster.zookeeper.startup import connect_daemon, retry_start_step
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.driver import loop_clock_ms
@@ -111,7 +111,7 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tls.check_network(config)
-    async with connected(config) as coordinator:
+    async with connect_daemon(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         cluster = await retry_start_step(
             "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
@@ -155,7 +155,7 @@ class Server:
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
-        self._ssl = tls.dialing(config, config.connect)
+        self._ssl = tls.dial_context(config, config.connect)
         self._port_ssl: tls.ListenContext | None = None
         self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
         self._open_limit = SessionOpenLimit()
@@ -197,7 +197,7 @@ class Server:
                     self.metrics, self.health, host=config.http_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
-            self._port_ssl = ssl = tls.listening(config)
+            self._port_ssl = ssl = tls.listen_context(config)
             files = open_port_files(config, ssl, self._ssl, metrics=self.metrics)
             await stack.enter_async_context(files)
             listener = await listen(
@@ -228,7 +228,9 @@ class Server:
         try:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
-                follow = follow_readable(coordinator.follow_replica_assignment, self._assigned)
+                follow = follow_readable(
+                    coordinator.follow_replica_assignment, self._assignments_changed
+                )
                 tasks.create_task(follow)
                 tasks.create_task(
                     follow_permissions(coordinator, self._port_ssl, server_name(self._server_id))
@@ -239,17 +241,19 @@ class Server:
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
                 )
                 self._is_registered = True
-                tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
-                tasks.create_task(self._publish())
+                tasks.create_task(
+                    follow_readable(coordinator.follow_servers, self._ownership_changed)
+                )
+                tasks.create_task(self._publish_metrics())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
                 tasks.create_task(
                     self._failure_detector.report(coordinator.reachability, self._is_open)
                 )
                 if self._config.balance == "load":
-                    tasks.create_task(self._balancing().run())
+                    tasks.create_task(self._make_rebalancer().run())
                 on_ready(self.address)
-                await self._until(stop)
+                await self._wait_until(stop)
                 await self._end()
         except* _ServerStopped:
             _log.info("server.stopped server=%s", self._server_id)
@@ -258,7 +262,7 @@ class Server:
         """Whether any partition is open: then its network and its TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
-    def _balancing(self) -> Rebalancer:
+    def _make_rebalancer(self) -> Rebalancer:
         config = self._config
         self._coordinator.keep_assignment()
         times = BalanceTimes(
@@ -272,7 +276,7 @@ class Server:
             lambda: time.monotonic() >= self._without_quorum_s + times.cooldown_ms / 1000,
         )
 
-    async def _until(self, stop: asyncio.Event) -> None:
+    async def _wait_until(self, stop: asyncio.Event) -> None:
         """Wait for the signal, or raise the error of a failed partition (host.py, rule 2)."""
         waiting = self._tasks.create_task(stop.wait())
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -295,7 +299,7 @@ class Server:
         except (TimeoutError, errors.WaltzError) as error:
             _log.warning("server.unregister_failed error=%r", error)
         for partition_id in list(self.hosts):
-            self._drop(partition_id)
+            self._drop_host(partition_id)
         raise _ServerStopped
 
     def _fail(self, error: Exception) -> None:
@@ -305,7 +309,7 @@ class Server:
     # -----------------------------------------------------------------------------------------
     # ownership
 
-    def _assigned(self, assignments: ReplicaAssignments) -> None:
+    def _assignments_changed(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
         self._newest_assignments = assignments
         self._tasks.create_task(self._apply_assignments(assignments))
@@ -319,29 +323,29 @@ class Server:
             _log.warning("server.storages_read_failed error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
-            self._own_assigned()
+            self._assign_hosts()
 
-    def _owned(self, view: ServersView) -> None:
+    def _ownership_changed(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
         self._failure_detector.follow(view)
-        self._own_assigned()
+        self._assign_hosts()
 
-    def _own_assigned(self) -> None:
+    def _assign_hosts(self) -> None:
         if self._view is None:
             return
         own = self._view.partitions_of(self._server_id)
         for partition_id in [each for each in self.hosts if each not in own]:
             _log.info("partition.moved_away partition=%s", partition_id)
-            self._drop(partition_id)
+            self._drop_host(partition_id)
         for partition_id, generation in own.items():
             replicas = self._assignments.replicas_of(partition_id)
             host = self.hosts.get(partition_id)
             if host is None:
                 host = self.hosts[partition_id] = self._new_host(partition_id)
-            host.own(generation, replicas)
+            host.assign(generation, replicas)
 
-    def _drop(self, partition_id: PartitionId) -> None:
+    def _drop_host(self, partition_id: PartitionId) -> None:
         host = self.hosts.pop(partition_id)
         host.stop()
         self._clients.forget_partition(host)
@@ -508,7 +512,7 @@ class Server:
         ]
         return Health(all(partitions.values()), unready_reasons, details)
 
-    async def _publish(self) -> None:
+    async def _publish_metrics(self) -> None:
         """Update the metrics periodically."""
         metrics = self.metrics
         while True:

@@ -31,10 +31,10 @@ from waltz_core.server.partition_events import (
     Effect,
     Event,
     Fetch,
-    Fetched,
+    FetchAnswered,
     PartitionIdentity,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
     error_answer,
 )
@@ -53,8 +53,8 @@ from waltz_core.wire.messages import (
     MountRequest,
     MountWriter,
     RangeRaw,
-    Reason,
     ReplicasResponse,
+    RowOutcomeCode,
     WireProtocol,
 )
 
@@ -119,7 +119,7 @@ class Faults:
         """Draw True or False."""
         return self._random.random() < 0.5
 
-    def rejects(self, message: ClientMessage) -> bool:
+    def should_reject(self, message: ClientMessage) -> bool:
         """Whether this append is one of `reject_next`."""
         if not self.rejections or not isinstance(message, AppendRequest):
             return False
@@ -259,7 +259,7 @@ class MemoryHost:
         """Pass a client's request to the machine, unless a fault applies."""
         assert over_limit is None, "there are no principals"
         if isinstance(message, AppendRequest | AppendBatch):
-            if self._fails(connection, message, cost_bytes):
+            if self._apply_faults(connection, message, cost_bytes):
                 return
         elif isinstance(message, MountRequest | MountWriter):
             until_s = self._disconnected_until_s.get(message.req_id.client_id, 0.0)
@@ -268,9 +268,9 @@ class MemoryHost:
                 self._server.answer(error_answer(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
-        self.post(Received(connection, message, cost_bytes, wall_ms, principal))
+        self.post(RequestReceived(connection, message, cost_bytes, wall_ms, principal))
 
-    def _fails(
+    def _apply_faults(
         self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
     ) -> bool:
         """Apply the faults of appends; return whether the machine must not get this one."""
@@ -283,21 +283,23 @@ class MemoryHost:
             outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
             now_s = self._server.loop.time()
             self._disconnected_until_s[req_id.client_id] = now_s + outcome_timeout_s
-            return self._lose(connection, req_id, enters_log=failure.enters_log)
-        if faults.rejects(message):
+            return self._lose_message(connection, req_id, enters_log=failure.enters_log)
+        if faults.should_reject(message):
             mark = self._partition.high_water_mark
             conflict = mark.to_bytes(8, "big", signed=True)
-            result = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
+            result = AppendResult(req_id, mark, _NONE, bytes((RowOutcomeCode.LOCK,)), conflict)
             self._server.answer(SendToClient(connection, result, cost_bytes))
             return True
-        return faults.is_lost() and self._lose(connection, req_id, enters_log=None)
+        return faults.is_lost() and self._lose_message(connection, req_id, enters_log=None)
 
-    def _lose(self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None) -> bool:
+    def _lose_message(
+        self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None
+    ) -> bool:
         """Lose an append, or its answer (False), with the connection."""
         if self._server.faults.random_bool() if enters_log is None else enters_log:
             self._muted.add(req_id)
             return False
-        self._server.clients.cut(connection, "an append was lost")
+        self._server.clients.disconnect(connection, "an append was lost")
         return True
 
     def _perform(self, effect: Effect) -> None:
@@ -305,7 +307,7 @@ class MemoryHost:
             case SendToClient():
                 self._answer(effect)
             case Fetch(message=RangeRaw() as message):
-                fetched = Fetched(effect.token, self.store.log.read(message))
+                fetched = FetchAnswered(effect.token, self.store.log.read(message))
                 self._server.loop.call_soon(self.post, fetched)
             case _:
                 raise AssertionError(f"unexpected effect: {effect!r}")
@@ -314,7 +316,7 @@ class MemoryHost:
         message = effect.message
         if message.req_id in self._muted and isinstance(message, AppendResult):
             self._muted.discard(message.req_id)
-            self._server.clients.cut(effect.connection, "an answer was lost")
+            self._server.clients.disconnect(effect.connection, "an answer was lost")
         elif isinstance(message, ReplicasResponse):
             # There are no storages: the server itself serves readers.
             self._server.answer(replace(effect, message=replace(message, replicas=())))

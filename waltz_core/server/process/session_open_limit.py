@@ -18,7 +18,7 @@ PERMITS_MAX: Final = 64
 PERMIT_S: Final = 0.25
 
 
-class OpenPermit:
+class SessionOpenPermit:
     """Permits one partition to open a session; see the module's rules."""
 
     def __init__(self, permits: asyncio.Semaphore) -> None:
@@ -40,7 +40,7 @@ class SessionOpenLimit:
     def __init__(self) -> None:
         self._permits = asyncio.Semaphore(PERMITS_MAX)
 
-    async def acquire(self) -> OpenPermit:
+    async def acquire(self) -> SessionOpenPermit:
         """Wait for a permit."""
         await self._permits.acquire()
-        return OpenPermit(self._permits)
+        return SessionOpenPermit(self._permits)

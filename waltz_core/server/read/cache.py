@@ -210,7 +210,7 @@ def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> Cache
     skip = first - entry.first
     wanted = min(last, entry.last) - first + 1
     count = min(wanted, raw_records.count_within(lengths[skip : skip + wanted], bytes_max))
-    view, part = raw_records.cut(records, lengths, skip=skip, count=count)
+    view, part = raw_records.slice_records(records, lengths, skip=skip, count=count)
     return CachedRange(TransactionId(first), TransactionId(first + count - 1), part, view, entry)
 
 

@@ -38,7 +38,7 @@ from waltz_core.server.partition_events import (
     ConnectionId,
     FeedHeaders,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
 )
 from waltz_core.values import value
@@ -69,7 +69,7 @@ class FetchHeaders:
 class MountCaughtUp:
     """The feed of a mounting client has reached the mark for which the mount waits."""
 
-    request: Received
+    request: RequestReceived
 
 
 FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
@@ -77,7 +77,7 @@ FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 @dataclass(slots=True)
 class _ClientFeed:
-    request: Received  # the mount, until it is answered; then the feed request granted last
+    request: RequestReceived  # the mount, until it is answered; then the feed request granted last
     mount_id: ReqId
     next: TransactionId
     until: TransactionId
@@ -131,7 +131,7 @@ class Feed:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def mount(self, request: Received, *, mark: TransactionId, until: TransactionId) -> None:
+    def mount(self, request: RequestReceived, *, mark: TransactionId, until: TransactionId) -> None:
         """Start a mounting client's feed, from its mark to the log's; `MountCaughtUp` follows."""
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
         mount_id = request.message.req_id
@@ -145,13 +145,15 @@ class Feed:
         )
         self._has_more = True
 
-    def is_mounted(self, request: Received) -> bool:
+    def is_mounted(self, request: RequestReceived) -> bool:
         """Whether a feed request belongs to a mount of its connection."""
         mount_id = request.message.req_id
         context = self._contexts.get((request.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
-    def take(self, request: Received, mark: int, place: PartitionPosition) -> WaltzError | None:
+    def take(
+        self, request: RequestReceived, mark: int, place: PartitionPosition
+    ) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
         where = f"feed request after transaction {mark} of {place}"
         if not self.is_mounted(request):
@@ -170,7 +172,7 @@ class Feed:
             )
         return None
 
-    def grant(self, request: Received, *, mark: TransactionId) -> bool:
+    def grant(self, request: RequestReceived, *, mark: TransactionId) -> bool:
         """Continue after the client's mark; False if there is no such mount, or a grant is open.
 
         The request is answered by `FeedSuspended` at the end of the range.
@@ -189,7 +191,7 @@ class Feed:
         self._has_more = True
         return True
 
-    def drop_client(self, client_id: ClientId) -> list[Received]:
+    def drop_client(self, client_id: ClientId) -> list[RequestReceived]:
         """End all feeds of one client; return its mounts and feed requests not yet answered."""
         keys = [key for key in self._contexts if key[1] == client_id]
         dropped = [self._contexts.pop(key) for key in keys]
@@ -201,7 +203,7 @@ class Feed:
             del self._contexts[key]
         self._congested.discard(connection)
 
-    def congested(self, connection: ConnectionId) -> None:
+    def connection_congested(self, connection: ConnectionId) -> None:
         """Send nothing to this connection until it has drained."""
         self._congested.add(connection)
 
@@ -216,7 +218,7 @@ class Feed:
         self._high_water_mark = high_water_mark
         self._has_more = True
 
-    def abandon(self) -> list[Received]:
+    def abandon(self) -> list[RequestReceived]:
         """End all feeds; return the mounts and feed requests not yet answered."""
         waiting = [each.request for each in self._contexts.values() if each.is_granted]
         self._contexts.clear()
@@ -244,7 +246,7 @@ class Feed:
                 self._contexts.move_to_end(key)
         return out
 
-    def fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
+    def headers_fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
         """Headers were fetched: send them to all contexts that wait at their first ID."""
         out: list[FeedOutcome] = []
         for context in self._contexts.values():
@@ -256,7 +258,7 @@ class Feed:
                 self._has_more = True
         return out
 
-    def failed(self, first: TransactionId) -> list[Received]:
+    def failed(self, first: TransactionId) -> list[RequestReceived]:
         """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
             key for key, each in self._contexts.items() if each.is_fetching and each.next == first

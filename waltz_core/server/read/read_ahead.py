@@ -63,13 +63,13 @@ class ReadAhead:
         """Whether a range should be fetched from this transaction on (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_COUNT for end in self._ends)
 
-    def ended_at(self, transaction_id: TransactionId) -> None:
+    def note_fetched_up_to(self, transaction_id: TransactionId) -> None:
         """Note that records up to this one were fetched."""
         self._ends.append(transaction_id)
 
     def keep(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
         """Keep a range, in place of the oldest one (rule 2)."""
-        self.ended_at(TransactionId(first + lengths.size - 1))
+        self.note_fetched_up_to(TransactionId(first + lengths.size - 1))
         if first in self._ranges:
             self._drop(first)
         offsets = offsets_of(lengths)

@@ -74,7 +74,7 @@ from waltz_core.server.partition_events import (
     Fetch,
     FetchFailed,
     PartitionLimits,
-    Received,
+    RequestReceived,
     SendToClient,
 )
 from waltz_core.server.read.cache import FeedCache, TransactionCache
@@ -132,7 +132,7 @@ class _RangeFetch:
     """A range that must be fetched from a storage, and the requests that wait for it."""
 
     key: _Key
-    waiting: list[Received] = field(default_factory=list)
+    waiting: list[RequestReceived] = field(default_factory=list)
     for_feed: bool = False
     tried: list[ReplicaId] = field(default_factory=list)
     rounds: int = 0
@@ -200,7 +200,7 @@ class Reads:
         self._is_open = True
         self._ready.extend(job for _, job in self._delayed)
         self._delayed.clear()
-        return self._start()
+        return self._start_fetches()
 
     def closed(self) -> None:
         """The session has ended; its fetches may still succeed, and new ones wait."""
@@ -210,7 +210,7 @@ class Reads:
         """The high-water mark has moved."""
         self._high_water_mark = high_water_mark
 
-    def remember(self, entry: LineageEntry, batch: Batch) -> None:
+    def cache_batch(self, entry: LineageEntry, batch: Batch) -> None:
         """Cache a committed batch."""
         lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
         self._transactions.put(entry, lengths, batch.records)
@@ -229,7 +229,7 @@ class Reads:
         self._feed.clear()
         self._entries.clear()
 
-    def abandon(self) -> list[Received]:
+    def abandon(self) -> list[RequestReceived]:
         """The partition is released: return all waiting requests."""
         waiting = [request for job in self._jobs.values() for request in job.waiting]
         self._jobs.clear()
@@ -244,7 +244,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def range(self, request: Received, message: RangeRequest) -> list[ReadOutcome]:
+    def range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request, now or after a fetch."""
         if fault := _range_fault(message):
             return [reject(request, BadRequest(fault))]
@@ -260,7 +260,7 @@ class Reads:
             return [self._range_answer(request, message, run_or_none)]
         return self._fetch(_Key(first, last, bytes_max, form), request)
 
-    def data(self, request: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
+    def data(self, request: RequestReceived, message: TransactionDataRequest) -> list[ReadOutcome]:
         """Answer a request for one transaction's data, now or after a fetch."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
@@ -382,38 +382,38 @@ class Reads:
         due = [job for at_ms, job in self._delayed if at_ms <= now_ms]
         self._delayed = [(at_ms, job) for at_ms, job in self._delayed if at_ms > now_ms]
         self._ready.extend(due)
-        return self._start()
+        return self._start_fetches()
 
-    def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
+    def range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
         """A storage has sent a range."""
         job = self._running.get(token)
         if job is None:
-            return self._dropped(token)
+            return self._ignore_answer(token)
         try:
-            run = _checked(message, job.key)
+            run = _check_range(message, job.key)
         except WaltzError as error:
-            return self.failed(FetchFailed(token, str(error)), now_ms)
+            return self.fetch_failed(FetchFailed(token, str(error)), now_ms)
         del self._running[token], self._jobs[job.key]
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
             self._ahead.keep(run.first, run.lengths, run.records)
         elif job.key == _key_alone(run.first):
-            self._ahead.ended_at(run.last)
+            self._ahead.note_fetched_up_to(run.last)
         out: list[ReadOutcome] = []
         if job.for_feed:
             out.append(_feed_stretch(run))
         for request in job.waiting:
             out += self._answers(request, run)
-        return out + self._start()
+        return out + self._start_fetches()
 
-    def failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
+    def fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
         """A fetch has failed; rules 2, 10 and 11."""
         job = self._running.get(event.token)
         if job is None:
-            return self._dropped(event.token)
+            return self._ignore_answer(event.token)
         del self._running[event.token]
         if event.first_available > job.key.first:
-            return self._expired(job, event.first_available)
+            return self._reject_expired(job, event.first_available)
         self.failed_fetches += 1
         self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
         if job.key.is_ahead:
@@ -431,7 +431,7 @@ class Reads:
         else:
             self._delayed.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
-        return out + self._start()
+        return out + self._start_fetches()
 
     def _round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
         """All replicas have failed: reject what has waited long enough (rule 11)."""
@@ -454,7 +454,9 @@ class Reads:
         job.is_damaged_everywhere = True
         return out
 
-    def _expired(self, job: _RangeFetch, first_available: TransactionId) -> list[ReadOutcome]:
+    def _reject_expired(
+        self, job: _RangeFetch, first_available: TransactionId
+    ) -> list[ReadOutcome]:
         """Reject what waits for records below the start of the log (rule 10)."""
         if job.key.is_ahead:
             return self._fetch_separately(job)
@@ -467,7 +469,7 @@ class Reads:
         out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
         if job.for_feed:
             out.append(FeedFailed(job.key.first, error))
-        return out + self._start()
+        return out + self._start_fetches()
 
     def _fetch_separately(self, job: _RangeFetch) -> list[ReadOutcome]:
         """Fetch each requested transaction separately: later ones may be damaged (rule 8)."""
@@ -480,12 +482,12 @@ class Reads:
             out += self._fetch(_key_alone(wanted), request)
         return out
 
-    def _dropped(self, token: int) -> list[ReadOutcome]:
+    def _ignore_answer(self, token: int) -> list[ReadOutcome]:
         """Ignore an answer for which no request waits; there is room for another fetch."""
         self._running.pop(token, None)
-        return self._start()
+        return self._start_fetches()
 
-    def _fetch(self, key: _Key, request: Received | None) -> list[ReadOutcome]:
+    def _fetch(self, key: _Key, request: RequestReceived | None) -> list[ReadOutcome]:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _RangeFetch(key)
@@ -494,9 +496,9 @@ class Reads:
             job.for_feed = True
         else:
             job.waiting.append(request)
-        return self._start()
+        return self._start_fetches()
 
-    def _start(self) -> list[ReadOutcome]:
+    def _start_fetches(self) -> list[ReadOutcome]:
         out: list[ReadOutcome] = []
         while (
             self._is_open
@@ -538,7 +540,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _answers(self, request: Received, run: _RangeRecords) -> list[ReadOutcome]:
+    def _answers(self, request: RequestReceived, run: _RangeRecords) -> list[ReadOutcome]:
         message = request.message
         if isinstance(message, RangeRequest):
             return [self._range_answer(request, message, run)]
@@ -546,11 +548,11 @@ class Reads:
         skip = message.transaction_id - run.first
         if skip >= run.lengths.size:
             return self.data(request, message)  # the read-ahead ended before it
-        record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
+        record, _ = raw_records.slice_records(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(request, message, record)]
 
     def _range_answer(
-        self, request: Received, message: RangeRequest, run: _RangeRecords
+        self, request: RequestReceived, message: RangeRequest, run: _RangeRecords
     ) -> SendToClient:
         lengths, records = run.lengths, run.records
         count = run.last - run.first + 1
@@ -559,7 +561,7 @@ class Reads:
             records, count = _own_headers(run, message.req_id.client_id)
             lineage = ()
         elif message.header_values and count:
-            lengths, records, count = _filtered(run, message.header_values)
+            lengths, records, count = _filter_records(run, message.header_values)
         answer = RangeData(
             message.req_id,
             run.first,
@@ -598,7 +600,7 @@ def _key_alone(wanted: TransactionId) -> _Key:
 
 
 def _data_answer(
-    request: Received, message: TransactionDataRequest, record: Buffer
+    request: RequestReceived, message: TransactionDataRequest, record: Buffer
 ) -> SendToClient:
     data = memoryview(record)[RECORD_PREFIX.size : -4]
     answer = TransactionDataResponse(message.req_id, message.transaction_id, (data, None))
@@ -624,7 +626,7 @@ def _own_headers(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     return kept.tobytes(), int(kept.size)
 
 
-def _filtered(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
+def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
     """Return lengths, records and count of the records with one of the header values."""
     if run.form == RangeForm.HEADERS:
         heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
@@ -635,7 +637,7 @@ def _filtered(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Bu
     return lengths, records, int(lengths.size)
 
 
-def _checked(message: RangeBytes, key: _Key) -> _RangeRecords:
+def _check_range(message: RangeBytes, key: _Key) -> _RangeRecords:
     """Rule 3; raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
     reach = TransactionId(message.first + message.count - 1)

@@ -42,11 +42,11 @@ class Descriptors:
         self._count += 1
         return fd
 
-    def use(self, file: DescriptorHolder) -> None:
+    def begin_use(self, file: DescriptorHolder) -> None:
         """Keep a file open until it is left."""
         self._idle.pop(file, None)
 
-    def leave(self, file: DescriptorHolder, *, is_kept: bool) -> None:
+    def end_use(self, file: DescriptorHolder, *, is_kept: bool) -> None:
         """Let a file be closed when another needs its place, unless it must stay open."""
         if not is_kept:
             self._idle[file] = None

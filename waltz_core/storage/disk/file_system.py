@@ -215,10 +215,12 @@ def _typed_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _typed(error, action, path) from error
+        raise _typed_error(error, action, path) from error
 
 
-def _typed(error: OSError, action: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
+def _typed_error(
+    error: OSError, action: str, path: Path, *, may_be_full: bool = True
+) -> WaltzError:
     """Map an error of the operating system to one of `errors.py` (rule 1)."""
     message = f"cannot {action} {path}: {error.strerror or error}"
     if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -266,14 +268,14 @@ class RealFile:
         try:
             with descriptors.lock:
                 self._fd = descriptors.open(path, flags)
-                descriptors.leave(self, is_kept=False)
+                descriptors.end_use(self, is_kept=False)
         except OSError as error:
-            raise _typed(error, "open", path) from error
+            raise _typed_error(error, "open", path) from error
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
         try:
-            fd = self._use()
+            fd = self._begin_use()
         except DiskFailed as error:
             if self._is_closed:
                 raise
@@ -292,11 +294,11 @@ class RealFile:
             why = f"{error.strerror or error} ({size} bytes at {offset})"
             raise ReadFailed(f"cannot read {self._path}: {why}") from error
         finally:
-            self._leave()
+            self._end_use()
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of it (rule 3)."""
-        fd = self._use()
+        fd = self._begin_use()
         self._is_unsynced = True
         try:
             if len(parts) == 1:
@@ -309,29 +311,29 @@ class RealFile:
                 written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
                 self._tail.note_write(offset, written)
                 offset += written
-                left = _after(left, written)
+                left = _rest_after(left, written)
         except OSError as error:
-            raise _typed(error, "write", self._path) from error
+            raise _typed_error(error, "write", self._path) from error
         finally:
-            self._leave()
+            self._end_use()
 
     def drop_cached(self, offset: int, size: int) -> None:
         """Give pages back; what was not synced stays (rule 10)."""
         start, size = blocks_begun(offset, size)
         if not size:
             return
-        fd = self._use()
+        fd = self._begin_use()
         try:
             _drop_cached(fd, start, size)
         finally:
-            self._leave()
+            self._end_use()
 
     def discard_lost(self, offset: int, size: int) -> bool:
         """Punch out unreadable blocks at the ends of a range; leave others alone.
 
         A file system that cannot do that leaves them, and the next write fails.
         """
-        fd = self._use()
+        fd = self._begin_use()
         found = False
         try:
             for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
@@ -339,12 +341,12 @@ class RealFile:
                     self._is_unsynced = found = True
                     _punch(fd, block * _BLOCK_BYTES)
         finally:
-            self._leave()
+            self._end_use()
         return found
 
     def sync(self) -> None:
         """Wait for fdatasync. If it finds no room, the unsynced data is lost (rule 1)."""
-        fd = self._use()
+        fd = self._begin_use()
         try:
             os.fdatasync(fd)
             self._is_unsynced = False
@@ -352,35 +354,35 @@ class RealFile:
             if old is not None:
                 _drop_cached(fd, *old)
         except OSError as error:
-            raise _typed(error, "sync", self._path, may_be_full=False) from error
+            raise _typed_error(error, "sync", self._path, may_be_full=False) from error
         finally:
-            self._leave()
+            self._end_use()
 
     def truncate(self, size: int) -> None:
         """Truncate the file."""
-        fd = self._use()
+        fd = self._begin_use()
         self._is_unsynced = True
         self._tail.truncate(size)
         try:
             os.ftruncate(fd, size)
         except OSError as error:
-            raise _typed(error, "truncate", self._path) from error
+            raise _typed_error(error, "truncate", self._path) from error
         finally:
-            self._leave()
+            self._end_use()
 
     def size(self) -> int:
         """Return the size in bytes."""
-        fd = self._use()
+        fd = self._begin_use()
         try:
             return os.fstat(fd).st_size
         except OSError as error:
-            raise _typed(error, "get the size of", self._path) from error
+            raise _typed_error(error, "get the size of", self._path) from error
         finally:
-            self._leave()
+            self._end_use()
 
     def lock_range(self, first: int, count: int) -> bool:
         """Take a POSIX record lock; it is lost when this process closes the file anywhere."""
-        fd = self._use()
+        fd = self._begin_use()
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
             self._is_locked = True
@@ -389,12 +391,12 @@ class RealFile:
                 return False
             raise DiskFailed(f"cannot lock {self._path}: {error.strerror}") from error
         finally:
-            self._leave()
+            self._end_use()
         return True
 
     def lock_whole(self) -> bool:
         """Take a BSD lock, which belongs to the open file and not to the process."""
-        fd = self._use()
+        fd = self._begin_use()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._is_locked = True
@@ -403,19 +405,19 @@ class RealFile:
         except OSError as error:
             raise DiskFailed(f"cannot lock {self._path}: {error.strerror}") from error
         finally:
-            self._leave()
+            self._end_use()
         return True
 
     def allocate(self, size: int) -> None:
         """Reserve room on the disk."""
-        fd = self._use()
+        fd = self._begin_use()
         self._is_unsynced = True
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            raise _typed(error, "allocate space for", self._path) from error
+            raise _typed_error(error, "allocate space for", self._path) from error
         finally:
-            self._leave()
+            self._end_use()
 
     def close(self) -> None:
         """Close it, once; if another thread uses it, when that call has ended (rule 6)."""
@@ -425,23 +427,23 @@ class RealFile:
                 if not self._is_used:
                     self.release()
         except OSError as error:
-            raise _typed(error, "close", self._path) from error
+            raise _typed_error(error, "close", self._path) from error
 
     # ---- its descriptor (rule 5)
 
-    def _use(self) -> int:
+    def _begin_use(self) -> int:
         with self._descriptors.lock:
             if self._is_closed:
                 raise DiskFailed(f"{self._path}: is closed")
             if self._fd >= 0:
-                self._descriptors.use(self)
+                self._descriptors.begin_use(self)
             else:
                 with _typed_errors("open", self._path):
                     self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             self._is_used = True
             return self._fd
 
-    def _leave(self) -> None:
+    def _end_use(self) -> None:
         with self._descriptors.lock:
             self._is_used = False
             if self._is_closed:
@@ -449,7 +451,7 @@ class RealFile:
                     self.release()
                 return
             is_unsynced = self._is_unsynced and not self._is_best_effort
-            self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
+            self._descriptors.end_use(self, is_kept=self._is_locked or is_unsynced)
 
     def release(self) -> None:
         """Close the descriptor until the file is used again; the caller holds the lock."""
@@ -458,7 +460,7 @@ class RealFile:
             self._descriptors.close(self, fd)
 
 
-def _after(parts: list[memoryview], written: int) -> list[memoryview]:
+def _rest_after(parts: list[memoryview], written: int) -> list[memoryview]:
     """Return the rest of the parts after `written` bytes."""
     for position, part in enumerate(parts):
         if written < len(part):
@@ -538,7 +540,7 @@ class RealDisk:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _typed(error, "get the identity of", path) from error
+            raise _typed_error(error, "get the identity of", path) from error
         return found.st_dev, found.st_ino
 
     def list(self, directory: Path) -> list[str]:

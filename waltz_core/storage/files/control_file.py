@@ -107,7 +107,7 @@ class ControlFile:
             with errors_with_path(path):
                 header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
-            current = [_newer(file, index, path) for index in range(partition_count)]
+            current = [_newer_index(file, index, path) for index in range(partition_count)]
             return cls(file, header, current)
         except BaseException:
             file.close()
@@ -238,7 +238,7 @@ def _check_header(
         )
 
 
-def _newer(file: File, index: int, path: Path) -> int:
+def _newer_index(file: File, index: int, path: Path) -> int:
     """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
     stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
     if stated != index:

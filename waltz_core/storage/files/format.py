@@ -336,14 +336,14 @@ def encode_entry(
 ) -> bytes:
     """Return the 64 bytes of a lineage entry; `synced` is the last ID that is durable already."""
     assert BEFORE_FIRST <= synced < entry.first
-    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound(segment_crc, position))
+    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound_crc(segment_crc, position))
 
 
 def decode_entry(
     data: Bytes, *, segment_crc: int, position: int
 ) -> tuple[LineageEntry, TransactionId]:
     """Read 64 bytes (rule 2): the entry, and what was durable before it."""
-    bound = _bound(segment_crc, position)
+    bound = _bound_crc(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
         found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
         first, last, session, stamp_ms, chain, synced, reserved, stated = found
@@ -362,7 +362,7 @@ def decode_entry(
     return entry, TransactionId(synced)
 
 
-def _bound(segment_crc: int, position: int) -> int:
+def _bound_crc(segment_crc: int, position: int) -> int:
     return crc32(_PLACE.pack(position), segment_crc)
 
 

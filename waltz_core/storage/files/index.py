@@ -85,7 +85,7 @@ class OffsetIndex:
         self._file.pwrite([_OFFSET.pack(offset)], _offset_offset(self.count))
         self.count += 1
 
-    def known(self, position: int, count: int) -> I64:
+    def try_read(self, position: int, count: int) -> I64:
         """Return offsets as `read` does; none if the disk cannot read them."""
         try:
             return self.read(position, count)
@@ -212,7 +212,7 @@ class LineageFile:
             for number, entry in enumerate(entries, position)
         ]
 
-    def trim(self) -> LineageEntry | None:
+    def trim_invalid(self) -> LineageEntry | None:
         """Drop invalid entries at the end (of a torn or missing write); return the last one."""
         position, end = self.count - 1, None
         while position >= 0 and (end := self._readable(position)) is None:
@@ -221,7 +221,7 @@ class LineageFile:
             self.truncate(position + 1)
         return end
 
-    def unreadable(self) -> list[tuple[int, int]]:
+    def unreadable_runs(self) -> list[tuple[int, int]]:
         """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
         runs: list[tuple[int, int]] = []
         for position in range(self.count):

@@ -43,9 +43,9 @@ class LockFile:
         if self._has_failed or not blocks:
             return
         try:
-            file = self._opened()
+            file = self._open()
             if self._size >= self.file_bytes_max:
-                file = self._renewed(file)
+                file = self._renew(file)
             file.pwrite(blocks, self._size)
         except (DiskFailed, NoSpace):
             self._has_failed = True
@@ -57,10 +57,10 @@ class LockFile:
         if self._has_failed:
             return b""
         try:
-            file = self._opened()
+            file = self._open()
             found = file.pread(min(self._size, bytes_max), max(0, self._size - bytes_max))
             rest = bytes_max - len(found)
-            return self._older(rest) + found if rest else found
+            return self._read_older(rest) + found if rest else found
         except (DiskFailed, NoSpace):
             self._has_failed = True
             return b""
@@ -72,19 +72,19 @@ class LockFile:
             self._file.close()
             self._file = None
 
-    def _opened(self) -> File:
+    def _open(self) -> File:
         if self._file is None:
             self._file = self._disk.open(self._path, create=True, is_best_effort=True)
             self._size = self._file.size()
         return self._file
 
-    def _renewed(self, file: File) -> File:
+    def _renew(self, file: File) -> File:
         self._file = None
         file.close()
         self._disk.rename(self._path, self._older_path)
-        return self._opened()
+        return self._open()
 
-    def _older(self, bytes_max: int) -> bytes:
+    def _read_older(self, bytes_max: int) -> bytes:
         if not self._disk.exists(self._older_path):
             return b""
         file = self._disk.open(self._older_path)

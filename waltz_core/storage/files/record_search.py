@@ -180,7 +180,7 @@ class HoleSearch:
             # The old state: records found after a hole are written into the index.
             self._from = TransactionId(hole + 1)
             is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_lost
-            read = self._index.read if is_hurt else self._index.known  # rule 3
+            read = self._index.read if is_hurt else self._index.try_read  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # Their block of the index was abandoned (file_system.py, rule 8).

@@ -59,7 +59,7 @@ I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 
 
-class Recovered(NamedTuple):
+class SegmentRecovery(NamedTuple):
     """Result of `Segment.recover`: unreadable IDs, and whether known-synced IDs are missing."""
 
     damaged: tuple[IdRange, ...]
@@ -141,7 +141,7 @@ class Segment:
 
     # ---- files
 
-    def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
+    def _open_files(self) -> tuple[File, OffsetIndex, LineageFile]:
         if self._files is None:
             with ExitStack() as opened:
                 index = OffsetIndex(self._disk.open(self._path(".idx")), self._header)
@@ -202,12 +202,12 @@ class Segment:
     @property
     def index(self) -> OffsetIndex:
         """Where the records start."""
-        return self._opened()[1]
+        return self._open_files()[1]
 
     @property
     def lineage(self) -> LineageFile:
         """The batches that end here."""
-        return self._opened()[2]
+        return self._open_files()[2]
 
     @property
     def last(self) -> TransactionId:
@@ -242,7 +242,7 @@ class Segment:
         It was synced up to an ID. After that ID the offsets are computed from the records: the
         system may have dropped pages that a failed sync has not written.
         """
-        file, index, _ = self._opened()
+        file, index, _ = self._open_files()
         count = self.next_id - self.first
         known = index.read(0, count)
         offsets = np.pad(known, (0, count - known.size))
@@ -272,7 +272,7 @@ class Segment:
 
     def append(self, lengths: I64, records: Buffer) -> None:
         """Write records after the last one; not durable."""
-        file, index, _ = self._opened()
+        file, index, _ = self._open_files()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
         count = int(lengths.size)
@@ -291,7 +291,7 @@ class Segment:
 
     def sync(self) -> int:
         """Make records and batches durable; return how many syncs it took."""
-        file, _, lineage = self._opened()
+        file, _, lineage = self._open_files()
         count = 0
         if self._records_dirty:
             file.sync()
@@ -313,7 +313,7 @@ class Segment:
 
         A batch that the truncation goes through is dropped; the caller handles it.
         """
-        file, index, lineage = self._opened()
+        file, index, lineage = self._open_files()
         keep = max(0, last_to_keep - self.first + 1)
         if keep < self.next_id - self.first:
             self.size_bytes = int(self.bounds(self.first + keep, self.first + keep)[0])
@@ -331,7 +331,7 @@ class Segment:
         Raises:
             BadFormat: the hole has more or fewer bytes.
         """
-        file, index, _ = self._opened()
+        file, index, _ = self._open_files()
         offsets = self.bounds(hole.first, hole.last)
         count = int(lengths.size)
         start, end = int(offsets[0]), int(offsets[-1])
@@ -373,7 +373,7 @@ class Segment:
         have failed. Without `syncs_all`, records and index were synced earlier, and are synced
         again only where an opening has changed them. Records after the last batch are not needed.
         """
-        file, index, lineage = self._opened()
+        file, index, lineage = self._open_files()
         if first < self.next_id:
             start = int(self.bounds(first, first)[0])
             for at in range(start, self.size_bytes, SCAN_BYTES):
@@ -417,7 +417,7 @@ class Segment:
         """Return the bytes of records first..last as they are, and their lengths."""
         offsets = self.bounds(first, last)
         size = int(offsets[-1] - offsets[0])
-        data = self._opened()[0].pread(size, int(offsets[0]))
+        data = self._open_files()[0].pread(size, int(offsets[0]))
         # Missing bytes read as zeros, which are not records: the caller's check finds them.
         return data.ljust(size, b"\0"), lengths_between(offsets)
 
@@ -425,7 +425,7 @@ class Segment:
         """Drop the bytes of first..last from the page cache, so that reads go to the disk."""
         offsets = self.bounds(first, last)
         start = 0 if first == self.first else int(offsets[0])  # including the header's block
-        self._opened()[0].drop_cached(start, int(offsets[-1]) - start)
+        self._open_files()[0].drop_cached(start, int(offsets[-1]) - start)
 
     # ---- after a crash
 
@@ -436,8 +436,8 @@ class Segment:
         """
         if self.next_id == self.first:
             return self.size_bytes == SEGMENT_HEADER_BYTES
-        file, index, _ = self._opened()
-        start = index.known(self.last - self.first, 1)
+        file, index, _ = self._open_files()
+        start = index.try_read(self.last - self.first, 1)
         if not start.size:
             return False
         end = record_end(PartlyReadableFile(file), int(start[0]), self.last, self.size_bytes)
@@ -448,7 +448,7 @@ class Segment:
     ) -> tuple[TransactionId, int]:
         """Return an ID, and where its record begins: the first one if the index is wrong there."""
         if self.first < transaction_id < self.next_id:
-            start = self.index.known(transaction_id - self.first, 1)
+            start = self.index.try_read(transaction_id - self.first, 1)
             if start.size and record_end(reader, int(start[0]), transaction_id, self.size_bytes):
                 return transaction_id, int(start[0])
         return self.first, SEGMENT_HEADER_BYTES
@@ -456,19 +456,19 @@ class Segment:
     def has_correct_index(self, transaction_id: TransactionId) -> bool:
         """Return whether the index and the record of an ID agree on where it begins and ends."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
-        file = self._opened()[0]
+        file = self._open_files()[0]
         return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
 
     def recover(
         self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
-    ) -> Recovered:
+    ) -> SegmentRecovery:
         """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
         `must_reach` is the last ID that is known to have been synced: in the last segment by the
         acked marker or an entry, in the others it is the ID before the next segment. Raises
         MissingSegment if the records in between do not fit into one file.
         """
-        file, index, _ = self._opened()
+        file, index, _ = self._open_files()
         file_size = file.size()
         # The last segment's tail may be truncated: a failed read does not prove it torn, so it
         # raises.
@@ -491,7 +491,7 @@ class Segment:
                 damaged.append(self._hole(hole, offset, found[1]))
                 next_id, offset = found
                 continue
-            if is_last and (offset == file_size or not self._knows(must_reach, file_size)):
+            if is_last and (offset == file_size or not self._has_index_of(must_reach, file_size)):
                 lost = True
                 break
             damaged.append(self._hole(IdRange(next_id, must_reach), offset, file_size))
@@ -507,7 +507,7 @@ class Segment:
             file.sync()
             index.sync()
             self._records_dirty = False
-        return Recovered(tuple(damaged), lost)
+        return SegmentRecovery(tuple(damaged), lost)
 
     def _repair(self, first: TransactionId, starts: I64) -> None:
         self.index.rewrite(first - self.first, starts)
@@ -528,17 +528,17 @@ class Segment:
             (at, min(_PIECE_IDS, position + count - at))
             for at in range(position, position + count, _PIECE_IDS)
         ]
-        is_known = self._knows_hole(pieces, offset, end)
+        is_known = self._has_index_of_hole(pieces, offset, end)
         for at, size in pieces:
-            starts = self.index.known(at, size) if is_known else np.full(size, offset, np.int64)
+            starts = self.index.try_read(at, size) if is_known else np.full(size, offset, np.int64)
             self.index.overwrite(at, starts)
         return hole
 
-    def _knows_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
+    def _has_index_of_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
         """Whether the index has rising offsets for a hole from `offset` to `end`."""
         before = offset - 1
         for at, size in pieces:
-            starts = self.index.known(at, size)
+            starts = self.index.try_read(at, size)
             is_rising = starts.size == size and before < starts[0]
             # their difference may not fit
             if not is_rising or not (starts[1:] > starts[:-1]).all():
@@ -548,7 +548,7 @@ class Segment:
             before = int(starts[-1])
         return before < max(end, offset + 1)
 
-    def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:
+    def _has_index_of(self, transaction_id: TransactionId, file_size: int) -> bool:
         start = self.index.read(transaction_id - self.first, 1)
         return bool(start.size and start[0] < file_size)
 

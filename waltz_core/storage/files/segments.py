@@ -118,7 +118,7 @@ class Segments:
             return start.chain
         if not start.transaction_id < transaction_id <= self.last_id:
             return None
-        lineage = self._holding(transaction_id).lineage
+        lineage = self._segment_of(transaction_id).lineage
         position = lineage.position_of(transaction_id)
         if position == lineage.count:
             return None
@@ -129,7 +129,7 @@ class Segments:
         """Return the last ID of the segment that holds an ID."""
         return self.all[self._index_of(transaction_id)].last
 
-    def _holding(self, transaction_id: int) -> Segment:
+    def _segment_of(self, transaction_id: int) -> Segment:
         return self.all[self._index_of(transaction_id)]
 
     def _index_of(self, transaction_id: int) -> int:
@@ -159,7 +159,7 @@ class Segments:
             self.all.pop(0).remove()
             self._firsts.pop(0)
 
-    def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
+    def continue_in_new_file(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
         """Continue in a new file, and do not write the current one again.
 
         Its index was synced up to the marker.
@@ -223,7 +223,7 @@ class Segments:
         """
         done = 0
         while done < lengths.size:
-            segment = self._holding(first)
+            segment = self._segment_of(first)
             count = min(int(lengths.size) - done, segment.next_id - first)
             part = lengths[done : done + count]
             size = int(part.sum())
@@ -235,7 +235,7 @@ class Segments:
 
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
         """Return the damage around a record that was read wrong; repair its index if needed."""
-        segment = self._holding(wrong)
+        segment = self._segment_of(wrong)
         if segment.has_correct_index(wrong):
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
@@ -255,7 +255,7 @@ class Segments:
             except (ChecksumMismatch, ReadFailed):
                 found = segment.recover(segment.first, segment.last, is_last=False)
                 damaged.extend(found.damaged)
-            for run in segment.lineage.unreadable():
+            for run in segment.lineage.unreadable_runs():
                 self._repair_batches(index, *run)
         return tuple(damaged)
 
@@ -268,7 +268,7 @@ class Segments:
         found = []
         for index in self._indices_around(first, last):
             segment = self.all[index]
-            for low, high in segment.lineage.unreadable():
+            for low, high in segment.lineage.unreadable_runs():
                 begin = TransactionId(self._entry_before(index, low).last + 1)
                 is_end = high == segment.lineage.count
                 end = segment.last if is_end else segment.lineage.entry(high).last
@@ -276,9 +276,13 @@ class Segments:
                 found.append(LostBatches(index, low, IdRange(begin, end), may_be_proven))
         return found
 
-    def prove(self, lost: LostBatches) -> bool:
+    def rebuild_lost_batch(self, lost: LostBatches) -> bool:
         """Rebuild a lost batch if its records and the batch after it prove what it was."""
-        made = self._proven(lost.segment_index, lost.position) if lost.may_be_proven else None
+        made = (
+            self._reconstruct_batch(lost.segment_index, lost.position)
+            if lost.may_be_proven
+            else None
+        )
         if made is None:
             return False
         self.all[lost.segment_index].lineage.rewrite(lost.position, [made])
@@ -328,7 +332,7 @@ class Segments:
         before = self._entry_before(index, low)
         entry_count = high - low
         ends = [before.last + count for count in range(1, entry_count)] + [after.first - 1]
-        made = self._proven(index, low) if entry_count == 1 else None
+        made = self._reconstruct_batch(index, low) if entry_count == 1 else None
         if made is not None:
             lineage.rewrite(low, [made])
             return
@@ -338,7 +342,7 @@ class Segments:
             before = entries[-1]
         lineage.rewrite(low, entries)
 
-    def _proven(self, index: int, position: int) -> LineageEntry | None:
+    def _reconstruct_batch(self, index: int, position: int) -> LineageEntry | None:
         """Reconstruct a lost batch from the chain of the next; None if nothing fits."""
         before, after = (
             self._entry_before(index, position),
@@ -388,7 +392,7 @@ class Segments:
         runs: list[bytes] = []
         lengths: list[I64] = []
         while first <= last:
-            segment = self._holding(first)
+            segment = self._segment_of(first)
             end = min(last, segment.last)
             run, part = segment.read(first, end)
             runs.append(run)
@@ -401,7 +405,7 @@ class Segments:
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
         """Drop the bytes of first..last from the page cache: the next read goes to the disk."""
         while first <= last:
-            segment = self._holding(first)
+            segment = self._segment_of(first)
             segment.drop_cached(first, min(last, segment.last))
             first = TransactionId(segment.next_id)
 
@@ -412,7 +416,7 @@ class Segments:
         locations: list[FileLocation] = []
         lengths: list[I64] = []
         while first <= last:
-            segment = self._holding(first)
+            segment = self._segment_of(first)
             end = min(last, segment.last)
             offsets = segment.bounds(first, end)
             start = int(offsets[0])
@@ -421,7 +425,9 @@ class Segments:
             first = TransactionId(end + 1)
         return locations, np.concatenate(lengths)
 
-    def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
+    def last_fitting_id(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> TransactionId:
         """Return the last ID so that `first`..it fits into `bytes_max`; at least `first`.
 
         An ID takes at least one record's overhead, which bounds how much of the index is read.
@@ -429,7 +435,7 @@ class Segments:
         last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
         next_id = first
         while next_id <= last:
-            segment = self._holding(next_id)
+            segment = self._segment_of(next_id)
             end = min(last, segment.last)
             offsets = segment.bounds(next_id, end)
             count = int(np.searchsorted(offsets[1:] - offsets[0], bytes_max, side="right"))
@@ -443,7 +449,7 @@ class Segments:
         """Return the size of the records first..last; the index is read at its ends only."""
         total, next_id = 0, first
         while next_id <= last:
-            segment = self._holding(next_id)
+            segment = self._segment_of(next_id)
             end = min(last, segment.last)
             total += int(segment.bounds(end, end)[-1] - segment.bounds(next_id, next_id)[0])
             next_id = TransactionId(end + 1)
@@ -455,7 +461,7 @@ class Segments:
             return None
         parts: list[bytes] = []
         while first <= last:
-            end = self.fitting(first, last, _CRC_BLOCK_BYTES)
+            end = self.last_fitting_id(first, last, _CRC_BLOCK_BYTES)
             records, lengths = self.read(first, end)
             if first_invalid_record(records, lengths, first) is not None:
                 return None

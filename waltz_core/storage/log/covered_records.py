@@ -60,7 +60,7 @@ class CoveredRecords:
         self._files = files
         self._reopen = reopen
 
-    def ends_adopted(self) -> bool:
+    def ends_with_adopted_batch(self) -> bool:
         """Return whether the newest batch was made from records of 0.13 (rule 1)."""
         with suppress(BadFormat, ChecksumMismatch):
             end = self._files.segments.lineage_end()
@@ -71,7 +71,7 @@ class CoveredRecords:
         """Return whether a truncation must cover the records after it (rule 1)."""
         provisional = self._files.slot.provisional
         is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
-        return self.ends_adopted() or is_mark_0_13
+        return self.ends_with_adopted_batch() or is_mark_0_13
 
     def make_batches(self) -> None:
         """Make batches for records without one: open the files again, in place (rule 2)."""
@@ -127,7 +127,7 @@ class CoveredRecords:
             rebatching.add_batches(files.segments, entries)
         files.covered_end, files.chain = entries[-1].last, entries[-1].chain
         if files.covered_end == files.segments.last_id:
-            self.settle()
+            self.settle_batches()
         return True
 
     def _differ_in_damage(
@@ -161,9 +161,9 @@ class CoveredRecords:
         if end < files.segments.last_id:
             files.truncate(end)
         files.chain = chain
-        self.settle()
+        self.settle_batches()
 
-    def settle(self) -> None:
+    def settle_batches(self) -> None:
         """Make it durable that all records have their batches (rule 4)."""
         files = self._files
         with files.failing():  # covering still, so that nothing is truncated that was synced

@@ -31,7 +31,7 @@ from waltz_core.storage.files.segments import Segments, first_invalid_record
 I64 = npt.NDArray[np.int64]
 
 
-def fill(
+def fill_damage(
     slot: Slot,
     segments: Segments,
     first: TransactionId,
@@ -80,7 +80,11 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
     for lost in segments.lost_batches(*filled):
         waits = any(ids.first <= lost.ids.last and lost.ids.first <= ids.last for ids in damaged)
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
-        if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
+        if (
+            is_touched
+            and not (waits and lost.may_be_proven)
+            and not segments.rebuild_lost_batch(lost)
+        ):
             raise ChecksumMismatch(
                 f"records {filled.first}..{filled.last} do not match the chain hash after "
                 f"the unreadable batch entry in {lost.ids.first}..{lost.ids.last}"

@@ -211,7 +211,7 @@ class LogFiles:
         except (DiskFailed, NoSpace) as error:
             if may_be_full and isinstance(error, NoSpace):
                 raise  # Nothing was written.
-            raise self.broken(f"cannot write the control slots: {error}") from error
+            raise self.mark_broken(f"cannot write the control slots: {error}") from error
 
     def truncate(self, last_to_keep: TransactionId) -> None:
         """Truncate everything after an ID, durably (rule 4).
@@ -229,7 +229,7 @@ class LogFiles:
         self.has_failed = self.is_broken = True  # until it is carried out
         try:
             truncation.carry_out(self.segments, intent)
-            self.slots.write(truncation.finished(self.slot, self.segments))
+            self.slots.write(truncation.slot_after_truncation(self.slot, self.segments))
         except WaltzError as error:
             # The intent is durable, and stays: the next open carries it out before anything else.
             self.is_half_truncated = isinstance(error, NoSpace) and not was_half_truncated
@@ -258,7 +258,7 @@ class LogFiles:
         try:
             self.segments.begin_after(start, self._settings.now_ms())
         except (DiskFailed, NoSpace) as error:
-            raise self.broken(
+            raise self.mark_broken(
                 f"cannot remove the log before transaction {start.transaction_id}: {error}"
             ) from error
         if self.synced_max < start.transaction_id:
@@ -308,14 +308,16 @@ class LogFiles:
         except (
             WaltzError
         ) as error:  # An unreadable index prevents the truncation like a failing disk.
-            failure = self.broken(f"the records written after {last} cannot be truncated")
+            failure = self.mark_broken(f"the records written after {last} cannot be truncated")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error
         self.chain = chain
 
     def continue_in_new_segment(self) -> None:
         """Take writes again after a failure."""
-        self.segments.renew(self._settings.now_ms(), self.chain, self.slot.acked.transaction_id)
+        self.segments.continue_in_new_file(
+            self._settings.now_ms(), self.chain, self.slot.acked.transaction_id
+        )
         self.has_failed = False
 
     def count_all(self) -> None:
@@ -325,7 +327,7 @@ class LogFiles:
             self.synced_max = self.segments.last_id
             self.chain = self.synced_chain = UNBATCHED
 
-    def broken(self, reason: str) -> DiskFailed:
+    def mark_broken(self, reason: str) -> DiskFailed:
         """Reject all calls until the log is opened again; return the error to raise."""
         self.has_failed = self.is_broken = True
         return DiskFailed(f"partition {self.partition_id}: {reason}")

@@ -115,22 +115,22 @@ def open_log(
     if not (is_name_durable and disk.exists(directory)):
         disk.make_directory(directory)
     remove_temporary(disk, directory)
-    firsts = _firsts(disk, directory)
+    firsts = _first_ids(disk, directory)
     if not firsts and not disk.exists(directory / SLOTS_NAME):
-        return _begin(disk, directory, blank, info, trust_fsync=trust_fsync)
+        return _create_log(disk, directory, blank, info, trust_fsync=trust_fsync)
     disk.will_read(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info)
     opening = _Opening(disk, directory, blank, info, slots)
     try:
-        opening.slot = _at_open(slots, info, trust_fsync=trust_fsync)
+        opening.slot = _slot_at_open(slots, info, trust_fsync=trust_fsync)
         if not opening.may_fall_back():
             slots.write(opening.slot)
         segments = opening.open_segments(firsts)
         opening.recover_records(segments)
         opening.settle_lineage(segments)
         opening.write_again(segments)
-        slots.write(opening.settled(segments))
+        slots.write(opening.settled_slot(segments))
         for segment in segments.all[:-1]:
             segment.close()
     except BaseException as error:
@@ -144,7 +144,7 @@ def open_log(
     return segments, slots
 
 
-def _begin(
+def _create_log(
     disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
 ) -> tuple[Segments, SlotFile]:
     """Create the files of a new log durably, the `.seg` last."""
@@ -173,7 +173,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
     return SlotFile.create(disk, directory, slot)
 
 
-def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
+def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
     if slot.is_overtaken(info):
         slot = replace(slot, truncate=None)  # 0.13 has written since, and its log counts
@@ -185,7 +185,7 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
     return replace(slot, dirty=True, suspect=suspect)
 
 
-def _taken_over(slot: Slot, info: PartitionInfo) -> Slot:
+def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
     """Return a slot with the session and the mark of 0.13 (rule 4)."""
     if info.session_id < slot.last_session:
         return slot
@@ -202,7 +202,7 @@ def _without_promise(slot: Slot, seen: SessionId) -> Slot:
     return slot.with_promise(Promise.after_loss(max(slot.promise.seen, seen)))
 
 
-def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
+def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
     names = disk.list(directory)
     firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
     known = frozenset(names)
@@ -307,7 +307,7 @@ class _Opening:
         rebuilt = lineage is None
         if lineage is None:
             if not self._adopting:
-                self._suspect()
+                self._mark_suspect()
             content = LineageHeader(header, chain_before or GENESIS_CHAIN).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
         segment = Segment.open(
@@ -321,9 +321,9 @@ class _Opening:
         self.opened.append(segment)
         is_continued = chain_before in {None, segment.lineage.chain_before}
         if not is_continued and not self._adopting:
-            self._suspect()
+            self._mark_suspect()
             self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
-        end = segment.lineage.trim()
+        end = segment.lineage.trim_invalid()
         if rebuilt:
             self._rebuilt.append(segment)
         return segment, end
@@ -359,7 +359,7 @@ class _Opening:
         segment.close()
         return chain
 
-    def _suspect(self) -> None:
+    def _mark_suspect(self) -> None:
         """Mark the replica as suspect, durably (rule 6)."""
         if not self.slot.suspect:
             self.slot = replace(self.slot, suspect=True)
@@ -394,7 +394,7 @@ class _Opening:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
         if segments.last_id < self._durable:
-            self._suspect()
+            self._mark_suspect()
         if self.slot.truncate is not None:
             segments.truncate(
                 *self.slot.truncate
@@ -418,7 +418,7 @@ class _Opening:
         found = segment.recover(start, reach, is_last=is_last)
         self._note(found.damaged)
         if found.lost:
-            self._suspect()
+            self._mark_suspect()
 
     def _note(self, damaged: tuple[IdRange, ...]) -> None:
         for ids in damaged:
@@ -431,11 +431,11 @@ class _Opening:
         for segment in self._rebuilt:
             self._fill_between(segments, segment)
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
-        if not self._adopting and not self._marker_holds(segments):
-            self._suspect()
+        if not self._adopting and not self._is_marker_valid(segments):
+            self._mark_suspect()
         end = min(self._valid_end(segments, TransactionId(anchor)), segments.last_id)
         if not self._adopting and end < self._durable:
-            self._suspect()
+            self._mark_suspect()
         if self._adopting:
             end = self._end_before_gap(segments, end)
         if self._adopting or end < self._durable:
@@ -446,7 +446,7 @@ class _Opening:
         elif end < segments.last_id or end < self._end_of(segments):
             segments.truncate(end, None)
 
-    def _marker_holds(self, segments: Segments) -> bool:
+    def _is_marker_valid(self, segments: Segments) -> bool:
         try:
             return segments.chain_at(TransactionId(self._marker)) == self.slot.acked.chain
         except (BadFormat, ChecksumMismatch):
@@ -460,7 +460,9 @@ class _Opening:
             chain, touching = segments.entries(after, after, 1)
             end = TransactionId(touching[0].first - 1) if touching else self._end_of(segments)
             for entry in segments.entries_from(TransactionId(end + 1)):
-                if entry.last > segments.last_id or not self._holds(segments, entry, end, chain):
+                if entry.last > segments.last_id or not self._is_batch_valid(
+                    segments, entry, end, chain
+                ):
                     return end
                 end, chain = entry.last, entry.chain
         except (BadFormat, ChecksumMismatch):
@@ -491,7 +493,7 @@ class _Opening:
         end = segments.lineage_end()
         return end.last if end is not None else segments.start.transaction_id
 
-    def _holds(
+    def _is_batch_valid(
         self, segments: Segments, entry: LineageEntry, end: TransactionId, chain: Chain
     ) -> bool:
         if entry.first != end + 1:
@@ -578,7 +580,7 @@ class _Opening:
             return crc or self._stated_crc(segments, transaction_id)
         except ReadFailed:
             self._note((IdRange(transaction_id, transaction_id),))
-            self._suspect()
+            self._mark_suspect()
             return bytes(4)
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
@@ -590,7 +592,7 @@ class _Opening:
             data = memoryview(record)[RECORD_PREFIX.size : -4]
             if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
                 return record[-4:]  # The data is corrupt, or the CRC of the data.
-        self._suspect()
+        self._mark_suspect()
         return bytes(4)
 
     def _adopted_end(
@@ -604,11 +606,11 @@ class _Opening:
         mark = self._info.low_water_mark
         end = TransactionId(min(end, last, mark if first <= mark else last))
         with suppress(ChecksumMismatch):
-            return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
+            return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
         for segment in segments.all:  # a wrong index is made again
             if segment.first <= end and first <= segment.last:
                 self._note(segment.recover(segment.first, segment.last, is_last=False).damaged)
-        return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
+        return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
 
     # ---- the end
 
@@ -623,11 +625,11 @@ class _Opening:
             syncs_all=self._adopting or segments.last_id > self._marker,
         )
 
-    def settled(self, segments: Segments) -> Slot:
+    def settled_slot(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
-        slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
+        slot = _slot_from_0_13(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log: let it truncate the end and copy from
             # there. The same holds after a crash between making up batches and writing this slot.

@@ -233,7 +233,7 @@ class PartitionLog:
         return ReplicaReport(
             NO_SESSION if is_short else slot.last_session,
             self.low_water_mark,
-            slot.provisional is None and not self._cover.ends_adopted(),
+            slot.provisional is None and not self._cover.ends_with_adopted_batch(),
             synced_max,
             self._files.synced_chain,
             slot.suspect,
@@ -314,7 +314,7 @@ class PartitionLog:
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
             files.truncate(mark)
             files.chain = files.segments.chain
-            self._cover.settle()
+            self._cover.settle_batches()
         if files.covered_end is not None:
             self._check_session(session)
             if (files.covered_end, files.chain) == (mark, chain):
@@ -328,7 +328,7 @@ class PartitionLog:
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)
         except (DiskFailed, NoSpace) as error:
-            raise self._files.broken(f"cannot write the control file: {error}") from error
+            raise self._files.mark_broken(f"cannot write the control file: {error}") from error
 
     def engage(self, session: SessionId, mark: TransactionId) -> None:
         """Confirm the mark durably: ZooKeeper records the replica as engaged in this session.
@@ -612,7 +612,7 @@ class PartitionLog:
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()
-        left = damage.fill(self.slot, self._files.segments, first, lengths, records)
+        left = damage.fill_damage(self.slot, self._files.segments, first, lengths, records)
         self._files.write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:

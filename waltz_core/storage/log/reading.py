@@ -112,10 +112,10 @@ class LogReader:
         wrong = BEFORE_FIRST
         while True:
             self._reject_damaged(first, whole_batches=whole_batches)
-            read = self._repaired(
+            read = self._read_with_repair(
                 first,
                 last,
-                lambda: self._attempt(first, last, bytes_max, whole_batches=whole_batches),
+                lambda: self._read_once(first, last, bytes_max, whole_batches=whole_batches),
             )
             if isinstance(read, RangeRead):
                 return read
@@ -129,14 +129,14 @@ class LogReader:
             )
             wrong = read
 
-    def _repaired(
+    def _read_with_repair(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
     ) -> _Read:
         """Read; when index or batches are wrong, repair them and read once more."""
         try:
             return read()
         except ReadFailed as error:
-            self._keep(error)
+            self._keep_error(error)
             with suppress(*_WRONG):
                 return read()
         except (BadFormat, ChecksumMismatch):
@@ -144,17 +144,17 @@ class LogReader:
         self._note_damage(self._segments.repair(first, last))
         return read()
 
-    def _attempt(
+    def _read_once(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
         """Read once; return instead the ID of the first wrong record, or the unreadable range."""
-        end = self._segments.fitting(first, last, bytes_max)
-        end = self._before_damage(first, end, whole_batches=whole_batches)
+        end = self._segments.last_fitting_id(first, last, bytes_max)
+        end = self._last_before_damage(first, end, whole_batches=whole_batches)
         try:
             records, lengths = self._segments.read(first, end)
         except ReadFailed as error:
-            self._keep(error)
-            unreadable = self._unreadable(first, end)
+            self._keep_error(error)
+            unreadable = self._first_unreadable(first, end)
             if unreadable is not None:
                 return unreadable
             records, lengths = self._segments.read(first, end)
@@ -165,7 +165,7 @@ class LogReader:
         self.checked_bytes += len(records)
         return RangeRead(first, lengths, records, entries, chain_before)
 
-    def _unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
+    def _first_unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
         """Return the first records of a range that the disk cannot read; None if it reads all."""
         low, high = int(first), int(last)
         if self._is_readable(low, high):
@@ -189,7 +189,7 @@ class LogReader:
             return False
         return True
 
-    def _keep(self, error: ReadFailed) -> None:
+    def _keep_error(self, error: ReadFailed) -> None:
         if len(self._errors) < _ERRORS_KEPT_MAX:
             self._errors.append(str(error))
 
@@ -200,7 +200,9 @@ class LogReader:
         if first > last:
             return first  # a log that has removed or dropped all records is empty
         with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
-            self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
+            self._segments.drop_cached(
+                first, self._segments.last_fitting_id(first, last, bytes_max)
+            )
         try:
             read = self.read_range(first, last, bytes_max, whole_batches=False)
         except ChecksumMismatch:
@@ -235,7 +237,7 @@ class LogReader:
     def _reject_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
         last = first
         if whole_batches:
-            entry = self._repaired(first, first, lambda: self._segments.entry_of(first))
+            entry = self._read_with_repair(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
                 raise BadRequest(
                     f"partition {self.partition_id}: expected a batch that begins at "
@@ -249,7 +251,7 @@ class LogReader:
                     "are damaged"
                 )
 
-    def _before_damage(
+    def _last_before_damage(
         self, first: TransactionId, last: TransactionId, *, whole_batches: bool
     ) -> TransactionId:
         """Return the last ID to read: before any damage, and at a batch's end if requested."""
@@ -303,15 +305,15 @@ class LogReader:
         """
         self._check_bounds(first, last)
         self._reject_damaged(first, whole_batches=False)
-        return self._repaired(first, last, lambda: self._locations(first, last, bytes_max))
+        return self._read_with_repair(first, last, lambda: self._locations(first, last, bytes_max))
 
     def _locations(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> LocationsRead:
         # They cannot have more batches than records, so none is left out.
         last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
-        end = self._segments.fitting(first, last, bytes_max)
-        end = self._before_damage(first, end, whole_batches=False)
+        end = self._segments.last_fitting_id(first, last, bytes_max)
+        end = self._last_before_damage(first, end, whole_batches=False)
         _, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
         locations, lengths = self._segments.locations(first, end)
         return LocationsRead(first, lengths, tuple(locations), entries)
@@ -331,7 +333,7 @@ class LogReader:
         if 0 <= last <= start:
             self._check_bounds(first, last)
         first = max(first, TransactionId(start + 1))
-        return self._repaired(
+        return self._read_with_repair(
             first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
         )
 

@@ -82,10 +82,12 @@ def wipe(disk: Disk, directory: Path, control: ControlFile, intent: WipeIntent) 
     written; DiskFailed: see rule 1.
     """
     create_durably(disk, directory, [(WIPE_NAME, intent.encode())])
-    finish(disk, directory, control, intent.partition_id)
+    finish_removal(disk, directory, control, intent.partition_id)
 
 
-def finish(disk: Disk, directory: Path, control: ControlFile, partition_id: PartitionId) -> None:
+def finish_removal(
+    disk: Disk, directory: Path, control: ControlFile, partition_id: PartitionId
+) -> None:
     """Carry out a removal that was begun, if any (rule 1).
 
     Raises:

@@ -42,7 +42,7 @@ class ScrubPiece(NamedTuple):
     bytes_max: int
 
 
-class Scrubbed(NamedTuple):
+class ScrubResult(NamedTuple):
     """Result of a piece: the next ID, the bytes read, and the error that stopped it."""
 
     next_id: TransactionId
@@ -65,7 +65,7 @@ class ScrubState(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Turn:
+class _PartitionScrub:
     """One partition: its current pass, or when the next may begin."""
 
     next_id: TransactionId
@@ -92,7 +92,7 @@ class Scrub:
         assert bytes_per_s >= 0
         self._bytes_per_s = bytes_per_s
         self._interval_ms = interval_ms
-        self._turns: dict[PartitionId, _Turn] = {}
+        self._turns: dict[PartitionId, _PartitionScrub] = {}
         self._positions = dict(positions or {})
         self._reading: PartitionId | None = None  # rule 1
         self._free_at_ms = 0
@@ -102,14 +102,14 @@ class Scrub:
 
     def opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from where its pass had stopped."""
-        turn = _Turn(self._positions.pop(partition_id, _FIRST))
+        turn = _PartitionScrub(self._positions.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
         if self._bytes_per_s:
             turn.due_ms = now_ms
             if self._reading is None:  # Not `_set_wake`: there may be a thousand partitions.
                 self.wake_at_ms = earliest(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
-    def dropped(self, partition_id: PartitionId) -> None:
+    def partition_dropped(self, partition_id: PartitionId) -> None:
         """Remove a partition that is not served any more."""
         del self._turns[partition_id]
         if self._reading == partition_id:
@@ -162,7 +162,7 @@ class Scrub:
         self._set_wake()
         return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
-    def done(self, partition_id: PartitionId, scrubbed: Scrubbed, now_ms: int) -> bool:
+    def done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
         """Take the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None
@@ -181,10 +181,10 @@ class Scrub:
         self._set_wake()
         return is_finished
 
-    def _rate(self, turn: _Turn) -> int:
+    def _rate(self, turn: _PartitionScrub) -> int:
         return max(self._bytes_per_s, REQUESTED_BYTES_PER_S if turn.is_requested else 1)
 
-    def _finish(self, turn: _Turn, now_ms: int) -> None:
+    def _finish(self, turn: _PartitionScrub, now_ms: int) -> None:
         assert turn.due_ms is not None
         turn.is_running = turn.is_requested = False
         turn.next_id = _FIRST

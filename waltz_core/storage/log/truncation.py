@@ -69,7 +69,7 @@ def carry_out(segments: Segments, intent: TruncateIntent) -> None:
     segments.sync_index()
 
 
-def finished(slot: Slot, segments: Segments) -> Slot:
+def slot_after_truncation(slot: Slot, segments: Segments) -> Slot:
     """Return the slot without the intent, when it is carried out."""
     return replace(
         slot,

@@ -122,22 +122,24 @@ class AdminPort:
     def _accept(self, link: Link) -> None:
         connection = ConnectionId(next(self._numbers))
         self._links[connection] = link
-        link.start(partial(self._received, connection), partial(self._closed, connection))
+        link.start(
+            partial(self._messages_received, connection), partial(self._link_closed, connection)
+        )
 
-    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         link = self._links[connection]
         version = link.version
         assert version is not None
-        for message in link.permitted(messages):
+        for message in link.filter_permitted(messages):
             assert isinstance(message, AdminMessage)
             request, audited = AdminRequest(connection, version, message), link.audited(message)
             if audited is None:
                 self._driver.post(request)
             else:
                 self._audited[id(message)] = audited
-                audited.begin(partial(self._begun, request))
+                audited.begin(partial(self._audit_line_written, request))
 
-    def _begun(self, request: AdminRequest, error: errors.WaltzError | None) -> None:
+    def _audit_line_written(self, request: AdminRequest, error: errors.WaltzError | None) -> None:
         """Carry out a request whose line is written, or reject it (rule 3)."""
         link, message = self._links.get(request.connection), request.message
         if link is None or link.is_closed or link.access is None:
@@ -146,11 +148,11 @@ class AdminPort:
             self._driver.post(request)
             return
         assert error is not None
-        answer = authentication.rejected(message, request.version, error)
+        answer = authentication.rejected_answer(message, request.version, error)
         assert isinstance(answer, AdminMessage)
         self._send(SendAdminResponse(request.connection, answer, message))
 
-    def _closed(self, connection: ConnectionId, _reason: str) -> None:
+    def _link_closed(self, connection: ConnectionId, _reason: str) -> None:
         link = self._links.pop(connection)
         # Without access control, requests continue, as in Waltz 0.13.
         if link.access is not None:

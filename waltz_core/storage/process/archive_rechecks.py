@@ -38,9 +38,9 @@ async def recheck(
         mark = marks.get(PartitionId(partition_id))
         if mark is None or first > mark.last:
             continue
-        read = partial(access.damage_at, place, mark.manifest, mark.manifest_crc)
+        read = partial(access.find_damage_at, place, mark.manifest, mark.manifest_crc)
         try:
             damage = await loop.run_in_executor(threads, read)
         except WaltzError:
             continue
-        access.was_read_again(place, damage)
+        access.note_recheck(place, damage)

@@ -77,7 +77,7 @@ class SegmentSharing:
 
         name = socket_name_of(self._cluster_key, address, with_tickets=self._needs_ticket)
         request_bytes = SEGMENT_REQUEST_BYTES + (TICKET_BYTES if self._needs_ticket else 0)
-        await descriptor_passing.offer(name, request_bytes, open_segment)
+        await descriptor_passing.serve_descriptors(name, request_bytes, open_segment)
 
     def _ticket_of(self, connection: ConnectionId) -> bytes:
         number = connection.to_bytes(_NUMBER_BYTES, "big")

@@ -50,7 +50,9 @@ OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
 
-def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+def run_concurrently(
+    call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
+) -> None:
     """Block until `call` has run for each partition, on at most `OPENERS_COUNT` threads at once.
 
     All calls are made; then the first exception is raised.
@@ -110,17 +112,17 @@ class ServedReplicas:
         )
 
     @property
-    def not_served(self) -> list[PartitionId]:
+    def unserved_partitions(self) -> list[PartitionId]:
         """Return the partitions that should be served and are not."""
-        return sorted(set(self._wanted()) - self.logs.keys())
+        return sorted(set(self._wanted_partitions()) - self.logs.keys())
 
     @property
-    def not_served_reasons(self) -> dict[str, str]:
+    def unserved_reasons(self) -> dict[str, str]:
         """Return the error of each partition that should be served and is not."""
         failed = self._engine.failed
-        return {str(each): str(failed[each]) for each in self.not_served if each in failed}
+        return {str(each): str(failed[each]) for each in self.unserved_partitions if each in failed}
 
-    def _wanted(self) -> tuple[PartitionId, ...]:
+    def _wanted_partitions(self) -> tuple[PartitionId, ...]:
         return tuple(
             partition_id
             for partition_id in self._assigned
@@ -159,13 +161,15 @@ class ServedReplicas:
                 self._changed.clear()
                 if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_files)
-                leaving = await self._leaving()
+                leaving = await self._leaving_partitions()
                 wanted = {
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
                 }
-                for partition_id in self._free(self.logs.keys() - wanted):
+                for partition_id in self._unlocked_partitions(self.logs.keys() - wanted):
                     drops.create_task(self._drop_exclusively(partition_id))
-                await self._open_exclusively(self._free(wanted - self.logs.keys()), leaving)
+                await self._open_exclusively(
+                    self._unlocked_partitions(wanted - self.logs.keys()), leaving
+                )
                 on_checked()
 
     def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
@@ -176,7 +180,7 @@ class ServedReplicas:
         is_kept = partition_id in leaving and engine.is_held(partition_id)
         return is_kept or partition_id in self._assigned
 
-    def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
+    def _unlocked_partitions(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
         """Return those that are not locked; a lock holder triggers `recheck` afterwards."""
         return sorted(each for each in partition_ids if not self._alone[each].locked())
 
@@ -203,10 +207,10 @@ class ServedReplicas:
     def _wait_s(self, retry_s: float) -> float | None:
         stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
         return recheck_interval_s(
-            retry_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
+            retry_s, served=self.logs, wanted=self._wanted_partitions(), stored_here=stored_here
         )
 
-    async def _leaving(self) -> list[PartitionId]:
+    async def _leaving_partitions(self) -> list[PartitionId]:
         """Return unassigned partitions that are still in the metadata of a session."""
         leaving: list[PartitionId] = []
         if self._coordinator is None:
@@ -241,7 +245,7 @@ class ServedReplicas:
         def open_all() -> None:
             with suppress(errors.WaltzError):  # Each of them gets the error again.
                 self._engine.found(partition_ids)
-            concurrently(open_one, partition_ids)
+            run_concurrently(open_one, partition_ids)
 
         await self._in_thread(open_all)
         for partition_id in partition_ids:
@@ -274,7 +278,7 @@ class ServedReplicas:
         self._on_dropped(partition_id)
         _log.info("storage.partition_closed partition=%s", partition_id)
 
-    def idle(self, partition_id: PartitionId) -> None:
+    def partition_idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work."""
         self._dropping[partition_id].set()
 

@@ -45,7 +45,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.applied_revisions import storage_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
-from waltz_core.cluster.zookeeper.startup import connected, retry_start_step
+from waltz_core.cluster.zookeeper.startup import connect_daemon, retry_start_step
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.driver import Driver, loop_clock_ms
@@ -59,7 +59,7 @@ from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, writ
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.archive_rechecks import recheck_forever
 from waltz_core.storage.process.segment_sharing import SegmentSharing
-from waltz_core.storage.process.served_replicas import ServedReplicas, concurrently
+from waltz_core.storage.process.served_replicas import ServedReplicas, run_concurrently
 from waltz_core.storage.process.storage_health import StorageHealth
 from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects
@@ -107,7 +107,7 @@ LEVELS: Final = {
     "storage.garbage_collection_failed": logging.WARNING,
     "storage.expiry_failed": logging.WARNING,
     "storage.damage_repaired": logging.INFO,
-    "storage.disk_has_space": logging.INFO,
+    "storage.disk_space_available": logging.INFO,
     "storage.garbage_collected": logging.INFO,
     "storage.replica_repaired": logging.INFO,
     "storage.scrub_finished": logging.INFO,
@@ -162,7 +162,7 @@ async def serve(
     if cluster is not None:
         await StorageDaemon(config, cluster, None).serve(stop, on_ready)
         return
-    async with connected(config) as coordinator:
+    async with connect_daemon(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         view = await retry_start_step("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
         facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
@@ -179,7 +179,7 @@ class StorageDaemon:
         self.address = ""
         self._storage_metrics = StorageMetrics(self.metrics, clock_ms=loop_clock_ms)
         self._config = config
-        self._ssl = tls.listening(config)
+        self._ssl = tls.listen_context(config)
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = WriterThreads(config.writer_thread_count, self._work_done)
@@ -266,7 +266,7 @@ class StorageDaemon:
             partition_count=self._cluster.partition_count,
             new_storage_id=secrets.token_bytes(16),
             reserve_bytes=config.reserve_bytes,
-            for_each=concurrently,
+            for_each=run_concurrently,
         )
 
     async def _serve_open(
@@ -284,7 +284,7 @@ class StorageDaemon:
             machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
         self._driver = Driver(
-            machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
+            machine, self._perform, on_report=self._report, on_failure=self._fail, name="storage"
         )
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
@@ -418,7 +418,7 @@ class StorageDaemon:
             report=self._report,
             in_thread=self._in_thread,
             tasks=tasks,
-            on_failure=self._failed,
+            on_failure=self._fail,
             scrub_states=self.scrub_status,
             archive_state=self._archive_state,
         )
@@ -498,7 +498,7 @@ class StorageDaemon:
             self._is_left = True
             _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
-    def _failed(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the process with an error; the first one counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -522,15 +522,17 @@ class StorageDaemon:
         connection = ConnectionId(next(self._numbers))
         link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
         self._links[connection] = link
-        link.start(partial(self._received, connection), partial(self._closed, connection))
+        link.start(
+            partial(self._messages_received, connection), partial(self._link_closed, connection)
+        )
 
-    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
-        for message in self._links[connection].permitted(messages):
+    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
+        for message in self._links[connection].filter_permitted(messages):
             assert isinstance(message, StorageMessage)
             self._post(LaneRequest(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
-    def _closed(self, connection: ConnectionId, _reason: str) -> None:
+    def _link_closed(self, connection: ConnectionId, _reason: str) -> None:
         del self._links[connection]
         self._post(service.Disconnected(connection))
 
@@ -555,7 +557,7 @@ class StorageDaemon:
                 self._apply_flow_control(effect)
             case service_effects.PartitionIdle():
                 assert self._serving is not None
-                self._serving.idle(effect.log.partition_id)
+                self._serving.partition_idle(effect.log.partition_id)
             case service_effects.DropPartition():
                 assert self._serving is not None
                 self._serving.stop_serving(effect.log.partition_id, effect.why)
@@ -570,7 +572,7 @@ class StorageDaemon:
             ):
                 self._use_archive(effect)
             case service_effects.EndProcess():
-                self._failed(errors.DiskFailed(effect.reason))
+                self._fail(errors.DiskFailed(effect.reason))
             case Report():
                 self._report(effect)
             case _:
@@ -579,13 +581,15 @@ class StorageDaemon:
     def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
         match effect:
             case service_effects.UploadRange(upload):
-                self._submit(self._uploads, self._archive.upload, upload, self._uploaded)
+                self._submit(self._uploads, self._archive.upload, upload, self._upload_done)
             case service_effects.CollectFiles(collection):
-                self._submit(self._uploads, self._archive.collect, collection, self._collected)
+                self._submit(
+                    self._uploads, self._archive.collect_garbage, collection, self._collection_done
+                )
             case service_effects.WriteExpiry(expiry):
-                self._submit(self._uploads, self._archive.expire, expiry, self._expired)
+                self._submit(self._uploads, self._archive.expire, expiry, self._expiry_done)
             case service_effects.ReadArchive(read):
-                self._submit(self._archive_reads, self._read_archive, read, self._was_read)
+                self._submit(self._archive_reads, self._read_archive, read, self._archive_read_done)
 
     def _submit(
         self,
@@ -601,7 +605,7 @@ class StorageDaemon:
             if error is None:
                 take(job, future.result())
             else:
-                self._failed(error)
+                self._fail(error)
 
         threads.submit(call, job).add_done_callback(partial(self._to_loop, done))
 
@@ -652,15 +656,17 @@ class StorageDaemon:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
-    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
+    def _upload_done(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self._storage_metrics.count_upload(job, outcome)
-        self._post(archive_jobs.Uploaded(job, outcome))
+        self._post(archive_jobs.UploadDone(job, outcome))
 
-    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
+    def _collection_done(
+        self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome
+    ) -> None:
         self._storage_metrics.count_collection(job, outcome)
         self._post(archive_jobs.FilesCollected(job, outcome))
 
-    def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+    def _expiry_done(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
         self._post(archive_jobs.ExpiryWritten(job, outcome))
 
     def _archive_progressed(self) -> None:
@@ -676,7 +682,7 @@ class StorageDaemon:
             return error
         return answer_from_archive(reader, read)
 
-    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
+    def _archive_read_done(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         failure = failure_in(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE):
@@ -686,14 +692,14 @@ class StorageDaemon:
     def _space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
-            self._failed(error)
+            self._fail(error)
         else:
             self._post(service.SpaceChecked())
 
     def _work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
         if isinstance(outcome, BaseException):
-            self._failed(outcome)
+            self._fail(outcome)
         else:
             self._post(service.WorkDone(work, outcome))
         if self._works_count == 0:  # and no more work has followed

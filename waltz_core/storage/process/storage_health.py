@@ -50,8 +50,8 @@ class StorageHealth:
         details = {
             "address": serving.address,
             "partitions": sorted(serving.logs),
-            "not_served": serving.not_served,
-            "not_served_reasons": serving.not_served_reasons,
+            "not_served": serving.unserved_partitions,
+            "not_served_reasons": serving.unserved_reasons,
             "offline": sorted(serving.offline),
             "suspect": suspect,
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
@@ -61,7 +61,9 @@ class StorageHealth:
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
         has_failed = self._failure.done() or disk_status.disk_error is not None
-        is_healthy = not (has_failed or serving.not_served or suspect or disk_status.is_full)
+        is_healthy = not (
+            has_failed or serving.unserved_partitions or suspect or disk_status.is_full
+        )
         return Health(is_healthy, self._unready_reasons(disk_status), details)
 
     def _unready_reasons(self, disk_status: DiskStatus) -> list[str]:
@@ -70,8 +72,8 @@ class StorageHealth:
             reasons.append(f"the storage ends with an error: {self._failure.exception()}")
         if disk_status.disk_error is not None:
             reasons.append(f"the disk has an error: {disk_status.disk_error}")
-        errors = self._serving.not_served_reasons
-        for partition_id in self._serving.not_served:
+        errors = self._serving.unserved_reasons
+        for partition_id in self._serving.unserved_partitions:
             error = errors.get(str(partition_id), "the storage has not opened it yet")
             reasons.append(f"partition {partition_id} is not open: {error}")
         return reasons

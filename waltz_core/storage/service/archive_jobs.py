@@ -109,7 +109,7 @@ class _ArchiveJob:
 
 
 @value(frozen=True, slots=True)
-class Uploaded:
+class UploadDone:
     """`UploadRange` is done."""
 
     job: UploadJob
@@ -137,7 +137,7 @@ class ArchiveProgressed:
     """The running `UploadRange`, `CollectFiles` or `WriteExpiry` has made progress."""
 
 
-ArchiveEvent: TypeAlias = Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed
+ArchiveEvent: TypeAlias = UploadDone | FilesCollected | ExpiryWritten | ArchiveProgressed
 
 
 class ArchiveJobs:
@@ -256,7 +256,7 @@ class ArchiveJobs:
             is_replacement = isinstance(message, ReplaceObject)
             bytes_max = REPLACED_BYTES_MAX if is_replacement else self._limits.object_bytes
             if not read.is_last and job.read_bytes < bytes_max:
-                return self.progressed(now_ms)
+                return self.work_progressed(now_ms)
         self._reading = None
         if isinstance(message, ReplaceObject) and not error:
             error = _incomplete(job, message)
@@ -269,21 +269,21 @@ class ArchiveJobs:
     def done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
         """Take the result or the progress of what runs; return what follows."""
         match event:
-            case Uploaded(upload, made):
-                return self._uploaded(upload, made, now_ms)
+            case UploadDone(upload, made):
+                return self._upload_done(upload, made, now_ms)
             case FilesCollected(collection, collected):
-                return self._collected(collection, collected, now_ms)
+                return self._collection_done(collection, collected, now_ms)
             case ExpiryWritten(expiry, expired):
-                return self._expired(expiry, expired, now_ms)
+                return self._expiry_done(expiry, expired, now_ms)
             case ArchiveProgressed():
-                return self.progressed(now_ms)
+                return self.work_progressed(now_ms)
             case _:
                 assert_never(event)
 
-    def _uploaded(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
+    def _upload_done(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
         """Take the result of an upload (rule 2)."""
-        job = self._ended(upload)
-        effects = self.progressed(now_ms)
+        job = self._end_job(upload)
+        effects = self.work_progressed(now_ms)
         if job is None:
             return effects
         assert isinstance(job.message, RangeToWrite)
@@ -291,12 +291,12 @@ class ArchiveJobs:
             return effects + _range_ended(job, job.message, None, str(outcome))
         return effects + _range_ended(job, job.message, outcome)
 
-    def _collected(
+    def _collection_done(
         self, collection: GarbageCollectionJob, outcome: GarbageCollectionOutcome, now_ms: int
     ) -> list[Effect]:
         """Take the result of a collection (rule 2)."""
-        job = self._ended(collection)
-        effects = self.progressed(now_ms)
+        job = self._end_job(collection)
+        effects = self.work_progressed(now_ms)
         partition = ("partition", collection.partition_id)
         if isinstance(outcome, CollectedGarbage) and (outcome.file_count or outcome.unknown_count):
             fields = (
@@ -318,10 +318,10 @@ class ArchiveJobs:
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
 
-    def _expired(self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int) -> list[Effect]:
+    def _expiry_done(self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int) -> list[Effect]:
         """Take the result of an expiry (rule 2)."""
-        job = self._ended(expiry)
-        effects = self.progressed(now_ms)
+        job = self._end_job(expiry)
+        effects = self.work_progressed(now_ms)
         if job is None:
             return effects
         prefix = (*_prefix(job), job.message.attempt)
@@ -334,13 +334,13 @@ class ArchiveJobs:
             notice = ObjectsExpired(*prefix, outcome.first, outcome.name, outcome.file_crc, "")
         return [*effects, SendStorageMessage(job.connection, notice)]
 
-    def _ended(self, run: _ArchiveTask) -> _ArchiveJob | None:
+    def _end_job(self, run: _ArchiveTask) -> _ArchiveJob | None:
         assert run is self._running, "rule 1"
         job, self._running, self._running_for = self._running_for, None, None
         self.running_since_ms = None
         return job
 
-    def progressed(self, now_ms: int) -> list[Effect]:
+    def work_progressed(self, now_ms: int) -> list[Effect]:
         """The work continues: notify the owners of all jobs (rule 4)."""
         self._progress_ms, self._is_stalled = now_ms, False
         jobs = list(self._jobs())
@@ -359,10 +359,10 @@ class ArchiveJobs:
             for each in jobs
         ]
 
-    def woken(self, now_ms: int) -> list[Effect]:
+    def wake_up(self, now_ms: int) -> list[Effect]:
         """Report a job that has just become stalled (rule 3), or a pause (rule 5)."""
         if self._is_pausing:
-            return self.progressed(now_ms)
+            return self.work_progressed(now_ms)
         wake_at_ms = self.wake_at_ms
         if wake_at_ms is None or now_ms < wake_at_ms:
             return []

@@ -55,7 +55,7 @@ _HINT: Final = (
 )
 
 
-class Reader(Protocol):
+class RangeReader(Protocol):
     """The part of `archive.reader.ArchiveReader` that is used here; the simulator has its own."""
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
@@ -80,7 +80,7 @@ class ArchiveQuery:
         """The partition, and the first ID that the archive must have."""
         message = self.request.message
         assert isinstance(message, RangeRaw | LineageRequest)
-        return message.partition_id, _needed(message)
+        return message.partition_id, _needed_id(message)
 
 
 class ArchiveReads:
@@ -110,7 +110,7 @@ class ArchiveReads:
         if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
             return error
         mark = self.marks.get(PartitionId(message.partition_id))
-        if mark is not None and _needed(message) <= mark.last and _has_form(message):
+        if mark is not None and _needed_id(message) <= mark.last and _has_form(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BeforeLogStart):
             why = "but the server that owns the partition has not sent the archived mark yet"
@@ -173,20 +173,20 @@ def _has_form(message: RangeRaw | LineageRequest) -> bool:
     return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
 
 
-def _needed(message: RangeRaw | LineageRequest) -> int:
+def _needed_id(message: RangeRaw | LineageRequest) -> int:
     """Return the ID that the archive must have: the newest batches of a lineage come first."""
     return message.last if isinstance(message, LineageRequest) else message.first
 
 
-def answer_from_archive(reader: Reader, read: ArchiveQuery) -> WorkOutcome:
+def answer_from_archive(reader: RangeReader, read: ArchiveQuery) -> WorkOutcome:
     """Return the answer from the archive, or the error (rule 5); blocks."""
     try:
         return _answer(reader, read.request.message, TransactionId(read.mark.last))
     except WaltzError as error:
-        return _failed(read.error, error)
+        return _read_error(read.error, error)
 
 
-def _failed(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
+def _read_error(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
     """Return the error for the reader, whose cause is that of the archive (rule 5)."""
     text, kind = str(of_archive), type(of_archive)
     if isinstance(of_log, ChecksumMismatch):
@@ -201,7 +201,9 @@ def _failed(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
     return made
 
 
-def _answer(reader: Reader, message: StorageMessage, archived: TransactionId) -> StorageMessage:
+def _answer(
+    reader: RangeReader, message: StorageMessage, archived: TransactionId
+) -> StorageMessage:
     prefix = (message.session_id, message.sequence, message.partition_id)
     if isinstance(message, LineageRequest):
         first, last = TransactionId(message.first), TransactionId(message.last)

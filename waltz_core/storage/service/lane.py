@@ -68,7 +68,7 @@ class Lane:
         piece, self.piece = self.piece, None
         if piece is not None:
             return (), piece
-        older = self._next_older()
+        older = self._next_background_piece()
         self.was_piece = older is not None
         if older is not None:
             return (), older
@@ -80,7 +80,7 @@ class Lane:
             return _next_group(self.writes), None
         return (), None
 
-    def _next_older(self) -> ArchivePiece | RetentionPiece | None:
+    def _next_background_piece(self) -> ArchivePiece | RetentionPiece | None:
         """Take the next piece of the archive or the retention if it is its turn (rule 3)."""
         if self.was_piece and (self.reads or self.writes):
             return None

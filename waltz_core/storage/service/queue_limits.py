@@ -42,7 +42,7 @@ class QueueLimits:
         else:
             self.owner_bytes += size_bytes
 
-    def resumed(self) -> list[ConnectionId]:
+    def take_resumed(self) -> list[ConnectionId]:
         """Return the connections that are read again."""
         if not self._paused:
             return []

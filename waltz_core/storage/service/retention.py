@@ -52,7 +52,7 @@ class Retention:
         """A log is open."""
         self._sizes[partition_id] = None
 
-    def dropped(self, partition_id: PartitionId) -> None:
+    def partition_dropped(self, partition_id: PartitionId) -> None:
         """A log is closed."""
         self.forget(partition_id)
         del self._sizes[partition_id]

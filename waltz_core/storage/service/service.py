@@ -77,7 +77,7 @@ from waltz_core.storage.service.archive_jobs import (
     ArchiveProgressed,
     ExpiryWritten,
     FilesCollected,
-    Uploaded,
+    UploadDone,
 )
 from waltz_core.storage.service.archive_reads import ArchiveQuery, ArchiveReads
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane
@@ -200,7 +200,7 @@ Event: TypeAlias = (
     | WorkDone
     | ScrubNow
     | SpaceChecked
-    | Uploaded
+    | UploadDone
     | FilesCollected
     | ExpiryWritten
     | ArchiveProgressed
@@ -293,20 +293,20 @@ class StorageService:
             case WorkDone():
                 self._work_done(event.work, event.result, now_ms)
             case Disconnected():
-                self._disconnected(event.connection)
+                self._connection_closed(event.connection)
             case PartitionOpened():
-                self._opened(event.log, now_ms)
+                self._partition_opened(event.log, now_ms)
             case PartitionDropped():
-                self._dropped(event.partition_id)
+                self._partition_dropped(event.partition_id)
             case ScrubNow(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
                 self._scrub.request(sorted(wanted), now_ms)
-                self._reread(now_ms)
+                self._queue_scrub_piece(now_ms)
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
             case (
-                Uploaded()
+                UploadDone()
                 | FilesCollected()
                 | ExpiryWritten()
                 | ArchiveProgressed()
@@ -314,13 +314,13 @@ class StorageService:
             ):
                 self._archive_done(event, now_ms)
             case Wakeup():
-                self._effects += self._archive.woken(now_ms)
-                self._mark(now_ms)
-                self._reread(now_ms)
+                self._effects += self._archive.wake_up(now_ms)
+                self._move_idle_markers(now_ms)
+                self._queue_scrub_piece(now_ms)
                 self._check_space(now_ms)
             case _:
                 assert_never(event)
-        self._queue_older(now_ms)
+        self._queue_background_pieces(now_ms)
         self._resume()
         effects = self._effects
         self._effects = []
@@ -451,7 +451,7 @@ class StorageService:
         self._retention.forget(lane.log.partition_id)
         lane.retention_piece = None
 
-    def _disconnected(self, connection: ConnectionId) -> None:
+    def _connection_closed(self, connection: ConnectionId) -> None:
         """Forget a connection and its queued requests."""
         self._readers.pop(connection, None)
         self.queue_limits.forget(connection)
@@ -465,21 +465,21 @@ class StorageService:
                     queue.remove(request)
                     self.queue_limits.subtract(request)
 
-    def _opened(self, log: PartitionLog, now_ms: int) -> None:
+    def _partition_opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, log.slot.promise)
         self._scrub.opened(log.partition_id, now_ms)
         self._retention.opened(log.partition_id)
         self._note_space(now_ms)
 
-    def _dropped(self, partition_id: PartitionId) -> None:
+    def _partition_dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
-        self._scrub.dropped(partition_id)
+        self._scrub.partition_dropped(partition_id)
         gone = UnknownPartition(
             f"partition {partition_id} was taken offline, or is no longer assigned to this storage"
         )
         self._fence(lane, gone)
-        self._retention.dropped(partition_id)
+        self._retention.partition_dropped(partition_id)
         if lane.work is None:
             self._effects.append(PartitionIdle(lane.log))
 
@@ -566,8 +566,8 @@ class StorageService:
             self._effects.append(PartitionIdle(work.log))  # the partition was dropped meanwhile
             return
         lane.work = None
-        self._learn(lane, work, result, now_ms)
-        self._older_done(lane, work.piece, result, now_ms)
+        self._update_lane(lane, work, result, now_ms)
+        self._background_piece_done(lane, work.piece, result, now_ms)
         self._report_findings(lane, result)
         self._note_space(now_ms)
         scrubbed = result.scrubbed
@@ -586,7 +586,7 @@ class StorageService:
         else:
             self._answer(request, outcome)
 
-    def _mark(self, now_ms: int) -> None:
+    def _move_idle_markers(self, now_ms: int) -> None:
         """Move the markers of logs that had appends and are idle now."""
         if self._mark_at_ms is None or now_ms < self._mark_at_ms:
             return
@@ -596,7 +596,7 @@ class StorageService:
                 # A busy log moves its marker with a sync, and comes here again.
                 self._run(lane, ())
 
-    def _reread(self, now_ms: int) -> None:
+    def _queue_scrub_piece(self, now_ms: int) -> None:
         """Queue the scrub's next piece; it runs after the current work of its partition."""
         while (partition_id := self._scrub.next_turn(now_ms)) is not None:
             lane = self._lanes[partition_id]
@@ -643,7 +643,9 @@ class StorageService:
             if self._is_full:
                 self._report("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
             else:
-                self._report("storage.disk_has_space", reserved_bytes=self._space.reserved_bytes)
+                self._report(
+                    "storage.disk_space_available", reserved_bytes=self._space.reserved_bytes
+                )
         if self._is_full and self._space_check_at_ms is None:
             self._space_check_at_ms = now_ms + SPACE_CHECK_INTERVAL_MS
 
@@ -657,24 +659,24 @@ class StorageService:
             self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
             self._effects.append(CheckSpace(self._space))
 
-    def _learn(self, lane: Lane, work: Work, result: WorkResult, now_ms: int) -> None:
+    def _update_lane(self, lane: Lane, work: Work, result: WorkResult, now_ms: int) -> None:
         """Update the lane with the changes of a piece of work."""
         if result.files_error is not None:
             self._stop_serving(lane, result.files_error)
             return
         if result.failure is not None:
-            self._failed(lane, result)
+            self._disk_failed(lane, result)
             return
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if message.session_id != lane.promise.session_id:
                 continue  # a later session came while this was running
             if not isinstance(outcome, WaltzError):
-                self._learn_answer(lane, message, outcome, now_ms)
+                self._update_lane_from_answer(lane, message, outcome, now_ms)
             elif isinstance(message, Prepare) and lane.owner == request.connection:
                 self._fence(lane, outcome)
 
-    def _learn_answer(
+    def _update_lane_from_answer(
         self, lane: Lane, message: StorageMessage, answer: StorageMessage, now_ms: int
     ) -> None:
         partition_id = lane.log.partition_id
@@ -702,7 +704,7 @@ class StorageService:
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
 
-    def _failed(self, lane: Lane, result: WorkResult) -> None:
+    def _disk_failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session (rule 6)."""
         assert result.failure is not None
         self._failures_count += 1
@@ -713,11 +715,11 @@ class StorageService:
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        self._effects += [ResumeReading(each) for each in self.queue_limits.resumed()]
+        self._effects += [ResumeReading(each) for each in self.queue_limits.take_resumed()]
 
     # ------------------------------------------------------------------ the archive (rule 12)
 
-    def _queue_older(self, now_ms: int) -> None:
+    def _queue_background_pieces(self, now_ms: int) -> None:
         """Queue the next pieces of the archive and the retention in their lanes."""
         archive = self._archive.next_step(now_ms)
         if isinstance(archive, CollectFiles | WriteExpiry):
@@ -734,7 +736,7 @@ class StorageService:
             if lane.work is None:
                 self._start_work(lane)
 
-    def _older_done(
+    def _background_piece_done(
         self, lane: Lane, piece: LanePiece | None, result: WorkResult, now_ms: int
     ) -> None:
         """Take the result of a piece of the archive or the retention."""
@@ -750,7 +752,7 @@ class StorageService:
 
     def _archive_done(
         self,
-        event: Uploaded | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
+        event: UploadDone | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):

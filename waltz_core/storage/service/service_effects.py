@@ -86,7 +86,7 @@ class UploadRange:
 
 @value(frozen=True, slots=True)
 class CollectFiles:
-    """Call `archive.collect` with the job, which blocks for long, then send `FilesCollected`.
+    """Call `archive.collect_garbage`, which blocks for long, then send `FilesCollected`.
 
     It has the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
     """

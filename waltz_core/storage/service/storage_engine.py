@@ -490,7 +490,7 @@ class StorageEngine:
         if not 0 <= partition_id < self.partition_count:
             return
         directory = self._directory_of(partition_id)
-        removal.finish(self._disk, directory, self._control, partition_id)
+        removal.finish_removal(self._disk, directory, self._control, partition_id)
 
     def _finish_removals(self) -> None:
         names = [name for name in self._disk.list(self.directory) if name.isdecimal()]

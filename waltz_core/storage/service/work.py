@@ -58,7 +58,7 @@ from waltz_core.storage.log.archive_pieces import (
 )
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import LocationsRead
-from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
+from waltz_core.storage.log.scrub import ScrubPiece, ScrubResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
@@ -124,7 +124,7 @@ class WorkResult:
     found: tuple[IdRange, ...] = ()
     repaired: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
-    scrubbed: Scrubbed | None = None
+    scrubbed: ScrubResult | None = None
     archive_read: ArchiveRead | None = None
     log_size: LogSize | None = None  # None after an error, too
     has_released: bool = False  # the reserve was released for this
@@ -206,11 +206,11 @@ class Work:
                 result.outcomes.append(self._serve(self.requests[0].message, result))
         except WaltzError as found:
             error = self._cause_of(found)
-            self._note(error, result)
+            self._note_error(error, result)
             if isinstance(self.piece, ScrubPiece):
                 # What the scrub cannot read is left to the next pass, and to other readers.
                 beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
-                result.scrubbed = Scrubbed(beyond, 0, str(error))
+                result.scrubbed = ScrubResult(beyond, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
                 result.archive_read = ArchiveRead(error=str(error))
             missing = len(self.requests) - len(result.outcomes)
@@ -218,7 +218,7 @@ class Work:
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
         if self.log.damaged is not known:
-            result.found = _without(self.log.damaged, known)
+            result.found = _without_known(self.log.damaged, known)
         result.failed_reads += self.log.reader.take_errors()
         return result
 
@@ -233,7 +233,7 @@ class Work:
             case _:
                 assert_never(piece)
 
-    def _note(self, error: WaltzError, result: WorkResult) -> None:
+    def _note_error(self, error: WaltzError, result: WorkResult) -> None:
         """Note in the result what an error means."""
         if isinstance(error, ReadFailed):  # The disk has kept what was written.
             result.failed_reads.append(str(error))
@@ -269,17 +269,17 @@ class Work:
                 return _change(self.log, message)
 
 
-def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
+def _without_known(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
     for each in known:
         ranges = remove_damage(ranges, each)
     return ranges
 
 
-def _scrub(log: PartitionLog, piece: ScrubPiece) -> Scrubbed:
+def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
     log.check_files()
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
-    return Scrubbed(next_id, log.reader.checked_bytes - before)
+    return ScrubResult(next_id, log.reader.checked_bytes - before)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ def _append_group(
         result.sync_s = clock_s() - started_s
         log.lock_file.append([append.locks for append in written if append.locks])
         for append in written:
-            result.outcomes.append(_appended(append, synced_max, result))
+            result.outcomes.append(_append_answer(append, synced_max, result))
     if rejected is not None:
         result.outcomes += [rejected] * (len(requests) - len(written))
 
 
-def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
+def _append_answer(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
     """Count the records that are durable now; return the answer."""
     assert append.lineage[-1].last <= synced_max, "rule 2"
     result.appended_count += len(append.lengths) // 4
@@ -423,7 +423,7 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
     bytes_max = min(max(1, message.bytes_max), limit)
     if message.reader and first > last:
-        return _nothing(message)
+        return _empty_range(message)
     if message.form == LOCATIONS and message.reader:
         return _locations(
             log.reader.locations(first, last, _locations_bytes(message)), message, result
@@ -490,7 +490,7 @@ def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> Ra
     )
 
 
-def _nothing(message: RangeRaw) -> RangeBytes:
+def _empty_range(message: RangeRaw) -> RangeBytes:
     """Return the answer to a reader that requests records that are not synced here yet."""
     return RangeBytes(
         *_prefix(message),

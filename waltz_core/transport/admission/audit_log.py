@@ -138,7 +138,7 @@ class AuditFile:
             self._end_minute()
             self._denials.minute = minute
         kind = _DenialKind.of(peer, requirement, message)
-        if not self._denials.takes(kind, has_room=self._has_room()):
+        if not self._denials.should_write(kind, has_room=self._has_room()):
             return
         fields = _fields_of(peer, requirement, message)
         fields["outcome"] = "denied" if is_enforced else "would_be_denied"
@@ -169,7 +169,7 @@ class AuditFile:
             if each.repeated_count and has_room:
                 self._put(_Line(self._encoded({**each.fields, "repeated": each.repeated_count})))
 
-    def revise(self, permissions: Permissions) -> None:
+    def log_revision(self, permissions: Permissions) -> None:
         """Write that this revision is in use now."""
         fields: dict[str, object] = {
             "principal": permissions.changed_by,
@@ -329,7 +329,7 @@ class _Denials:
         self.taken: dict[_DenialKind, _TakenDenial] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def takes(self, kind: _DenialKind, *, has_room: bool) -> bool:
+    def should_write(self, kind: _DenialKind, *, has_room: bool) -> bool:
         """Whether to write a denial, and add it to `taken`; otherwise it is counted here."""
         earlier = self.taken.get(kind)
         if earlier is not None:

@@ -145,7 +145,7 @@ class ConnectionAccess:
         """The time for `quota`."""
         return self._port.clock_ns()
 
-    def over_limit(self, message: Message, error: Overloaded) -> None:
+    def mark_over_limit(self, message: Message, error: Overloaded) -> None:
         """Let `denial` return this error for a request."""
         self._over_limit[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
@@ -214,16 +214,16 @@ class ConnectionAccess:
         for partition in named or _NO_PARTITION:
             missing = self._granted.missing(declared, partition)
             if missing is not None:
-                error = self._denied(declared, missing, partition, message)
+                error = self._denial_error(declared, missing, partition, message)
                 if error is not None:
-                    return self._as_known(error, message.protocol, version)
+                    return self._as_known_error(error, message.protocol, version)
                 break
         if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
-            error = self._reported(
+            error = self._report_denial(
                 declared, message, lambda: ClientIdDenied(self._id_text(message))
             )
             if error is not None:
-                return self._as_known(error, message.protocol, version)
+                return self._as_known_error(error, message.protocol, version)
         return None if over_limit is None else over_limit[1]
 
     def proof_of(self, client_id: int) -> bytes:
@@ -247,7 +247,7 @@ class ConnectionAccess:
                 _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
             raise
 
-    def binds(self, message: MountRequest | MountWriter) -> str:
+    def bound_principal(self, message: MountRequest | MountWriter) -> str:
         """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
         is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
         self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
@@ -312,7 +312,7 @@ class ConnectionAccess:
         if self._port.audit is not None:
             self._port.audit.deny(peer, requirement, message, error=error, is_enforced=is_enforced)
 
-    def _denied(
+    def _denial_error(
         self,
         requirement: Requirement,
         missing: AccessVerb,
@@ -326,7 +326,7 @@ class ConnectionAccess:
                 if is_enforced
                 else None
             )
-        return self._reported(
+        return self._report_denial(
             requirement,
             message,
             lambda: PermissionDenied(self._denied_text(requirement, missing, partition, message)),
@@ -353,7 +353,7 @@ class ConnectionAccess:
             f"{self.principal} has no grant of {lacking} there. {hint}."
         )
 
-    def _reported(
+    def _report_denial(
         self, requirement: Requirement, message: Message, make: Callable[[], WaltzError]
     ) -> WaltzError | None:
         """Log a denial, and return its error; None by rule 6."""
@@ -375,7 +375,7 @@ class ConnectionAccess:
         """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
         requirement = _requirement_of(message)
         assert isinstance(requirement, Requirement)
-        return self._reported(requirement, message, lambda: error) is None
+        return self._report_denial(requirement, message, lambda: error) is None
 
     def _not_a_request(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
@@ -384,7 +384,7 @@ class ConnectionAccess:
         self._end(str(error))
         return error
 
-    def _as_known(
+    def _as_known_error(
         self, error: WaltzError, protocol: WireProtocol, version: int | None
     ) -> WaltzError:
         """Rule 5."""

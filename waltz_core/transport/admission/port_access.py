@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.grants import Grants
 from waltz_core.access.permissions import KnownToken, Permissions
-from waltz_core.access.principals import ANONYMOUS, Certificate, compiled_pattern, principal_of
+from waltz_core.access.principals import ANONYMOUS, Certificate, compile_pattern, principal_of
 from waltz_core.access.quotas import IssuedIdLimit, Quotas
 from waltz_core.errors import AuthenticationFailed
 from waltz_core.transport.admission.connection_access import ConnectionAccess
@@ -80,7 +80,7 @@ class PortAccess:
         self.clock_ns = clock_ns
         self.audit: AuditFile | None = None  # the daemon sets both
         self.on_denied: Callable[[], None] = lambda: None
-        self._pattern = compiled_pattern(pattern)
+        self._pattern = compile_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class PortAccess:
             excess.end_excess()
         _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
-            self.audit.revise(permissions)
+            self.audit.log_revision(permissions)
 
     def opened(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]

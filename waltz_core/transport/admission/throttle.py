@@ -136,9 +136,9 @@ class Throttle:
 
     def _after(self, pause_ns: int, call: Callable[[], None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        return loop.call_later(pause_ns / SECOND_NS, self._guarded, call)
+        return loop.call_later(pause_ns / SECOND_NS, self._call_guarded, call)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _call_guarded(self, call: Callable[[], None]) -> None:
         """Call; after an error, end the connection (rule 8)."""
         try:
             call()
@@ -158,7 +158,7 @@ class Throttle:
             if self._is_charged:
                 pause_ns = wait_ns
                 break
-            passed.append(self._fitted(self._waiting.popleft()))
+            passed.append(self._limit_range(self._waiting.popleft()))
         quota = self._access.quota
         if self._has_rejected and not pause_ns and quota is not None:
             pause_ns = quota.rejection_wait_ns(now_ns)
@@ -193,7 +193,7 @@ class Throttle:
         return begun
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
-        self._access.over_limit(message, error)
+        self._access.mark_over_limit(message, error)
         quota.rejected(_size_bytes(message), now_ns)
         self._has_rejected = True
 
@@ -224,7 +224,7 @@ class Throttle:
         elif quota.begin_feed(key, self._access) is not None:
             self._access.end_excess()  # a peer that counts on errors of other requests
 
-    def _fitted(self, message: Message) -> Message:
+    def _limit_range(self, message: Message) -> Message:
         """Return a request, with a limit for its range (rule 5)."""
         quota = self._access.quota
         if quota is None or not isinstance(message, RangeRequest | RangeRaw):
