@@ -1,5 +1,6 @@
 """The clusters with access control of `bench`: permissions, and limits of greedy tenants."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
     file.write_text(render_toml("tls", certificates.settings))
     monkeypatch.setattr(flood, "ROUNDS", 1)
     monkeypatch.setattr(flood, "START_S", 0.1)
+    # The first batch of the appender uses the rate of many seconds: the next one is over the limit.
+    limits = dataclasses.replace(tenant_load.LIMITS, bytes_per_s=5_000)
+    monkeypatch.setattr(tenant_load, "LIMITS", limits)
     with tenant_load.limited_tenants(file) as (cluster, calm, greedy):
         load = BenchLoad(
             calm, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy

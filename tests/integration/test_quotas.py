@@ -85,8 +85,10 @@ def calm_appends(access: Access) -> Iterator[list[int]]:
 
 def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
     access.write(with_limits(bytes_per_s=LIMIT_BYTES_PER_S))
-    partition, rows = PARTITIONS[GREEDY], 60
-    payloads = [f"{number:09d}".encode().ljust(ROW_BYTES) for number in range(rows)]
+    partition, rows = PARTITIONS[GREEDY], 30
+    # The first request uses the rate of six seconds, so that the second one is over the limit.
+    sizes = [6 * LIMIT_BYTES_PER_S, *[ROW_BYTES] * (rows - 1)]
+    payloads = [f"{number:09d}".encode().ljust(size) for number, size in enumerate(sizes)]
     with WaltzClient(access.connect(GREEDY)) as client, calm_appends(access) as calm:
         before = client.high_water_mark(partition)
         began = time.monotonic()
@@ -98,7 +100,7 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
     # All are in the log, once, in the order of `append`, although many were rejected at first.
     assert ids == [*range(before + 1, before + 2 + rows)]
     # The burst of a second is in advance.
-    assert took_s >= rows * ROW_BYTES / LIMIT_BYTES_PER_S - 1.1
+    assert took_s >= sum(sizes) / LIMIT_BYTES_PER_S - 1.1
     assert len(calm) > took_s  # The other tenant has no pauses of a second.
     assert calm == [*range(calm[0], calm[0] + len(calm))]
     log = access.cluster.log_path("server-1").read_text()
