@@ -53,7 +53,7 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 	@scripts/bootstrap run
 	@$(RUN) python examples/demo.py $(ARGS)
 
-test: check ## Everything: check, then the simulator, the site, real daemons, faults, Spark, notebooks
+test: check ## The simulator, the site, real daemons, faults, Spark, notebooks, after `check`
 	@$(RUN) python -m tests.java_classes
 	@scripts/bootstrap site
 	@scripts/spark_version $(OLDEST_SPARK)
@@ -64,15 +64,28 @@ test: check ## Everything: check, then the simulator, the site, real daemons, fa
 test-core:
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
 	@$(RUN) python -m pytest $(SITE) $(ARGS)
-	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(FIVE) -m 'not slow' $(REAL) $(ARGS)
 
 # With the oldest Spark, the file with most tests starts first: it takes longest.
 test-spark:
-	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'not versions' $(SPARK) $(ARGS)
+	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'not versions and not slow' $(SPARK) $(ARGS)
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
-	    -m 'core and not versions' tests/spark $(ARGS)
+	    -m 'core and not versions and not slow' tests/spark $(ARGS)
+
+# The longest tests: further faults, databases and pages of the documentation.
+.PHONY: test-slow
+test-slow: ## The tests that `make test` leaves out, because each takes long; before a release
+	@scripts/bootstrap dev
+	@$(RUN) python -m tests.java_classes
+	@scripts/spark_version $(OLDEST_SPARK)
+	@$(RUN) python -m pytest $(FIVE) -m slow $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'slow and not versions' $(SPARK) $(ARGS)
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
+	    -m 'core and slow and not versions' tests/spark $(ARGS)
 
 spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
 	@scripts/bootstrap dev

@@ -21,6 +21,7 @@ NONCE = "ab" * 16
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_a_storage_an_owner_and_the_object_store_are_killed_and_nothing_is_lost(tmp_path):
     faults = (
         Fault(0.5, 1.5, "kill", ("storage-1",)),

@@ -43,6 +43,7 @@ def is_alone(cluster: LocalCluster) -> bool:
     return list(owners.values()).count(owners[HOT]) == 1
 
 
+@pytest.mark.slow
 def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     cluster: LocalCluster,
 ):

@@ -185,6 +185,7 @@ def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
     bank_commands: Run, first: int
 ) -> None:
@@ -264,6 +265,7 @@ def test_the_next_bank_settles_transfers_in_transit(
     bank.deactivate(one)
 
 
+@pytest.mark.slow
 def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
     for words, output in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):

@@ -156,6 +156,7 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     repair_cluster(diagnosed, cluster)
 
 
+@pytest.mark.slow
 def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: DiagnosedCluster):
     """The wrong one was started, and holds the address."""
     cluster = diagnosed.cluster()

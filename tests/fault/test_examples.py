@@ -49,6 +49,7 @@ def test_on_a_plain_log_the_anomaly_happens(waltz_cluster, name, line):
     assert line in done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_an_example_without_a_cluster_starts_one():
     done = run("constraint")
     assert done.returncode == 0, done.stdout + done.stderr

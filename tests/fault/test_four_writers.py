@@ -12,6 +12,7 @@ from tests.patience import HANG_S
 pytestmark = pytest.mark.fault
 
 
+@pytest.mark.slow
 def test_four_writers_agree_with_the_log(tmp_path):
     done = subprocess.run(
         [

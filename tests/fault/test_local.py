@@ -169,6 +169,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
     assert "no process of the cluster was running" in local(directory, "down").stderr
 
 
+@pytest.mark.slow
 def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
@@ -196,6 +197,7 @@ def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
         assert f"another program uses port {storage.port} of storage-1. " in sentence
 
 
+@pytest.mark.slow
 def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
     places = [tmp_path / str(number) for number in range(2)]
     starts = [
@@ -221,6 +223,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
                 LocalCluster(each).down()
 
 
+@pytest.mark.slow
 def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     """A start that died early has noted ports and started nothing; no address is known yet."""
     made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
@@ -238,6 +241,7 @@ def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     assert len(again._load_state().ports) == len(before)
 
 
+@pytest.mark.slow
 def test_a_port_base_determines_all_ports(directory: Path):
     base = ports.FIRST + 100
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
@@ -277,6 +281,7 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
     assert refused(done).endswith(f"another program uses port {port} of ZooKeeper")
 
 
+@pytest.mark.slow
 def test_up_waits_for_every_server(directory: Path):
     slow = LocalCluster(directory, storage_count=1, server_count=2, partition_count=2)
     with ExitStack() as stack:

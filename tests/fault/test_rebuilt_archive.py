@@ -85,6 +85,7 @@ def rebuild(cluster: LocalCluster, *options: str) -> tuple[int, dict[str, Any] |
     return ran.returncode, json.loads(ran.stdout) if ran.stdout else None, ran.stderr
 
 
+@pytest.mark.slow
 def test_removed_transactions_are_found_in_the_archive_again(
     cluster: LocalCluster, archive: Archive, tmp_path: Path
 ) -> None:

@@ -258,6 +258,7 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
         client.high_water_mark(0)
 
 
+@pytest.mark.slow
 def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
     tmp_path: Path,
     cluster_of: Callable[[LocalCluster], LocalCluster],

@@ -49,7 +49,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield connect
 
 
-@pytest.fixture(params=["sqlite", "READ COMMITTED", "SERIALIZABLE"])
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("READ COMMITTED", marks=pytest.mark.slow),
+        pytest.param("SERIALIZABLE", marks=pytest.mark.slow),
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
@@ -191,6 +197,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
         check(engine, log)
 
 
+@pytest.mark.slow
 def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path) -> None:
     with postgres.running() as server, WaltzClient(cluster, PATIENT) as client:
         place = Place(server.create(), "READ COMMITTED")

@@ -106,6 +106,7 @@ def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
     return [line for line in lines if "append.slow" in line and f"replica={storage} " in line]
 
 
+@pytest.mark.slow
 def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
     cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
     with scenario.load() as load, stalling(cluster, "storage-2"):
@@ -160,7 +161,7 @@ def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object
     return content
 
 
-@pytest.mark.parametrize("change", [delete, put_copy_back])
+@pytest.mark.parametrize("change", [delete, pytest.param(put_copy_back, marks=pytest.mark.slow)])
 def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario: Scenario, change: Callable[[Path], None]
 ):
@@ -194,6 +195,7 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario.check_agrees()
 
 
+@pytest.mark.slow
 def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(scenario: Scenario):
     cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
     with scenario.load() as load:

@@ -175,6 +175,7 @@ async def repeat_write(coordinator: Coordinator) -> object:
     return state.summary
 
 
+@pytest.mark.slow
 def test_a_lost_cluster_is_restored_and_continues(
     cluster: LocalCluster, archive: str, tmp_path: Path
 ):

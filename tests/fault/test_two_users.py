@@ -129,6 +129,7 @@ def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
 
 
 @pytest.mark.parametrize("rolling", [True], indirect=True)
+@pytest.mark.slow
 def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
     """Clients restart with the members' file between the two rounds."""
     scenario = Scenario(rolling.cluster)

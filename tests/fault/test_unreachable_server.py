@@ -63,6 +63,7 @@ def doctor(cluster: LocalCluster) -> str:
     return run_command(*words).stdout
 
 
+@pytest.mark.slow
 def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Path):
     trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
@@ -122,6 +123,7 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
     scenario.check_agrees()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages_restart(
     scenario: Scenario, tmp_path: Path
 ):

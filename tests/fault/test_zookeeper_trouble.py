@@ -210,6 +210,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
     scenario.check_agrees()
 
 
+@pytest.mark.slow
 def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
     """ZooKeeper is alive but unreachable: to it all servers have died, and then they return.
 
@@ -265,6 +266,7 @@ def moves(cluster: LocalCluster) -> int:
     return sum(log.count("partition.moved_away") for log in logs)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
     scenario: Scenario,
 ):

@@ -15,6 +15,7 @@ from waltz_core.config import render_toml
 from waltz_core.errors import PermissionDenied
 
 
+@pytest.mark.slow
 def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates: Certificates):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
@@ -29,6 +30,7 @@ def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates:
         assert meter.spent().keys() == {"zookeeper", "storage", "server", "client"}
 
 
+@pytest.mark.slow
 def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
     tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ):

@@ -119,5 +119,6 @@ def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) ->
     check_kills_leave_no_garbage(tmp_path, f"file://{tmp_path}/archive", age)
 
 
+@pytest.mark.slow
 def test_kills_during_uploads_leave_no_garbage_in_s3(tmp_path: Path, s3_url: str) -> None:
     check_kills_leave_no_garbage(tmp_path, s3_url, None)

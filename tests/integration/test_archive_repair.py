@@ -65,6 +65,7 @@ def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogC
     assert "stream.interrupted" in log.text
 
 
+@pytest.mark.slow
 def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
