@@ -14,7 +14,9 @@ def test_every_notebook_is_known_here():
     assert list(EXPECTED) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:])]
+)
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
     done = execute(name, tmp_path)
     assert done.notebook.complaints() == []

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.spark
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_everything_over_spark_connect(connect: str) -> None:
     tests = ROOT / "tests" / "spark" / "over_connect.py"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]

@@ -101,6 +101,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
         log.start("server-2")
 
 
+@pytest.mark.slow
 def test_tasks_leave_a_frozen_server(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def alerts(client: WaltzClient) -> list[dict[str, object]]:
     return [msgpack.unpackb(row["data"]) for row in found if row["header"] == ALERT]
 
 
+@pytest.mark.slow
 def test_each_run_adds_the_new_transactions_once(client: WaltzClient, project: Path, remote: str):
     pay(client, ("a", 10), ("b", 2000))
     run(project, remote)

@@ -108,6 +108,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
         assert 0 < made < 2 * len(seen) * len(both.ports(kind))
 
 
+@pytest.mark.slow
 def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: Path) -> None:
     """ZooKeeper and the storages are behind a wall; the driver reaches all."""
     if not both.spark.hub.is_apart:
@@ -137,6 +138,7 @@ def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: 
     assert sum(mark + 1 for mark in marks.values()) == count + 1
 
 
+@pytest.mark.slow
 def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) -> None:
     job = both.spark.submit(
         "speculation_job.py", both.waltz.connect, str(tmp_path), imports_tests=True
