@@ -74,6 +74,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
 
 
 @with_delta
+@pytest.mark.slow
 def test_several_tables_are_read_once_and_continue_after_an_end_between_their_commits(
     spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_an_iceberg_table_equals_a_replay_and_a_repeated_call_writes_no_snapshot
 
 @pytest.mark.core
 @with_iceberg
+@pytest.mark.slow
 def test_another_session_continues_a_follower_that_ended_before_the_publication(
     lake: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

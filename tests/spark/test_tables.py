@@ -141,6 +141,7 @@ def test_each_follower_continues_a_table_of_the_other_one(
 
 
 @with_delta
+@pytest.mark.slow
 def test_another_rule_for_an_existing_table_is_an_error(
     spark: SparkSession, written: Written, tmp_path: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
 
 
 @with_delta
+@pytest.mark.slow
 def test_the_end_of_a_call_is_checked(
     spark: SparkSession, written: Written, tmp_path: Path
 ) -> None:
@@ -261,6 +263,7 @@ def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, conn
 
 
 @with_delta
+@pytest.mark.slow
 def test_a_restored_table_and_lost_marks_are_errors(
     spark: SparkSession, written: Written, tmp_path: Path
 ) -> None:
@@ -362,6 +365,7 @@ class Ended(BaseException):
 
 
 @with_delta
+@pytest.mark.slow
 def test_another_session_continues_a_follower_that_ended_between_two_commits(
     spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
