@@ -45,7 +45,7 @@ def is_subcommand(group: str) -> bool:
     return isinstance(GROUPS[group].subcommands, str)
 
 
-def parsed(words: list[str]) -> dict[str, object]:
+def parse_command(words: list[str]) -> dict[str, object]:
     """Return the arguments with which a command's subcommand would be called; raises UsageError."""
     with (
         patch.object(Subcommand, "invoke", lambda _subcommand, context: context.params),
@@ -54,7 +54,7 @@ def parsed(words: list[str]) -> dict[str, object]:
         return program.invoke(context)
 
 
-def work_of(subcommand: Subcommand) -> object:
+def function_of(subcommand: Subcommand) -> object:
     """Return the function of a subcommand below the decorators that declare its options."""
     return inspect.unwrap(subcommand.callback)
 

@@ -3,7 +3,7 @@
 import asyncio
 
 
-async def ask(port: int, request: bytes) -> tuple[str, bytes]:
+async def send_request(port: int, request: bytes) -> tuple[str, bytes]:
     """Send a request; return (status line, body) of the answer, which ends with the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

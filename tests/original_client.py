@@ -52,7 +52,7 @@ def lock(name: str, number: int) -> int:
     return h - (1 << 32) if h >> 31 else h
 
 
-async def quiet(seconds) -> None:
+async def wait_before_retry(seconds) -> None:
     """Wait before another attempt, as a 0.13 client does."""
     await asyncio.sleep(seconds)
 
@@ -249,7 +249,7 @@ class Link:
                 self.wire.close()
             self.wire = None
         if self.is_running:
-            await quiet(OPEN_FAILED_S if open_failed else 0)
+            await wait_before_retry(OPEN_FAILED_S if open_failed else 0)
             self.side.replace(self)
 
     async def read(self, wire):
@@ -347,7 +347,7 @@ class Stream(Side):
         else:
             assert state == NOT_READY, "the client is ahead of the log"
             self.client.counts["not ready"] += 1
-            await quiet(NOT_READY_S)
+            await wait_before_retry(NOT_READY_S)
             if partition.number in link.partitions:
                 link.send_mount(partition)
 
@@ -409,7 +409,7 @@ class OriginalClient:
     async def __aenter__(self):
         await self.tasks.__aenter__()
         self.stream, self.rpc = Stream(self), Rpc(self)
-        self._nudging = self.tasks.create_task(self._nudge())
+        self._nudging = self.tasks.create_task(self._resend_late())
         return self
 
     async def __aexit__(self, *failure):
@@ -473,7 +473,7 @@ class OriginalClient:
         while not await self.append(partition, execute):
             pass
 
-    async def _nudge(self):
+    async def _resend_late(self):
         while True:
             await asyncio.sleep(LONG_WAIT_S / 10)
             for partition in self.stream.partitions.values():

@@ -134,11 +134,11 @@ class Partition:
     def is_valid(self, peer: Peer, client_id: int) -> bool:
         return self.mounts.get(client_id, (None, 0))[0] is peer
 
-    def note(self) -> None:
+    def notify(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         while self.pending:
             await self.changed.wait()
 
@@ -146,7 +146,7 @@ class Partition:
         while True:
             item = await self.queue.get()
             if callable(item):  # a flush: answered when all earlier appends are final
-                await self.settled()
+                await self.wait_until_settled()
                 item()
             else:
                 await self.append(*item)
@@ -160,7 +160,7 @@ class Partition:
         write, read, added = locks
         slots = self.locks.all_slots([*write, *read, *added])
         while any(self.locks.active.get(slot) for slot in slots):
-            await self.settled()
+            await self.wait_until_settled()
         estimate = self.locks.estimate([*write, *read])
         if estimate > mark:
             peer.send(10, req_id, struct.pack(">q", estimate))
@@ -186,7 +186,7 @@ class Partition:
             # Entries that a broken session has resolved meanwhile are skipped.
             for entry in [each for each in batch if any(each is one for one in self.pending)]:
                 self.resolve(entry, is_committed=True)
-            self.note()
+            self.notify()
 
     def resolve(self, entry: Any, *, is_committed: bool) -> None:
         req_id, header, data, held = entry
@@ -201,7 +201,7 @@ class Partition:
     def break_session(self, kept: int) -> None:
         for place, entry in enumerate(list(self.pending)):
             self.resolve(entry, is_committed=place < kept)
-        self.note()
+        self.notify()
 
 
 class OriginalServer:
@@ -220,7 +220,7 @@ class OriginalServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def own(self, number: int, log: Log, generation: int) -> None:
+    def add_partition(self, number: int, log: Log, generation: int) -> None:
         partition = self.partitions[number] = Partition(log, generation)
         partition.tasks = [self._spawn(partition.run_appends()), self._spawn(partition.run_store())]
 
@@ -459,16 +459,16 @@ class OriginalCluster:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.do(self._start)
+        self.call(self._start)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.do(self._stop)
+        self.call(self._stop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def do(self, call: Callable[[], Any]) -> Any:
+    def call(self, call: Callable[[], Any]) -> Any:
         """Run a function on the servers' thread; return its result."""
 
         async def run() -> Any:
@@ -481,7 +481,7 @@ class OriginalCluster:
         for server in self.servers:
             await server.start()
         for number in range(self.partition_count):
-            self._give(number, number % len(self.servers), 1)
+            self._assign(number, number % len(self.servers), 1)
 
     async def _stop(self) -> None:
         # From a connection in the backlog to the first step of `_serve`, which closes it, asyncio
@@ -497,9 +497,9 @@ class OriginalCluster:
         if others:
             await asyncio.wait(others)
 
-    def _give(self, number: int, server: int, generation: int) -> None:
+    def _assign(self, number: int, server: int, generation: int) -> None:
         self.owners[number] = (server, generation)
-        self.servers[server].own(number, self.logs[number], generation)
+        self.servers[server].add_partition(number, self.logs[number], generation)
 
     def address(self, server: int) -> str:
         return f"127.0.0.1:{self.servers[server].port}"
@@ -533,9 +533,9 @@ class OriginalCluster:
                 old.log = Log(list(old.log.records))
                 old.may_commit.clear()
             self.logs[number].records += reached
-            self._give(number, server, generation + 1)
+            self._assign(number, server, generation + 1)
 
-        self.do(move)
+        self.call(move)
 
     # --- for tests without a ZooKeeper
 

@@ -238,7 +238,7 @@ class World:
 
     # ---- going on
 
-    def go_on(self):
+    def check_new_session(self):
         """Check that a new session accepts appends, in every state."""
         self.prepare()
         self.set_mark()

@@ -57,7 +57,7 @@ class Owner:
         entry = LineageEntry(first, last, self.session_id, STAMP_MS, self.chain)
         return self.make(AppendRaw, first, lengths, records, zlib.crc32(records), before, (entry,))
 
-    def continues(self, other):
+    def continue_after(self, other):
         """Continue where another owner's log ends."""
         self.next_id, self.chain = other.next_id, other.chain
         return self

@@ -348,7 +348,7 @@ class _GatedConsumer:
         self._consumer = consumer
         self.is_batched = consumer.is_batched
         self.start_mark = consumer.start_mark
-        self.uncaught = consumer.uncaught
+        self.on_uncaught_exception = consumer.on_uncaught_exception
 
     async def apply(
         self,

@@ -36,7 +36,7 @@ from waltz_spark.writer.results import (
     SUMMARY_FILE,
     ResultDirectory,
     is_result_of,
-    open_place,
+    open_results,
 )
 from waltz_spark.writer.rows_hash import RowsHash
 
@@ -188,7 +188,7 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
 
 
 def _summary(path: str) -> dict[str, Any]:
-    place = open_place(path, is_read=True)
+    place = open_results(path, is_read=True)
     try:
         with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
             return dict(json.loads(stream.read()))
@@ -201,7 +201,7 @@ def _summary(path: str) -> dict[str, Any]:
 
 def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     """Return the results of a write in a directory; None if there is no file."""
-    place = open_place(path, is_read=True)
+    place = open_results(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
     directory = _for_spark(path, place)
     own = [f"{directory}/{each}" for each in names if is_result_of(each, name)]

@@ -314,18 +314,20 @@ def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if pa.types.is_struct(kind):
         parts = {part.name: _json_out(part.type) for part in kind}
         if any(parts.values()):
-            return lambda value: None if value is None else _each(parts, value)
+            return lambda value: None if value is None else _convert_fields(parts, value)
     if pa.types.is_map(kind):
-        key, item = _json_out(kind.key_type) or _same, _json_out(kind.item_type) or _same
+        key, item = _json_out(kind.key_type) or _identity, _json_out(kind.item_type) or _identity
         return lambda value: None if value is None else [[key(k), item(v)] for k, v in value]
     return None
 
 
-def _each(parts: dict[str, Callable[[Any], Any] | None], value: dict[str, Any]) -> dict[str, Any]:
-    return {name: (parts[name] or _same)(part) for name, part in value.items()}
+def _convert_fields(
+    parts: dict[str, Callable[[Any], Any] | None], value: dict[str, Any]
+) -> dict[str, Any]:
+    return {name: (parts[name] or _identity)(part) for name, part in value.items()}
 
 
-def _same(value: Any) -> Any:  # noqa: ANN401 - any value passes
+def _identity(value: Any) -> Any:  # noqa: ANN401 - any value passes
     return value
 
 

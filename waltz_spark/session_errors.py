@@ -66,7 +66,7 @@ def _unwrap_gateway() -> None:
             if waltz_error is None:
                 raise
             cause = _error_from_spark(failure)
-        raise _both(waltz_error, cause) from cause
+        raise _combine_errors(waltz_error, cause) from cause
 
     protocol.get_return_value = get_return_value
     install_exception_handler()
@@ -105,22 +105,24 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
             waltz_error, cause = trailing_error(str(failure)), failure
             if waltz_error is None:
                 raise
-        raise _both(waltz_error, cause) from cause
+        raise _combine_errors(waltz_error, cause) from cause
 
     client._handle_error = handle_error
 
 
-def _both(waltz_error: WaltzError, reported: Exception) -> Exception:
+def _combine_errors(waltz_error: WaltzError, reported: Exception) -> Exception:
     """Return the `WaltzError`, which handlers of Spark's class catch, too."""
     if not isinstance(reported, PySparkException):
         return waltz_error
-    kind = _kind(type(waltz_error), type(reported))
+    kind = _combined_class(type(waltz_error), type(reported))
     error: Exception = kind.__new__(kind, *waltz_error.args)
     error.__dict__.update(reported.__dict__, plain=waltz_error)
     return error
 
 
-def _kind(waltz_error: type[WaltzError], reported: type[PySparkException]) -> type[Exception]:
+def _combined_class(
+    waltz_error: type[WaltzError], reported: type[PySparkException]
+) -> type[Exception]:
     """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
     members = {
         "__module__": waltz_error.__module__,

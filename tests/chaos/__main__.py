@@ -19,8 +19,8 @@ from random import SystemRandom
 
 from tests.chaos.archived import EVENTS
 from tests.chaos.network import ROOT
-from tests.chaos.round import Outcome, play
-from tests.chaos.schedule import draw
+from tests.chaos.round import Outcome, run_round
+from tests.chaos.schedule import draw_schedule
 
 ROUND_S = 60.0
 KILLS_MIN = 20
@@ -67,13 +67,13 @@ def main() -> int:
         else not outcomes or time.monotonic() < deadline_s
     ):
         seed = first + len(outcomes)
-        schedule = draw(seed, arguments.round_s, archives=arguments.archive)
+        schedule = draw_schedule(seed, arguments.round_s, archives=arguments.archive)
         where = arguments.directory / str(schedule.seed)
         shutil.rmtree(where, ignore_errors=True)
         print_line(f"seed {schedule.seed}: {schedule.world}")
-        outcome = play(schedule, where, print_line, apart=not arguments.processes_only)
+        outcome = run_round(schedule, where, print_line, apart=not arguments.processes_only)
         outcomes.append(outcome)
-        _report(outcome, _again(outcome, arguments), where)
+        _report(outcome, _repeat_command(outcome, arguments), where)
         if not outcome.wrong and not arguments.keep:
             shutil.rmtree(where, ignore_errors=True)
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +81,12 @@ def main() -> int:
     wrong = [each.schedule.seed for each in outcomes if each.wrong]
     verdict = f"seeds with something wrong: {wrong}" if wrong else "nothing wrong"
     print_line(f"chaos: {len(outcomes)} rounds, {verdict}; {arguments.report}")
-    if missed := _missed(outcomes):
+    if missed := _missing_effects(outcomes):
         print_line(f"chaos: in all rounds together there were no {', '.join(missed)}")
     return 1 if wrong or missed else 0
 
 
-def _missed(outcomes: list[Outcome]) -> list[str]:
+def _missing_effects(outcomes: list[Outcome]) -> list[str]:
     """Return the expected effects of kills that no round had; empty after a few kills only."""
     counts = sum((each.counts for each in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
@@ -95,7 +95,7 @@ def _missed(outcomes: list[Outcome]) -> list[str]:
     return [what for what in expected if not counts[what]]
 
 
-def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
+def _repeat_command(outcome: Outcome, arguments: argparse.Namespace) -> str:
     """Return the command that repeats the round."""
     more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_S else []
     more += ["--processes-only"] if arguments.processes_only else []
@@ -162,7 +162,13 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     ]
     for each in outcomes:
         if each.wrong:
-            lines += ["", f"## Seed {each.schedule.seed}", "", f"`{_again(each, arguments)}`", ""]
+            lines += [
+                "",
+                f"## Seed {each.schedule.seed}",
+                "",
+                f"`{_repeat_command(each, arguments)}`",
+                "",
+            ]
             lines += [f"- {fault.at_s:.1f} s: {fault}" for fault in each.schedule.faults]
             lines += ["", *(f"- **{wrong}**" for wrong in each.wrong)]
     return "\n".join(lines) + "\n"

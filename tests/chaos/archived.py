@@ -118,7 +118,7 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
                     found[partition] = marker.archived
         return found
 
-    with cluster.operator.entered():
+    with cluster.operator.enter():
         return asyncio.run(read())
 
 
@@ -128,7 +128,7 @@ def is_archived(cluster: ChaosCluster, lasts: Mapping[int, int]) -> bool:
     return all(each in marks and marks[each].last >= last for each, last in lasts.items())
 
 
-def saved(cluster: ChaosCluster, directory: Path) -> SavedArchive:
+def copy_archive(cluster: ChaosCluster, directory: Path) -> SavedArchive:
     """Copy the archive; raises ObjectMissing if a manifest was replaced meanwhile."""
     shutil.rmtree(directory, ignore_errors=True)
     marks = recorded_marks(cluster)
@@ -157,7 +157,7 @@ def local_differences(locals_: Iterable[tuple[str, dict[int, LocalLog]]], log: L
     return wrong
 
 
-def counted(cluster: ChaosCluster) -> Counter[str]:
+def count_events(cluster: ChaosCluster) -> Counter[str]:
     """Return the count of each event of `EVENTS` in the logs, or of the files that it deleted."""
     found: Counter[str] = Counter()
     for name in (*cluster.world.names("server"), *cluster.world.names("storage")):

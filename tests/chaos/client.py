@@ -53,7 +53,7 @@ class Journal:
             self._file.write(text)
             self._file.flush()
 
-    def sent(self, reported: Any, mark: int, locks: list[int]) -> list[Any]:
+    def sent_line(self, reported: Any, mark: int, locks: list[int]) -> list[Any]:
         """Return the journal line of a transaction that is about to be sent."""
         return [
             "sent",
@@ -65,7 +65,7 @@ class Journal:
             locks,
         ]
 
-    def reported(self, reported: Any) -> list[Any]:
+    def reported_line(self, reported: Any) -> list[Any]:
         """Return the journal line of an outcome."""
         return [
             "reported",
@@ -110,7 +110,7 @@ class Count(four_writers.Count):  # type: ignore[misc, name-defined]
         """Return the next value of the counter, under its lock."""
         is_meant: bool = super().execute(builder)
         mark, reported = int(builder.client_high_water_mark), self.attempts[-1]
-        self._journal.write(self._journal.sent(reported, mark, [self._lock]))
+        self._journal.write(self._journal.sent_line(reported, mark, [self._lock]))
         return is_meant
 
 
@@ -133,27 +133,27 @@ class Application:
     def run(self, stopping: threading.Event) -> None:
         """Send until "stop", then wait for all outcomes."""
         self._client.subscribe(self._feed)
-        asker = threading.Thread(target=self._ask, args=(stopping,), daemon=True)
+        asker = threading.Thread(target=self._request_marks, args=(stopping,), daemon=True)
         asker.start()
         while not stopping.wait(TICK_S):
             for partition, pending in self._pending.items():
-                self._settle(partition)
+                self._journal_outcomes(partition)
                 if len(pending) < PENDING_MAX:
                     self._send(partition)
             self._feed.flush()
         while any(self._pending.values()):
             for partition in self._pending:
-                self._settle(partition)
+                self._journal_outcomes(partition)
             time.sleep(TICK_S)
         asker.join(REQUEST_TIMEOUT_MS / 1000)
 
-    def follow(self, marks: dict[int, int]) -> None:
+    def await_marks(self, marks: dict[int, int]) -> None:
         """Wait until the feed has reached the given marks."""
         while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
             time.sleep(TICK_S)
         self._feed.flush()
 
-    def _ask(self, stopping: threading.Event) -> None:
+    def _request_marks(self, stopping: threading.Event) -> None:
         partitions = list(self._pending)
         while not stopping.wait(ASK_S):
             partition, asked_s = self._random.choice(partitions), time.monotonic()
@@ -166,9 +166,9 @@ class Application:
     def _send(self, partition: int) -> None:
         kind = self._random.randrange(3)
         if kind == 0:
-            self._send_blind(partition, BATCH_ROWS)
+            self._send_under_locks(partition, BATCH_ROWS)
         elif kind == 1:
-            self._send_blind(partition, 1)
+            self._send_under_locks(partition, 1)
         else:
             self._count(partition)
 
@@ -176,7 +176,7 @@ class Application:
         self._keys += 1
         return f"{self._name}.{self._keys}"
 
-    def _send_blind(self, partition: int, count: int) -> None:
+    def _send_under_locks(self, partition: int, count: int) -> None:
         """Send rows under locks: one row as a transaction, several as a batch."""
         mark = self._feed.marks.get(partition, -1)
         rows = [self._row(partition, mark) for _ in range(count)]
@@ -188,7 +188,7 @@ class Application:
         ]
         self._journal.write(
             *(
-                self._journal.sent(each, mark, [*row.writes, *row.reads])
+                self._journal.sent_line(each, mark, [*row.writes, *row.reads])
                 for each, row in zip(reported, rows, strict=True)
             )
         )
@@ -239,7 +239,7 @@ class Application:
         pending.future.add_done_callback(lambda _: four_writers._stamp(pending.recorded))
         self._pending[partition].append(pending)
 
-    def _settle(self, partition: int) -> None:
+    def _journal_outcomes(self, partition: int) -> None:
         """Journal the outcomes that have arrived."""
         pending = self._pending[partition]
         for each in [each for each in pending if each.future.done()]:
@@ -247,7 +247,9 @@ class Application:
             if not each.recorded:
                 continue  # a context that timed out before its first try
             four_writers._decide(each)
-            self._journal.write(*(self._journal.reported(reported) for reported in each.recorded))
+            self._journal.write(
+                *(self._journal.reported_line(reported) for reported in each.recorded)
+            )
 
 
 def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:
@@ -257,7 +259,7 @@ def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:
     return found
 
 
-def _opened(connect: str, stopping: threading.Event) -> WaltzClient | None:
+def _open_client(connect: str, stopping: threading.Event) -> WaltzClient | None:
     """Open a client, with retries; None if "stop" arrives first."""
     config = ClientConfig(request_timeout_ms=REQUEST_TIMEOUT_MS, zookeeper_session_timeout_ms=2_000)
     while not stopping.is_set():
@@ -286,20 +288,20 @@ def main(connect: str, name: str, directory: str) -> None:
         may_end.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    client = _opened(connect, stopping)
+    client = _open_client(connect, stopping)
     if client is None:
-        _say("settled")
+        _print_line("settled")
         return
     with client:
         application = Application(client, name, Path(directory))
         application.run(stopping)
-        _say("settled")
+        _print_line("settled")
         may_end.wait()
-        application.follow(marks)
-        _say("fed")
+        application.await_marks(marks)
+        _print_line("fed")
 
 
-def _say(word: str) -> None:
+def _print_line(word: str) -> None:
     sys.stdout.write(word + "\n")
     sys.stdout.flush()
 

@@ -124,7 +124,7 @@ class Member:
         return f"{self.machine.address}:{CLIENT_PORTS[self.kind]}"
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the process runs."""
         return self.child is not None and self.child.poll() is None
 
@@ -157,7 +157,7 @@ class ChaosCluster:
 
     # ---- the life of it
 
-    def up(self) -> None:
+    def start_all(self) -> None:
         """Start all daemons, and wait until every partition accepts appends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in self.world.names("storage"):
@@ -180,7 +180,7 @@ class ChaosCluster:
             return False
         return True
 
-    def down(self) -> None:
+    def kill_all(self) -> None:
         """Kill all daemons."""
         for member in self.members.values():
             member.is_wanted = False
@@ -193,14 +193,14 @@ class ChaosCluster:
 
     def start(self, name: str) -> None:
         """Start a member if it does not run."""
-        self.notice()
+        self.record_ended_members()
         member = self.members[name]
-        if member.runs:
+        if member.is_running:
             return
         with self.log_path(name).open("ab") as log:
             member.log_start = log.tell()
             member.child = subprocess.Popen(
-                member.machine.command(sys.executable, "-m", *self._words(member)),
+                member.machine.command(sys.executable, "-m", *self._module_and_arguments(member)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -212,9 +212,9 @@ class ChaosCluster:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a member a signal that ends it."""
         member = self.members[name]
-        self.notice()
+        self.record_ended_members()
         member.is_wanted = False
-        if member.runs:
+        if member.is_running:
             assert member.child is not None
             member.child.send_signal(number)
             if number == signal.SIGKILL:
@@ -232,14 +232,14 @@ class ChaosCluster:
 
     def _signal(self, name: str, number: int) -> None:
         member = self.members[name]
-        if member.runs:
+        if member.is_running:
             assert member.child is not None
             member.child.send_signal(number)
 
-    def notice(self) -> None:
+    def record_ended_members(self) -> None:
         """Record each member that has ended by itself (rule 2)."""
         for member in self.members.values():
-            if member.is_wanted and not member.runs:
+            if member.is_wanted and not member.is_running:
                 member.is_wanted = False
                 assert member.child is not None
                 log_text = self.log_path(member.name).read_bytes()[member.log_start :].decode()
@@ -351,10 +351,10 @@ class ChaosCluster:
 
     def client(self, **options: Any) -> WaltzClient:
         """Open a client on the operator's machine."""
-        with self.operator.entered():
+        with self.operator.enter():
             return WaltzClient(self.connect, ClientConfig(request_timeout_ms=10_000, **options))
 
-    def shown(self) -> dict[str, Any]:
+    def show_cluster(self) -> dict[str, Any]:
         """Return the output of `waltz-core cluster show --json`."""
         return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
 
@@ -363,7 +363,7 @@ class ChaosCluster:
 
         Raises CalledProcessError.
         """
-        with self.operator.entered():
+        with self.operator.enter():
             done = run_command(*words)
         done.check_returncode()
         return done.stdout
@@ -371,16 +371,16 @@ class ChaosCluster:
     def owners(self) -> dict[int, str]:
         """Return the server that owns each partition by name; empty if none does."""
         names = {member.address: member.name for member in self.members.values()}
-        partitions = self.shown()["partitions"]
+        partitions = self.show_cluster()["partitions"]
         return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
 
-    def is_whole(self) -> bool:
+    def has_equal_replicas(self) -> bool:
         """Return whether every replica is engaged and all have the same records.
 
         With an archive, storages have removed different segments: the remaining records are
         compared.
         """
-        view = self.shown()
+        view = self.show_cluster()
         if any(
             set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()
         ):
@@ -435,7 +435,7 @@ class ChaosCluster:
         """Return the environment of a daemon, with the credentials of the archive."""
         return environment() | (object_store.CREDENTIALS if self.world.stores else {})
 
-    def _words(self, member: Member) -> tuple[str, ...]:
+    def _module_and_arguments(self, member: Member) -> tuple[str, ...]:
         """Return the module that runs a member and its arguments."""
         if member.kind == "store":
             return ("tests.chaos.object_store", "front", member.machine.address)
@@ -485,7 +485,7 @@ def running(world: World, directory: Path, *, apart: bool = True) -> Iterator[Ch
     with Network(names, wanted=apart) as network:
         cluster = ChaosCluster(world, directory, network)
         try:
-            cluster.up()
+            cluster.start_all()
             yield cluster
         finally:
-            cluster.down()
+            cluster.kill_all()

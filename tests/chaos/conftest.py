@@ -93,9 +93,9 @@ class NetworkScenario:
         assert verdict.wrong == []
         assert verdict.counts[four_writers.OK] > 0
         assert self.applications.ended == []
-        self.applications.reap()
-        self.wait("all replicas are equal", self.cluster.is_whole, seconds=WHOLE_S)
-        self.cluster.notice()
+        self.applications.remove_ended()
+        self.wait("all replicas are equal", self.cluster.has_equal_replicas, seconds=WHOLE_S)
+        self.cluster.record_ended_members()
         assert self.cluster.ended == []
 
 

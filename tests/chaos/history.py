@@ -73,9 +73,9 @@ class Life:
         whole = text[: text.rfind(b"\n") + 1]
         self._at += len(whole)
         for line in whole.splitlines():
-            self._take(*json.loads(line))
+            self._add_line(*json.loads(line))
 
-    def _take(self, kind: str, *words: Any) -> None:
+    def _add_line(self, kind: str, *words: Any) -> None:
         if kind == "mark":
             self.asked.append(MarkRequest(*words))
         elif kind == "sent":
@@ -88,7 +88,7 @@ class Life:
             recorded.outcome, recorded.transaction_id = outcome, transaction_id
             recorded.reported_s, recorded.why = reported_s, why
 
-    def fed(self) -> list[tuple[int, int, bytes]]:
+    def feed_rows(self) -> list[tuple[int, int, bytes]]:
         """Return the partition, ID and request ID of each transaction of the feed, in order."""
         data = self._feed.read_bytes() if self._feed.exists() else b""
         whole = data[: len(data) - len(data) % FED.size]
@@ -205,7 +205,7 @@ def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
     for life in lives:
         following: Counter[int] = Counter()
         wrong = []
-        for partition, transaction_id, request_id in life.fed():
+        for partition, transaction_id, request_id in life.feed_rows():
             if transaction_id != following[partition]:
                 wrong.append(
                     f"{life.name} was fed {partition}/{transaction_id}, expected "

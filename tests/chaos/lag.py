@@ -57,7 +57,7 @@ class SlowLink:
         self._free_s = 0.0  # when all that was sent is on the wire
         self._last_s = 0.0
 
-    def leaves_s(self, size: int, now_s: float) -> float | None:
+    def departure_s(self, size: int, now_s: float) -> float | None:
         """Return when a packet leaves; None if it is lost."""
         if self._chance.random() < self.lag.loss:
             return None
@@ -84,18 +84,20 @@ def delay_packets(device: int, orders: int) -> None:
             text = os.read(orders, 1 << 20).decode()
             if not text:
                 return
-            lines = _read(text.splitlines()[-1], lines, chance)
+            lines = _parse_links(text.splitlines()[-1], lines, chance)
         if device in ready:
             packet = os.read(device, PACKET_BYTES_MAX)
             line = lines.get(packet[ADDRESSES])
-            at_s = now_s if line is None else line.leaves_s(len(packet), now_s)
+            at_s = now_s if line is None else line.departure_s(len(packet), now_s)
             if at_s is not None:
                 heapq.heappush(waiting, (at_s, next(numbers), packet))
         while waiting and waiting[0][0] <= now_s:
             os.write(device, heapq.heappop(waiting)[2])
 
 
-def _read(order: str, had: dict[bytes, SlowLink], chance: random.Random) -> dict[bytes, SlowLink]:
+def _parse_links(
+    order: str, had: dict[bytes, SlowLink], chance: random.Random
+) -> dict[bytes, SlowLink]:
     """Return the links of an order; a link that is unchanged keeps its queue."""
     lines = {}
     for source, target, *numbers in json.loads(order):

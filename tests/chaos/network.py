@@ -104,38 +104,38 @@ class Network:
 
     def cut(self, links: Iterable[Link]) -> None:
         """Cut links: all of their packets are lost (rule 1)."""
-        self._count(links, 1)
+        self._count_cuts(links, 1)
 
-    def heal(self, links: Iterable[Link]) -> None:
+    def restore(self, links: Iterable[Link]) -> None:
         """Remove one cut of each link."""
-        self._count(links, -1)
+        self._count_cuts(links, -1)
 
     @contextlib.contextmanager
-    def without(self, links: Iterable[Link]) -> Iterator[None]:
+    def cut_during(self, links: Iterable[Link]) -> Iterator[None]:
         """Cut links for the duration of the `with` block."""
         cut = list(links)
         self.cut(cut)
         try:
             yield
         finally:
-            self.heal(cut)
+            self.restore(cut)
 
-    def slow(self, links: Iterable[Link], lag: LinkSettings) -> None:
+    def delay(self, links: Iterable[Link], lag: LinkSettings) -> None:
         """Delay the packets of links, and drop some, as `lag` states."""
         self._set_slow({**self._slow, **dict.fromkeys(links, lag)})
 
-    def hurry(self, links: Iterable[Link]) -> None:
+    def remove_delays(self, links: Iterable[Link]) -> None:
         """Remove the delays of links."""
         gone = set(links)
         self._set_slow({link: lag for link, lag in self._slow.items() if link not in gone})
 
     def repair(self) -> None:
         """Remove all cuts and delays."""
-        self.heal([link for link, count in self._cuts.items() for _ in range(count)])
+        self.restore([link for link, count in self._cuts.items() for _ in range(count)])
         if self._lag is not None:
             self._set_slow({})
 
-    def _count(self, links: Iterable[Link], by: int) -> None:
+    def _count_cuts(self, links: Iterable[Link], by: int) -> None:
         lines = []
         for link in links:
             was_cut = self._cuts[link] > 0
@@ -195,7 +195,7 @@ class Network:
         self._send_to_router(["link set lo up", *links])
         self._router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
         for number, name in enumerate(self._names, 1):
-            _batch(
+            _run_ip_batch(
                 self.machines[name],
                 [
                     "link set lo up",
@@ -231,7 +231,7 @@ class Network:
     def _send_to_router(self, lines: list[str]) -> None:
         if lines:
             assert self._router is not None, "nothing can be cut here"
-            _batch(self._router, lines)
+            _run_ip_batch(self._router, lines)
 
 
 def environment() -> dict[str, str]:
@@ -251,7 +251,7 @@ def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
     ]
 
 
-def _batch(place: Machine, lines: list[str]) -> None:
+def _run_ip_batch(place: Machine, lines: list[str]) -> None:
     """Run several `ip` commands in one process; raises CalledProcessError."""
     subprocess.run(
         place.command("ip", "-batch", "-"),

@@ -86,8 +86,8 @@ class Applications:
         if client in self._running:
             if self._running[client][1].poll() is None:
                 return
-            self._notice(client)
-            self._let_go(client)
+            self._record_ended_client(client)
+            self._close_client(client)
         life = Life(f"{client}.{len(self.lives)}", self._directory)
         words = (self._cluster.connect, life.name, str(self._directory.absolute()))
         machine = self._cluster.network.machines[client]
@@ -104,7 +104,7 @@ class Applications:
         self._running[client] = life, child
         self.lives.append(life)
 
-    def _notice(self, client: str) -> None:
+    def _record_ended_client(self, client: str) -> None:
         """Record a client that has ended by itself."""
         life, child = self._running[client]
         if not life.has_ended:
@@ -119,9 +119,9 @@ class Applications:
         life.has_ended = True
         child.kill()
         child.wait()
-        self._let_go(client)
+        self._close_client(client)
 
-    def _let_go(self, client: str) -> None:
+    def _close_client(self, client: str) -> None:
         _, child = self._running.pop(client)
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
@@ -145,14 +145,14 @@ class Applications:
 
     def stop(self) -> None:
         """Stop sending in all clients; wait for all outcomes."""
-        self._order("stop", "settled", self.writing)
+        self._send_order("stop", "settled", self.writing)
         self._settled.update(life.name for life in self.living)
 
     def end(self, marks: dict[int, int]) -> None:
         """End all clients when their feeds have reached the marks."""
-        self._order(f"end {json.dumps(marks)}", "fed", self.living)
+        self._send_order(f"end {json.dumps(marks)}", "fed", self.living)
 
-    def _order(self, order: str, answer: str, lives: list[Life]) -> None:
+    def _send_order(self, order: str, answer: str, lives: list[Life]) -> None:
         for client, (life, child) in list(self._running.items()):
             if life not in lives:
                 continue
@@ -162,21 +162,21 @@ class Applications:
                 child.stdin.flush()
             except BrokenPipeError:
                 child.wait()
-                self._notice(client)
-                self._let_go(client)
+                self._record_ended_client(client)
+                self._close_client(client)
         for life, child in self._running.values():
             if life not in lives:
                 continue
-            printed = _line_of(child, HANG_S)
+            printed = _read_line(child, HANG_S)
             if printed != answer:
                 self.ended.append(f"{life.name} printed {printed!r}, expected {answer!r}")
 
-    def reap(self) -> None:
+    def remove_ended(self) -> None:
         """Remove the clients that have ended."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
             child.wait(HANG_S)
-            self._let_go(client)
+            self._close_client(client)
 
     def down(self) -> None:
         """Kill the remaining clients."""
@@ -184,7 +184,7 @@ class Applications:
             self.kill(client)
 
 
-def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
+def _read_line(child: "subprocess.Popen[str]", seconds: float) -> str:
     """Return the next line that a process prints; empty at a timeout."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], seconds)
@@ -201,7 +201,7 @@ class Round:
         self._say = say
         self.outcome = Outcome(schedule)
 
-    def play(self) -> None:
+    def run(self) -> None:
         """Play the whole round."""
         applications = self._applications
         for client in self._schedule.world.names("client"):
@@ -209,7 +209,7 @@ class Round:
         try:
             self._await_progress(time.monotonic())
             began_s = time.monotonic()
-            self._strike(began_s)
+            self._inject_faults(began_s)
             self._repair()
             self._await_zookeeper(time.monotonic())
             repaired_s = time.monotonic()
@@ -218,7 +218,7 @@ class Round:
             self._await_engaged(repaired_s)
             if self._schedule.world.stores:
                 self._await_archive("there is enough to remove", self._has_enough)
-            self._calm()
+            self._run_without_faults()
             ended_s = time.monotonic()
             if self._schedule.world.stores:
                 self._kill_all()
@@ -228,11 +228,11 @@ class Round:
 
     # ---- faults
 
-    def _strike(self, began_s: float) -> None:
+    def _inject_faults(self, began_s: float) -> None:
         """Begin and end each fault at its time (rule 1)."""
         moments: list[tuple[float, int, Fault, bool]] = []
         for number, fault in enumerate(self._schedule.faults):
-            if why := self._why_not(fault):
+            if why := self._skip_reason(fault):
                 self.outcome.skipped[f"{fault.kind}: {why}"] += 1
                 continue
             moments.append((fault.at_s, number, fault, True))
@@ -240,7 +240,7 @@ class Round:
         for at_s, _, fault, begins in sorted(moments, key=lambda each: each[:2]):
             while (left := began_s + at_s - time.monotonic()) > 0:
                 time.sleep(min(left, TICK_S))
-            self._cluster.notice()
+            self._cluster.record_ended_members()
             if begins:
                 self._say(f"{time.monotonic() - began_s:6.1f} s  {fault}")
                 self.outcome.faults[fault.kind] += 1
@@ -248,7 +248,7 @@ class Round:
             else:
                 self._end(fault)
 
-    def _why_not(self, fault: Fault) -> str:
+    def _skip_reason(self, fault: Fault) -> str:
         network = self._cluster.network
         if fault.kind in ("cut", "full") and not network.can_cut:
             return network.why_not
@@ -274,7 +274,7 @@ class Round:
             case "cut":
                 network.cut(fault.links)
             case "slow":
-                network.slow(fault.links, fault.lag)
+                network.delay(fault.links, fault.lag)
             case _:
                 raise AssertionError(fault.kind)
 
@@ -289,9 +289,9 @@ class Round:
             case "full":
                 cluster.empty_disk(fault.targets[0])
             case "cut":
-                network.heal(fault.links)
+                network.restore(fault.links)
             case "slow":
-                network.hurry(fault.links)
+                network.remove_delays(fault.links)
 
     def _start(self, name: str) -> None:
         if name in self._cluster.members:
@@ -319,9 +319,9 @@ class Round:
     def _await_zookeeper(self, since_s: float) -> None:
         """Wait until ZooKeeper answers; its start takes long on a busy machine."""
         while time.monotonic() < since_s + ZOOKEEPER_S * slowness():
-            self._cluster.notice()
+            self._cluster.record_ended_members()
             with contextlib.suppress(subprocess.CalledProcessError):
-                self._cluster.shown()
+                self._cluster.show_cluster()
                 break
         self.outcome.zookeeper_s = time.monotonic() - since_s
 
@@ -331,7 +331,7 @@ class Round:
         partitions = range(self._schedule.world.partitions)
 
         def waiting() -> list[str]:
-            self._cluster.notice()
+            self._cluster.record_ended_members()
             applications.poll()
             return [
                 f"{life.name} in partition {partition}"
@@ -363,14 +363,14 @@ class Round:
 
     def _is_engaged(self) -> bool:
         try:
-            view = self._cluster.shown()
+            view = self._cluster.show_cluster()
         except subprocess.CalledProcessError:
             return False
         return all(
             set(each["engaged"]) == set(view["storages"]) for each in view["partitions"].values()
         )
 
-    def _calm(self) -> None:
+    def _run_without_faults(self) -> None:
         """Let the clients write without faults (rule 3), then stop them."""
         began_s = time.monotonic()
         while time.monotonic() < began_s + CALM_S:
@@ -410,7 +410,7 @@ class Round:
             lasts = {int(each): int(last) for each, last in client.high_water_marks().items()}
         self._await_archive("all is archived", lambda: archived.is_archived(cluster, lasts))
         # Replaced manifests are not old enough yet.
-        left_over = archived.counted(cluster)["collected files"]
+        left_over = archived.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
         names = [each for each in cluster.members if not each.startswith("zookeeper")]
         for name in names:
@@ -423,7 +423,7 @@ class Round:
         since_s = time.monotonic()
         applications.start(first)
         self._await_progress(since_s)
-        self._calm()
+        self._run_without_faults()
 
     def _await_archive(self, what: str, condition: Callable[[], object]) -> None:
         try:
@@ -442,13 +442,13 @@ class Round:
             if not archived.is_archived(cluster, lasts):
                 return False
             with contextlib.suppress(ObjectMissing):
-                orphans[:] = archived.saved(cluster, directory).orphans(archived.now_ms())
+                orphans[:] = archived.copy_archive(cluster, directory).orphans(archived.now_ms())
             return not orphans
 
         self._await_archive("all is archived, and what is left over collected", is_clean)
         if orphans:
             outcome.wrong.append(f"{len(orphans)} files are not collected: {orphans[:3]}")
-        found = archived.saved(cluster, directory)
+        found = archived.copy_archive(cluster, directory)
         outcome.wrong += found.differences(log)
         names = self._schedule.world.names("storage")
         differences = [""]
@@ -464,7 +464,7 @@ class Round:
         verified = cluster.verify_archive()
         if not verified["passed"]:
             outcome.wrong.append(f"archive verify: {verified}")
-        counts = archived.counted(cluster)
+        counts = archived.count_events(cluster)
         counts["objects"] = sum(map(len, found.objects.values()))
         counts["verified objects"] = sum(
             each["objects"] for each in verified["partitions"].values()
@@ -482,7 +482,9 @@ class Round:
         self._applications.end({each: log.last(each) for each in log.sessions})
         self._applications.poll()
         try:
-            cluster.wait_until("all replicas hold the same", cluster.is_whole, seconds=WHOLE_S)
+            cluster.wait_until(
+                "all replicas hold the same", cluster.has_equal_replicas, seconds=WHOLE_S
+            )
         except AssertionError as error:
             outcome.wrong.append(str(error))
         if self._schedule.world.stores:
@@ -490,14 +492,14 @@ class Round:
         verdict = check(self._applications.lives, log)
         outcome.wrong += verdict.wrong
         outcome.counts.update(verdict.counts)
-        cluster.notice()
-        outcome.wrong += cluster.ended + self._applications.ended + self._grave()
+        cluster.record_ended_members()
+        outcome.wrong += cluster.ended + self._applications.ended + self._grave_log_lines()
         outcome.gap_s = max(
             longest_gap_s(self._applications.lives, each, since_s=began_s, until_s=ended_s)
             for each in log.sessions
         )
 
-    def _grave(self) -> list[str]:
+    def _grave_log_lines(self) -> list[str]:
         """Return the lines in the daemons' logs that must never be logged."""
         found = []
         for name in self._cluster.members:
@@ -512,14 +514,14 @@ class Round:
         return found
 
 
-def play(schedule: Schedule, directory: Path, say: Say, *, apart: bool = True) -> Outcome:
+def run_round(schedule: Schedule, directory: Path, say: Say, *, apart: bool = True) -> Outcome:
     """Play one round in the given directory."""
     outcome = Outcome(schedule)
     try:
         with running(schedule.world, directory, apart=apart) as cluster:
             played = Round(cluster, schedule, directory, say)
             outcome = played.outcome
-            played.play()
+            played.run()
     except (WaltzError, AssertionError, subprocess.SubprocessError) as error:
         outcome.wrong.append(f"the round broke off: {type(error).__name__}: {error}")
     return outcome

@@ -48,7 +48,7 @@ class Schedule:
 Draw = Callable[[random.Random, World, float], Fault]
 
 
-def draw(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
+def draw_schedule(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
     """Draw the schedule of a seed for a round of the given length.
 
     Each seed has only some kinds of faults: frequent faults would hide the effects of rare ones.
@@ -77,7 +77,7 @@ def draw(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
     return Schedule(seed, world, tuple(faults))
 
 
-def _lasting(chance: random.Random) -> float:
+def _draw_duration(chance: random.Random) -> float:
     """Draw a duration near the session timeout, where decisions are made, or far from it."""
     return round(
         chance.choice((0.3, 1.0, SESSION_S, 1.5 * SESSION_S, 3 * SESSION_S))
@@ -93,49 +93,49 @@ def _daemon(chance: random.Random, world: World) -> str:
 
 
 def _kill(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "kill", (_daemon(chance, world),))
+    return Fault(at_s, _draw_duration(chance), "kill", (_daemon(chance, world),))
 
 
 def _kill_many(chance: random.Random, world: World, at_s: float) -> Fault:
     kind = chance.choice(("server", "storage", "zookeeper"))
     names = world.names(kind)
     some = tuple(chance.sample(names, chance.randrange(1, len(names) + 1)))
-    return Fault(at_s, _lasting(chance), "kill", some)
+    return Fault(at_s, _draw_duration(chance), "kill", some)
 
 
 def _kill_client(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("client")),))
+    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("client")),))
 
 
 def _kill_storage(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("storage")),))
+    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("storage")),))
 
 
 def _kill_owner(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("server")),))
+    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("server")),))
 
 
 def _kill_store(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "kill", tuple(world.names("store")))
+    return Fault(at_s, _draw_duration(chance), "kill", tuple(world.names("store")))
 
 
 def _stop(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "stop", (_daemon(chance, world),))
+    return Fault(at_s, _draw_duration(chance), "stop", (_daemon(chance, world),))
 
 
 def _freeze(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "freeze", (_daemon(chance, world),))
+    return Fault(at_s, _draw_duration(chance), "freeze", (_daemon(chance, world),))
 
 
 def _full(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _lasting(chance), "full", (chance.choice(world.names("storage")),))
+    return Fault(at_s, _draw_duration(chance), "full", (chance.choice(world.names("storage")),))
 
 
 def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
     name = _daemon(chance, world)
     everything = [*world.members, *world.names("client"), "operator"]
     links = tuple(both_ways([name], everything))
-    return Fault(at_s, _lasting(chance), "cut", (), links, summary=f"{name} from all")
+    return Fault(at_s, _draw_duration(chance), "cut", (), links, summary=f"{name} from all")
 
 
 def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
@@ -154,7 +154,7 @@ def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
     there, back = [(one, each) for each in them], [(each, one) for each in them]
     links = {"<->": there + back, "->": there, "<-": back}[way]
     summary = f"{one} {way} {', '.join(them)}"
-    return Fault(at_s, _lasting(chance), "cut", (), tuple(links), summary=summary)
+    return Fault(at_s, _draw_duration(chance), "cut", (), tuple(links), summary=summary)
 
 
 def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
@@ -170,7 +170,7 @@ def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
         )
     )
     links = tuple(both_ways([one], [*world.members, *world.names("client")]))
-    return Fault(at_s, _lasting(chance), "slow", (), links, lag, summary=f"{one} ({lag})")
+    return Fault(at_s, _draw_duration(chance), "slow", (), links, lag, summary=f"{one} ({lag})")
 
 
 KINDS: Final[dict[str, Draw]] = {

@@ -11,7 +11,7 @@ from tests.archived_log import KEY, PARTITION, STAMP, ArchivedLog, write_archive
 from tests.chaos import archived
 from tests.chaos.cluster import RETENTION_BYTES, LocalLog, World
 from tests.chaos.history import Log
-from tests.chaos.round import play
+from tests.chaos.round import run_round
 from tests.chaos.schedule import Fault, Schedule
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cluster.znodes.model import ArchivedMark
@@ -31,7 +31,7 @@ def test_a_storage_an_owner_and_the_object_store_are_killed_and_nothing_is_lost(
     )
     lines = []
     world = World(clients=2, partitions=2, stores=1)
-    outcome = play(Schedule(0, world, faults), tmp_path, lines.append)
+    outcome = run_round(Schedule(0, world, faults), tmp_path, lines.append)
     assert outcome.wrong == [], lines
     counts = outcome.counts
     assert (counts["killed: storage"], counts["killed: store"], counts["killed: server"]) == (

@@ -34,7 +34,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
     if ways == "both":
         links = both_ways(["server-1"], STORAGES[:2])
     lost = scenario.owned_by("server-1")
-    with scenario.network.without(links):
+    with scenario.network.cut_during(links):
         cut_s = time.monotonic()
         scenario.await_commits(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
         assert set(scenario.cluster.owners().values()) == {"server-2"}
@@ -45,7 +45,7 @@ def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
 def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScenario):
     """Row 19: it serves until another server owns its partitions; then it is fenced."""
     lost = scenario.owned_by("server-1")
-    with scenario.network.without(both_ways(["server-1"], ZOOKEEPERS)):
+    with scenario.network.cut_during(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
         scenario.wait(
             "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
@@ -60,11 +60,11 @@ def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
     """Row 35: two of three replicas are a quorum."""
     lag = LinkSettings(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
-    scenario.network.slow(links, lag)
+    scenario.network.delay(links, lag)
     slow_s = time.monotonic()
     scenario.wait("500 commits", lambda: len(scenario.waits_s(since_s=slow_s)) >= 500)
     waits = scenario.waits_s(since_s=slow_s)
-    scenario.network.hurry(links)
+    scenario.network.remove_delays(links)
     # An append that waits for the third takes at least there and back; on a busy machine others
     # may take as long.
     quick = sum(each < lag.delay_ms / 1000 for each in waits)
@@ -85,7 +85,7 @@ def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: Netw
     assert scenario.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
     with scenario.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
-    scenario.network.heal(both_ways(["server-1"], everything))
+    scenario.network.restore(both_ways(["server-1"], everything))
     scenario.wait("it owns some again", lambda: len(set(scenario.cluster.owners().values())) == 2)
     scenario.await_commits(ALL, since_s=time.monotonic())
     with scenario.cluster.client() as client:
@@ -100,7 +100,7 @@ def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: Netw
 
 def test_a_client_that_cannot_reach_one_server_continues_with_the_other(scenario: NetworkScenario):
     cut_off, others = scenario.owned_by("server-1"), scenario.owned_by("server-2")
-    with scenario.network.without(both_ways([CLIENT], ["server-1"])):
+    with scenario.network.cut_during(both_ways([CLIENT], ["server-1"])):
         # The outcome of what was on its way when the link broke may still be reported.
         cut_s = time.monotonic()
         scenario.await_commits(others, since_s=cut_s)

@@ -4,18 +4,18 @@ import random
 from collections import Counter
 
 from tests.chaos.lag import QUEUE_S_MAX, LinkSettings, SlowLink
-from tests.chaos.schedule import KINDS, draw
+from tests.chaos.schedule import KINDS, draw_schedule
 
 
 def test_a_seed_determines_the_schedule():
-    assert draw(17, 60.0) == draw(17, 60.0)
-    assert draw(17, 60.0) != draw(18, 60.0)
+    assert draw_schedule(17, 60.0) == draw_schedule(17, 60.0)
+    assert draw_schedule(17, 60.0) != draw_schedule(18, 60.0)
 
 
 def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        schedule = draw(seed, 60.0)
+        schedule = draw_schedule(seed, 60.0)
         world = schedule.world
         known = {*world.members, *world.names("client"), "operator"}
         assert schedule.faults
@@ -32,10 +32,10 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
 
 def test_every_second_seed_archives_and_kills_each_process_of_the_archive():
     for seed in range(20):
-        assert draw(seed, 60.0).world.stores == seed % 2
+        assert draw_schedule(seed, 60.0).world.stores == seed % 2
         killed = Counter(
             name.partition("-")[0]
-            for fault in draw(seed, 300.0, archives=True).faults
+            for fault in draw_schedule(seed, 300.0, archives=True).faults
             for name in fault.targets
             if fault.kind == "kill"
         )
@@ -44,7 +44,7 @@ def test_every_second_seed_archives_and_kills_each_process_of_the_archive():
 
 def test_packets_of_a_slow_link_stay_in_order():
     line = SlowLink(LinkSettings(10, 50), random.Random(1))
-    leaves = [line.leaves_s(1000, number / 1000) for number in range(100)]
+    leaves = [line.departure_s(1000, number / 1000) for number in range(100)]
     assert leaves == sorted(leaves)
     assert leaves[0] is not None
     assert leaves[0] >= 0.01
@@ -52,7 +52,7 @@ def test_packets_of_a_slow_link_stay_in_order():
 
 def test_a_link_with_a_rate_has_a_bounded_queue():
     line = SlowLink(LinkSettings(bytes_per_s=1000), random.Random(1))
-    leaves = [line.leaves_s(500, 0.0) for _ in range(10)]
+    leaves = [line.departure_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]
     taken = [each for each in leaves if each is not None]
     assert taken[-1] == QUEUE_S_MAX + 0.5
@@ -61,5 +61,5 @@ def test_a_link_with_a_rate_has_a_bounded_queue():
 
 def test_a_share_of_the_packets_is_lost():
     line = SlowLink(LinkSettings(loss=0.3), random.Random(1))
-    lost = sum(line.leaves_s(1, float(number)) is None for number in range(1000))
+    lost = sum(line.departure_s(1, float(number)) is None for number in range(1000))
     assert 200 < lost < 400

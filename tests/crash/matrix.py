@@ -15,11 +15,11 @@ from tests.crash.scenarios import (
     Promise,
     Scenario,
     info_of,
-    loosened,
     marks_of,
     open_engine,
     promise_of,
     site,
+    with_either_dirty_flag,
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.storage.files.control_file import SLOTS_NAME
@@ -108,12 +108,12 @@ def found_log(log):
     )
 
 
-def opened(disk, new_storage_id=b"T" * 16):
+def open_directory(disk, new_storage_id=b"T" * 16):
     """Open a directory as a restarted process does; return its content and the engine."""
     engine = open_engine(disk, new_storage_id=new_storage_id)
     logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
     failed = tuple((number, str(error)) for number, error in sorted(engine.failed.items()))
-    return Found(engine.storage_id, tuple(engine.assigned()), logs, failed), engine
+    return Found(engine.storage_id, tuple(engine.assigned_partitions()), logs, failed), engine
 
 
 def check_opened(found):
@@ -157,12 +157,12 @@ def check_log(partition, expected, found, damaged):
         raise Violation(f"{where}: {found.marks}, expected one of {expected.marks}")
     if found.info not in expected.infos:
         raise Violation(f"{where}: control file {found.info}, expected one of {expected.infos}")
-    wrong = [_wrong(history, found) for history in expected.histories]
+    wrong = [_mismatch(history, found) for history in expected.histories]
     if all(wrong):
         raise Violation(f"{where}: {'; or '.join(one for one in wrong if one)}")
 
 
-def _wrong(history, found):
+def _mismatch(history, found):
     """Return why a log is not this history; None if it is."""
     if not history.acked <= found.last < len(history.records):
         return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
@@ -249,7 +249,7 @@ class Matrix:
             disk = RecordingDisk.after_power_loss(contents)
             begin = len(disk.changes)
             try:
-                self._found[key], engine = opened(disk, new_storage_id=b"U" * 16)
+                self._found[key], engine = open_directory(disk, new_storage_id=b"U" * 16)
                 self.openings[key] = (begin, disk.changes)
                 engine.abandon()
             except (WaltzError, AssertionError) as error:
@@ -271,7 +271,7 @@ class Matrix:
         return key, found
 
 
-def points(changes, begin=0):
+def crash_points(changes, begin=0):
     """Yield each possible point of a crash, with the disk's state and what was acknowledged."""
     disk_state, acknowledged = DiskState(), Acknowledged()
     for position, change in enumerate(changes):
@@ -291,7 +291,7 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
     `only_acknowledged`, power is lost only directly after acknowledgements.
     """
     left = {}
-    for position, disk_state, acknowledged in points(changes, begin):
+    for position, disk_state, acknowledged in crash_points(changes, begin):
         if only_acknowledged and not isinstance(changes[position - 1], PositionMarker):
             continue
         matrix.counts["cuts"] += 1
@@ -299,9 +299,8 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
         for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
             contents = disk_state.image(keep)
-            where = (
-                f"power lost after change {position} ({_name(changes, position)}), {_kept(keep)}"
-            )
+            place = _name(changes, position)
+            where = f"power lost after change {position} ({place}), {_keep_text(keep)}"
             key, found = matrix.check_result(acknowledged, contents, where)
             left.setdefault(key, (acknowledged, contents, found, where))
     return left
@@ -314,44 +313,44 @@ def second_losses(matrix, left):
     """
     for number, (key, (acknowledged, _, found, where)) in enumerate(sorted(left.items())):
         begin, changes = matrix.openings[key]
-        expected, rng = loosened(acknowledged), Random(f"{matrix.name} {number}")
+        expected, rng = with_either_dirty_flag(acknowledged), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
-        for position, disk_state, _ in points(changes, begin):
+        for position, disk_state, _ in crash_points(changes, begin):
             if only is None:
                 keeps = survivals(disk_state, rng, random_count=RANDOM_SECOND)
             elif position == only:
                 keeps = (Keep(), KeepRandom(rng))
             else:
                 continue
-            _second(
+            _lose_power_again(
                 matrix, expected, found, disk_state, keeps, f"{where}, and after change {position}"
             )
 
 
-def _second(matrix, acknowledged, found, disk_state, keeps, where):
+def _lose_power_again(matrix, acknowledged, found, disk_state, keeps, where):
     matrix.counts["second cuts"] += 1
     for keep in keeps:
         matrix.counts["second survivals"] += 1
         _, again = matrix.check_result(
-            acknowledged, disk_state.image(keep), f"{where} of the opening, {_kept(keep)}"
+            acknowledged, disk_state.image(keep), f"{where} of the opening, {_keep_text(keep)}"
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
             raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
 
 
-def kills(matrix, changes, begin, seed=0):
+def check_kills(matrix, changes, begin, seed=0):
     """Kill the process at several points, restart it, append, and then lose power."""
-    every = [(position, acknowledged) for position, _, acknowledged in points(changes, begin)]
+    every = [(position, acknowledged) for position, _, acknowledged in crash_points(changes, begin)]
     for number, (position, acknowledged) in enumerate(
         every[:: 1 + len(every) // KILLS_OF_A_SCENARIO]
     ):
         matrix.counts["kills"] += 1
         rng = Random(f"{seed} {position}")
         where = f"killed after change {position} ({_name(changes, position)})"
-        scenario = started_again(matrix, changes[:position], acknowledged, where)
+        scenario = restart_and_append(matrix, changes[:position], acknowledged, where)
         after = scenario.disk.changes
         often = number % EVERY_KILL == 0
-        for at, disk_state, now_acknowledged in points(after, position + 1):
+        for at, disk_state, now_acknowledged in crash_points(after, position + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
             keeps = [Keep(), KeepRandom(rng)]
@@ -359,21 +358,22 @@ def kills(matrix, changes, begin, seed=0):
                 keeps += survivals(disk_state, rng, random_count=RANDOM_SECOND)
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
-                lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
+                place = _name(after, at)
+                lost = f"{where}, power lost after change {at} ({place}), {_keep_text(keep)}"
                 matrix.check_result(now_acknowledged, disk_state.image(keep), lost)
 
 
-def started_again(matrix, changes, acknowledged, where):
+def restart_and_append(matrix, changes, acknowledged, where):
     """Restart after a kill: all written changes are there, and no more of them are durable."""
-    return used(matrix, RecordingDisk(changes, site), acknowledged, where)
+    return open_and_append(matrix, RecordingDisk(changes, site), acknowledged, where)
 
 
-def used(matrix, disk, acknowledged, where):
+def open_and_append(matrix, disk, acknowledged, where):
     """Open a directory and append to each partition."""
     scenario = Scenario(99, disk, acknowledged)
-    scenario.loosen()
+    scenario.expect_either_dirty_flag()
     try:
-        found, scenario.engine = opened(scenario.disk)
+        found, scenario.engine = open_directory(scenario.disk)
         check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
@@ -394,6 +394,6 @@ def _name(changes, position):
     return "acknowledged" if isinstance(change, PositionMarker) else f"{change!r:.90}"
 
 
-def _kept(keep):
+def _keep_text(keep):
     units = getattr(keep, "units", "")
     return f"{type(keep).__name__} {sorted(map(str, units)) if units else ''}"

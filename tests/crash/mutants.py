@@ -8,7 +8,13 @@ purpose.
 from collections import defaultdict
 from random import Random
 
-from tests.crash.matrix import Violation, points, power_losses, started_again, used
+from tests.crash.matrix import (
+    Violation,
+    crash_points,
+    open_and_append,
+    power_losses,
+    restart_and_append,
+)
 from tests.crash.scenarios import SCENARIOS, first_start, site
 from waltz_sim.world.crash import Keep, KeepRandom, RecordingDisk, delayed, sync_places, without
 
@@ -18,7 +24,7 @@ TRIES = 12
 MUTATIONS = {"forgotten": without, "made late": delayed}
 
 
-def runs(matrix):
+def recorded_runs(matrix):
     """Yield every scenario, and its continuations after some kills and losses of power."""
     for make in SCENARIOS:
         scenario = make()
@@ -27,29 +33,29 @@ def runs(matrix):
         rng = Random(make.__name__)
         every = [
             (position, acknowledged)
-            for position, _, acknowledged in points(changes, scenario.begin)
+            for position, _, acknowledged in crash_points(changes, scenario.begin)
         ]
         kills = every if make is first_start else rng.sample(every, KILLS_OF_A_SCENARIO)
         for position, acknowledged in kills:
-            after = started_again(
+            after = restart_and_append(
                 matrix, changes[:position], acknowledged, f"killed after change {position}"
             )
             yield f"{make.__name__} killed after {position}", after.disk.changes, position + 1
         lost = rng.sample(range(len(every)), LOSSES_OF_A_SCENARIO)
         for number, (position, disk_state, acknowledged) in enumerate(
-            points(changes, scenario.begin)
+            crash_points(changes, scenario.begin)
         ):
             if number in lost:
                 disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(rng)), site)
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {position}"
-                yield where, used(matrix, disk, acknowledged, where).disk.changes, begin
+                yield where, open_and_append(matrix, disk, acknowledged, where).disk.changes, begin
 
 
 def occurrences(matrix):
     """Return where each site occurs: (site, mutation) -> runs and places."""
     found = defaultdict(list)
-    for name, changes, begin in runs(matrix):
+    for name, changes, begin in recorded_runs(matrix):
         for position in sync_places(changes):
             if position >= begin and changes[position].site:
                 for mutation in MUTATIONS:
@@ -57,7 +63,7 @@ def occurrences(matrix):
     return found
 
 
-def shown(matrix, mutation, places, *, is_thorough=True):
+def first_violation(matrix, mutation, places, *, is_thorough=True):
     """Return the first violation that a mutation causes in some run; None if there is none."""
     rng = Random(mutation)
     quick = rng.sample(places, min(TRIES, len(places)))

@@ -92,7 +92,7 @@ class Acknowledged:
     damaged: tuple[tuple[int, int], ...] = ()  # of partition 0
 
 
-def loosened(acknowledged):
+def with_either_dirty_flag(acknowledged):
     """Return the states that a crash may leave during an opening or a close: dirty or not."""
     logs = {
         number: log._replace(is_dirty=(False, True)) for number, log in acknowledged.logs.items()
@@ -145,11 +145,11 @@ def site():
     names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
     # A function that only passes calls on is not counted.
     own = next((one for one in frames if one[0] not in TRANSPARENT), None)
-    return f"{' > '.join(names)}#{_which(*own[1:])}" if own else ""
+    return f"{' > '.join(names)}#{_call_number(*own[1:])}" if own else ""
 
 
 @cache
-def _which(code, line):
+def _call_number(code, line):
     lines = (getline(code.co_filename, one) for one in range(code.co_firstlineno + 1, line + 1))
     return sum(1 for one in lines if re.search(r"(sync|write)\w*\(", one))
 
@@ -188,7 +188,7 @@ class Scenario:
             )
             for partition, log in self.engine.logs.items()
         }
-        assigned = tuple(self.engine.assigned())
+        assigned = tuple(self.engine.assigned_partitions())
         return Acknowledged(
             self.engine.storage_id, assigned, assigned, logs, self.acknowledged.damaged
         )
@@ -197,7 +197,7 @@ class Scenario:
         self.acknowledged = self._found()
         self.disk.mark_position(self.acknowledged)
 
-    def doing(self, call, *, history=None, partition=0, final=True, marker=None):
+    def call(self, call, *, history=None, partition=0, final=True, marker=None):
         """Make a call; a crash before its outcome may leave the state from before it.
 
         Without `final`, the call makes nothing durable: a later crash may leave that state, too.
@@ -250,40 +250,40 @@ class Scenario:
     def start(self, *, histories=None):
         """Open the directory; `histories` are the logs that it has."""
         self.histories = {} if histories is None else histories
-        self.loosen()
+        self.expect_either_dirty_flag()
         with_settings = settings(lambda: self.now_ms, self.segment_bytes_max)
         self.engine = open_engine(self.disk, with_settings=with_settings)
         self.acknowledge()
 
-    def loosen(self):
+    def expect_either_dirty_flag(self):
         """Expect the states of an opening or a close from here on."""
-        self.acknowledged = loosened(self.acknowledged)
+        self.acknowledged = with_either_dirty_flag(self.acknowledged)
         self.disk.mark_position(self.acknowledged)
 
     def assign(self, partition, history=None):
         self.histories[partition] = history or History()
-        self.doing(lambda: self.engine.assign(partition))
+        self.call(lambda: self.engine.assign(partition))
 
     def assign_all(self, partitions):
         """Assign several new partitions in one call, as a daemon does."""
 
         def hold():
-            self.engine.found(partitions)
+            self.engine.assign_new(partitions)
             for partition in partitions:
                 self.engine.assign(partition)
 
         self.histories |= dict.fromkeys(partitions, History())
-        self.doing(hold)
+        self.call(hold)
 
     def remove(self, partition):
         """Unassign a partition and delete its files."""
-        self.doing(lambda: self.engine.unassign(partition, deletes_files=True))
+        self.call(lambda: self.engine.unassign(partition, deletes_files=True))
         del self.histories[partition]
 
     def stop_serving(self, partition):
         """Unassign a partition; return the history of its files."""
-        self.loosen()
-        self.doing(lambda: self.engine.unassign(partition, deletes_files=False))
+        self.expect_either_dirty_flag()
+        self.call(lambda: self.engine.unassign(partition, deletes_files=False))
         history = self.histories.pop(partition)
         return history._replace(acked=len(history.records) - 1)
 
@@ -294,15 +294,15 @@ class Scenario:
             self.engine.re_seed(partition)
             self.engine.assign(partition)
 
-        self.loosen()
-        self.doing(begin_again, history=History(), partition=partition)
+        self.expect_either_dirty_flag()
+        self.call(begin_again, history=History(), partition=partition)
         assert self.log(partition).suspect
 
     def prepare(self, partition=0):
         """Begin a session, which acknowledges where the log ends."""
         log = self.log(partition)
         session = max(log.promised, 0) + 1
-        self.doing(lambda: log.prepare(session, self.rng.randbytes(16)))
+        self.call(lambda: log.prepare(session, self.rng.randbytes(16)))
         self._synced(partition)
 
     def _synced(self, partition):
@@ -321,7 +321,7 @@ class Scenario:
         lengths = np.array([len(one) for one in records], dtype=np.int64)
         after = History((*history.records, *records), (*history.entries, *entries), history.acked)
         run, first = b"".join(records), len(history.records)
-        self.doing(
+        self.call(
             lambda: log.append(log.promised, first, lengths, run, log.chain, entries),
             history=after,
             partition=partition,
@@ -329,14 +329,14 @@ class Scenario:
         )
 
     def sync(self, partition=0):
-        self.doing(self.log(partition).sync, partition=partition, final=False)
+        self.call(self.log(partition).sync, partition=partition, final=False)
         self._synced(partition)
 
     def set_mark(self, partition=0, *, engages=True):
         log = self.log(partition)
-        self.doing(lambda: log.set_low_water_mark(log.promised, log.max_id, log.chain))
+        self.call(lambda: log.set_low_water_mark(log.promised, log.max_id, log.chain))
         if engages:
-            self.doing(lambda: log.engage(log.promised, log.max_id))
+            self.call(lambda: log.engage(log.promised, log.max_id))
 
     def truncate(self, last, partition=0):
         history, log = self.histories[partition], self.log(partition)
@@ -350,7 +350,7 @@ class Scenario:
             entries.append(cut._replace(last=last, chain=chain))
         after = History(history.records[: last + 1], tuple(entries), last)
         base_id, base_chain = (base.last, base.chain) if base else (BEFORE_FIRST, GENESIS_CHAIN)
-        self.doing(
+        self.call(
             lambda: log.truncate(log.promised, last, base_id, base_chain),
             history=after,
             partition=partition,
@@ -362,18 +362,18 @@ class Scenario:
         archived = AckedMarker(
             log.confirmed_low_water_mark, log.chain_at(log.confirmed_low_water_mark)
         )
-        self.doing(lambda: log.remove_oldest(archived), partition=partition)
+        self.call(lambda: log.remove_oldest(archived), partition=partition)
         assert log.start > GENESIS
 
     def reset(self, last, partition=0):
         """Reset a log to an ID; its records up to there are archived."""
         log, start = self.log(partition), AckedMarker(last, self.rng.randbytes(16))
         after = History((b"",) * (last + 1), (), last)
-        self.doing(lambda: log.reset(log.promised, start), history=after, partition=partition)
+        self.call(lambda: log.reset(log.promised, start), history=after, partition=partition)
 
     def close(self):
         histories = self.histories
-        self.loosen()
+        self.expect_either_dirty_flag()
         self.engine.close()
         logs = {}
         for partition, history in histories.items():
@@ -454,7 +454,7 @@ def first_start_of_several():
     return scenario
 
 
-def _begun(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
+def _start_scenario(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
     """Return a scenario of one partition with a session and acknowledged records."""
     scenario = Scenario(seed, segment_bytes_max=segment_bytes_max)
     scenario.start()
@@ -470,7 +470,7 @@ def _begun(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
 
 def appends():
     """Small and large groups, synced together and one by one."""
-    scenario = _begun(segment_bytes_max=1_000_000)
+    scenario = _start_scenario(segment_bytes_max=1_000_000)
     scenario.append([1])
     scenario.sync()
     scenario.append([3, 2])
@@ -484,7 +484,7 @@ def appends():
 
 def checkpoints():
     """The marker advances each second, and the index becomes durable with it."""
-    scenario = _begun(segment_bytes_max=1_000_000)
+    scenario = _start_scenario(segment_bytes_max=1_000_000)
     for counts in ([2], [1, 1], [3]):
         scenario.now_ms += 1500
         scenario.append(counts)
@@ -496,7 +496,7 @@ def checkpoints():
 
 def roll_over():
     """Batches that fill segments, span two of them, or end with one."""
-    scenario = _begun(segment_bytes_max=500)
+    scenario = _start_scenario(segment_bytes_max=500)
     scenario.append([4, 5], bytes_max=200)
     scenario.sync()
     scenario.append([9], bytes_max=300)
@@ -507,7 +507,7 @@ def roll_over():
 
 def sessions_and_marks():
     """Promises, confirmed and provisional marks, and appends that confirm a mark."""
-    scenario = _begun()
+    scenario = _start_scenario()
     scenario.prepare()
     scenario.set_mark()
     scenario.append([1])
@@ -525,7 +525,7 @@ def sessions_and_marks():
 
 def truncate():
     """Truncations within a batch, at its end and over segments; and appends after a truncation."""
-    scenario = _begun([3], segment_bytes_max=500)
+    scenario = _start_scenario([3], segment_bytes_max=500)
     scenario.append([4, 6, 5], bytes_max=120)
     scenario.sync()
     scenario.now_ms += 1500
@@ -545,7 +545,7 @@ def truncate():
 
 def truncate_a_mark():
     """The log is truncated below a provisional mark."""
-    scenario = _begun([3])
+    scenario = _start_scenario([3])
     scenario.append([2])
     scenario.sync()
     scenario.prepare()
@@ -559,7 +559,7 @@ def truncate_a_mark():
 
 def restart():
     """Two clean stops and starts."""
-    scenario = _begun(segment_bytes_max=500)
+    scenario = _start_scenario(segment_bytes_max=500)
     scenario.restart()
     scenario.prepare()
     scenario.append([3, 2], bytes_max=250)
@@ -570,7 +570,7 @@ def restart():
 
 
 def _fails(what):
-    scenario = _begun(segment_bytes_max=900)
+    scenario = _start_scenario(segment_bytes_max=900)
     scenario.append([2])
     scenario.failing(what, scenario.append_and_sync)
     scenario.prepare()
@@ -597,7 +597,7 @@ def failed_sync_of_batches():
 
 def failed_sync_of_an_index():
     """The marker would advance over more than a sector of the index, whose sync fails."""
-    scenario = _begun(segment_bytes_max=1_000_000)
+    scenario = _start_scenario(segment_bytes_max=1_000_000)
     scenario.append([100])
     scenario.sync()
     scenario.append([1])
@@ -628,7 +628,7 @@ def failed_write_of_an_empty_log():
 
 def failed_roll_over():
     """The creation of a new segment fails."""
-    scenario = _begun(segment_bytes_max=300)
+    scenario = _start_scenario(segment_bytes_max=300)
     scenario.failing("create", lambda: scenario.append([3, 3], bytes_max=300))
     scenario.prepare()
     scenario.append([1, 2])
@@ -638,15 +638,15 @@ def failed_roll_over():
 
 def full_disk():
     """The disk is full at an append; the reserve is released, and the log continues at its end."""
-    scenario = _begun(segment_bytes_max=1000)
+    scenario = _start_scenario(segment_bytes_max=1000)
     scenario.append([1])
     scenario.failing(
         "write", lambda: scenario.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL
     )
-    scenario.doing(scenario.engine.space.release)
+    scenario.call(scenario.engine.space.release)
     scenario.append([2])
     scenario.sync()
-    scenario.doing(scenario.engine.space.fill)
+    scenario.call(scenario.engine.space.fill)
     scenario.append([1])
     scenario.sync()
     return scenario
@@ -654,7 +654,7 @@ def full_disk():
 
 def repair():
     """Damage is detected, and repaired with records of another replica."""
-    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario = _start_scenario([4, 4], segment_bytes_max=450)
     scenario.append([3])
     scenario.sync()
     scenario.now_ms += 1500
@@ -675,7 +675,7 @@ def repair():
 
 def removed_segments():
     """The oldest segments are archived and removed, while the log continues."""
-    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario = _start_scenario([4, 4], segment_bytes_max=450)
     scenario.append([3, 5])
     scenario.sync()
     scenario.prepare()
@@ -691,7 +691,7 @@ def removed_segments():
 
 def reset():
     """A log that has no batch in common with the others is reset to the end of the archive."""
-    scenario = _begun([4, 4], segment_bytes_max=450)
+    scenario = _start_scenario([4, 4], segment_bytes_max=450)
     scenario.prepare()
     scenario.reset(60)
     scenario.append([2, 3])
@@ -729,7 +729,7 @@ def removal():
     return scenario
 
 
-def given_up():
+def unassigned():
     """A partition is unassigned but keeps its files; then it is assigned again with them."""
     scenario = _two_held()
     history = scenario.stop_serving(1)
@@ -779,4 +779,4 @@ SCENARIOS = (
 STARTS = (removed_segments, reset)
 # What administration does to a partition. No mutant is asked of these: what a sync of theirs is for
 # shows only when a partition that went is held again (tests/crash/test_storage_administration).
-ADMINISTRATION = (removal, given_up, re_seed)
+ADMINISTRATION = (removal, unassigned, re_seed)

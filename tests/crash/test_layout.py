@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from tests.crash import layout
-from tests.crash.matrix import Matrix, opened, points, second_losses
+from tests.crash.matrix import Matrix, crash_points, open_directory, second_losses
 from tests.crash.scenarios import (
     KEY,
     PARTITIONS,
@@ -72,9 +72,9 @@ def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
 @pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
 def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
     made, read = scenario(), 0
-    for position, disk_state, _ in points(made.disk.changes, made.begin):
+    for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
         disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(Random(position))))
-        found, engine = opened(disk)
+        found, engine = open_directory(disk)
         engine.abandon()
         _, logs = layout.read_directory(disk.inner.files(), ROOT)
         assert logs == {number: list(log.records) for number, log in found.logs}
@@ -85,7 +85,7 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda one: one.__name__)
 def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
     made, found = scenario(), 0
-    for position, disk_state, acknowledged in points(made.disk.changes, made.begin):
+    for position, disk_state, acknowledged in crash_points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
         for keep in (KeepAll(), Keep(), KeepRandom(Random(position))):
@@ -182,7 +182,7 @@ def original_directory(*, counts, mark, torn):
 @pytest.mark.parametrize(("mark", "torn"), [(-1, 0), (5, 3), (11, 60), (-1, None), (5, None)])
 def test_power_loss_while_a_0_13_directory_is_adopted_changes_nothing(mark, torn):
     contents, records = original_directory(counts=(4, 6, 9), mark=mark, torn=torn)
-    found, engine = opened(RecordingDisk.after_power_loss(contents))
+    found, engine = open_directory(RecordingDisk.after_power_loss(contents))
     engine.abandon()
     log = dict(found.logs)[0]
     assert log.records == tuple(records[: len(log.records)])

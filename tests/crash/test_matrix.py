@@ -11,13 +11,18 @@ import pytest
 from tests.crash.matrix import (
     RANDOM_SURVIVALS,
     Matrix,
-    kills,
-    points,
+    check_kills,
+    crash_points,
     power_losses,
+    restart_and_append,
     second_losses,
-    started_again,
 )
-from tests.crash.scenarios import ADMINISTRATION, SCENARIOS, failed_sync_of_an_index, loosened
+from tests.crash.scenarios import (
+    ADMINISTRATION,
+    SCENARIOS,
+    failed_sync_of_an_index,
+    with_either_dirty_flag,
+)
 from waltz_sim.world.crash import Keep, survivals
 
 CUTS_MIN = 1_500
@@ -45,7 +50,7 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
 @pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
 def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, record_property):
     matrix, made = Matrix(scenario.__name__), scenario()
-    kills(matrix, made.disk.changes, made.begin)
+    check_kills(matrix, made.disk.changes, made.begin)
     acknowledge(record_property, matrix)
     assert matrix.counts["kills"] > 14
     assert matrix.counts["survivals after a kill"] > 150
@@ -55,8 +60,10 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     """The part exceeds the sector of the last batch; a page cache reports all of it as clean."""
     matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
     changes = made.disk.changes
-    after = started_again(matrix, changes, loosened(made.acknowledged), "killed").disk.changes
-    *_, (_, disk_state, acknowledged) = points(after, len(changes) + 1)
+    after = restart_and_append(
+        matrix, changes, with_either_dirty_flag(made.acknowledged), "killed"
+    ).disk.changes
+    *_, (_, disk_state, acknowledged) = crash_points(after, len(changes) + 1)
     _, found = matrix.check_result(acknowledged, disk_state.image(Keep()), "power lost at the end")
     assert not dict(found.logs)[0].suspect
 
@@ -65,7 +72,7 @@ def test_the_matrix_has_its_documented_size():
     cuts = kept = 0
     for scenario in EVERY:
         made = scenario()
-        for position, disk_state, _ in points(made.disk.changes, made.begin):
+        for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
             cuts += 1
             rng = Random(position)
             kept += sum(1 for _ in survivals(disk_state, rng, random_count=RANDOM_SURVIVALS))

@@ -7,7 +7,14 @@ sync whose omission fails a crash test must not be listed.
 import pytest
 
 from tests.crash.matrix import Matrix
-from tests.crash.mutants import ANY_ORDER, MUTATIONS, NOT_NEEDED, occurrences, reason, shown
+from tests.crash.mutants import (
+    ANY_ORDER,
+    MUTATIONS,
+    NOT_NEEDED,
+    first_violation,
+    occurrences,
+    reason,
+)
 
 SITES_MIN = 55
 
@@ -29,7 +36,7 @@ def test_every_omitted_or_delayed_sync_is_detected(matrix, found, mutation, reco
         if how != mutation:
             continue
         listed = reason(site, mutation)
-        seen = shown(matrix, mutation, places, is_thorough=listed is None)
+        seen = first_violation(matrix, mutation, places, is_thorough=listed is None)
         if listed is None:
             number += 1
             if seen is None:

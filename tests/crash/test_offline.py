@@ -66,7 +66,7 @@ def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, f
         except DiskFailed:
             return
         check_after_error(world)
-        world.go_on()
+        world.check_new_session()
         assert found(write_to_directory(world.disk, tmp_path / f"{number} running"))[0] == []
         world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
         wrong, _ = found(write_to_directory(world.disk, tmp_path / str(number)))
@@ -116,7 +116,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
 @given(SLOTS)
 def test_slots_are_read_as_they_are_written(slot):
     read = layout.control_slot(slot.encode(), (slot.sequence + 1) % 2)
-    assert read.wrong == ()
+    assert read.errors == ()
     assert (read.partition, read.sequence, read.old_sequence) == (
         slot.partition_id,
         slot.sequence,
@@ -147,7 +147,7 @@ def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
     segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
     head = disk_format.LineageHeader(segment, GENESIS)
     read_head = layout.chain_header(head.encode())
-    assert (read_head.wrong, read_head.chain_before) == ((), GENESIS)
+    assert (read_head.errors, read_head.chain_before) == ((), GENESIS)
     assert read_head.header[1:5] == (created_ms, key, 3, entry.first)
     assert layout.file_header(segment.encode()) == read_head.header
     written = disk_format.encode_entry(
@@ -159,16 +159,16 @@ def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
         expected = (f"expected a session number of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
     elsewhere = layout.batch(written, position + 1, read_head.segment_crc)
-    assert elsewhere.wrong[0].startswith("expected CRC")
+    assert elsewhere.errors[0].startswith("expected CRC")
 
 
 @given(st.binary(max_size=600), st.integers(0, 1))
 def test_any_bytes_are_decoded_without_an_exception(data, position):
-    assert layout.control_slot(data, position).wrong
-    assert layout.control_entry(data, position).wrong
-    assert layout.file_header(data[:100]).wrong
-    assert layout.chain_header(data[:60]).wrong
-    assert layout.batch(data[:60], position, 0).wrong
+    assert layout.control_slot(data, position).errors
+    assert layout.control_entry(data, position).errors
+    assert layout.file_header(data[:100]).errors
+    assert layout.chain_header(data[:60]).errors
+    assert layout.batch(data[:60], position, 0).errors
     assert layout.storage_id(data[:20])[1]
 
 

@@ -77,7 +77,7 @@ class Directory:
         self.check_whole(OTHER)
 
     def is_held(self):
-        return MINE in self.engine.assigned()
+        return MINE in self.engine.assigned_partitions()
 
     def log(self):
         return self.engine.assign(MINE)

@@ -31,7 +31,7 @@ def test_power_loss_at_a_random_step(seed, survival):
     for _ in range(4):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
         world.lose_power(survival)
-    world.go_on()
+    world.check_new_session()
     assert world.log.prepare(world.session + 1, bytes(16)).synced_max == world.acked
 
 
@@ -53,7 +53,7 @@ def test_power_loss_during_recovery_from_a_power_loss(seed):
                 world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
             assert reach > 3
         world.lose_power(world.rng.choice(SURVIVALS))
-    world.go_on()
+    world.check_new_session()
 
 
 def scenario(world):
@@ -86,7 +86,7 @@ def test_power_loss_at_every_step_of_a_scenario():
         except PowerLoss:
             lost = True
             world.lose_power(SURVIVALS[step % len(SURVIVALS)])
-            world.go_on()
+            world.check_new_session()
     assert step > 150, "the scenario ends before the disk has done anything"
 
 
@@ -131,14 +131,14 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
                 restarts = True
             else:
                 check_after_error(world)
-                world.go_on()
+                world.check_new_session()
         if restarts or world.rng.random() < 0.5:
             world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
             world.open()
             if world.log.suspect:
                 return  # a slot or a cut could not be written, and it says so
             world.check_after_crash()
-            world.go_on()
+            world.check_new_session()
 
 
 @pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
@@ -165,7 +165,7 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
         except DiskFailed:
             continue  # the slots failed: nothing more until the next open
         check_after_error(world)
-        world.go_on()
+        world.check_new_session()
         world.lose_power(world.rng.choice(SURVIVALS))
     assert step > 40, "the append was to begin several segments"
 
@@ -182,7 +182,7 @@ def test_the_next_append_does_not_confirm_a_truncated_mark():
         world.truncate()
     world.append()
     assert world.log.confirmed_low_water_mark <= world.max_id
-    world.go_on()
+    world.check_new_session()
 
 
 def append_much(world):
@@ -202,5 +202,5 @@ def test_a_full_disk_rejects_appends_and_continues_reading():
         append_much(world)
     check_after_error(world)
     world.disk.capacity_bytes = None
-    world.go_on()
+    world.check_new_session()
     world.lose_power(Survival.NOTHING)

@@ -126,7 +126,7 @@ def durable_before(files, marker):
         body = files[path][CHAIN_HEADER_BYTES:]
         for position in range(len(body) // BATCH_BYTES):
             one = batch(body[BATCH_BYTES * position : BATCH_BYTES * (position + 1)], position, crc)
-            if not one.wrong:
+            if not one.errors:
                 last = max(last, one.synced if path == paths[-1] else one.last)
     return last
 

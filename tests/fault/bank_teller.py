@@ -53,7 +53,7 @@ class Teller:
         self._lines = journal.open("a", encoding="utf-8", buffering=1)
         self.is_over = threading.Event()
 
-    def draw(self) -> dict[str, Any]:
+    def random_command(self) -> dict[str, Any]:
         """Draw a random command."""
         self._number += 1
         key, kind = f"{self._name}.{self._number}", self._random.choice(KINDS)
@@ -64,28 +64,28 @@ class Teller:
         )
         return {"key": key, "kind": kind, "words": words}
 
-    def do(self, command: dict[str, Any]) -> None:
+    def run(self, command: dict[str, Any]) -> None:
         """Repeat a command until it has a final outcome."""
         key, kind, words = command["key"], command["kind"], command["words"]
         while not self.is_over.is_set():
             try:
                 if kind == "empty":
-                    self._empty(words[0], key)
+                    self._close_account(words[0], key)
                 else:
                     getattr(self._bank, kind)(*words, key=key)
             except bank_desk.Refused as error:
-                self.note({"key": key, "outcome": REFUSED, "why": str(error)})
+                self.write_line({"key": key, "outcome": REFUSED, "why": str(error)})
                 return
             except WaltzError:
                 continue
-            self.note({"key": key, "outcome": DONE})
+            self.write_line({"key": key, "outcome": DONE})
             return
 
-    def note(self, line: dict[str, Any]) -> None:
+    def write_line(self, line: dict[str, Any]) -> None:
         """Journal a line; it survives a kill of this process."""
         self._lines.write(json.dumps(line) + "\n")
 
-    def _empty(self, account: int, key: str) -> None:
+    def _close_account(self, account: int, key: str) -> None:
         """Close an account to which transfers may be in flight."""
         if account <= ACCOUNT_COUNT // 2:
             raise bank_desk.Refused("some stay open")
@@ -113,12 +113,12 @@ def main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     answered = {line["key"] for line in begun if "outcome" in line}
     for command in [line for line in begun if "kind" in line and line["key"] not in answered]:
-        teller.note({"key": command["key"], "repeated": True})
-        teller.do(command)
+        teller.write_line({"key": command["key"], "repeated": True})
+        teller.run(command)
     while not teller.is_over.is_set():
-        command = teller.draw()
-        teller.note(command)
-        teller.do(command)
+        command = teller.random_command()
+        teller.write_line(command)
+        teller.run(command)
     bank.close()
 
 

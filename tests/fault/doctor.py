@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.changing import admin_port, new_storage, run_checked
+from tests.fault.cluster_commands import admin_port, run_checked, start_new_storage
 from tests.fault.load import ROOT
 from tests.patience import HANG_S, PATIENT
 from waltz_core.cli.main import main
@@ -39,7 +39,7 @@ def faulty_cluster(
     diagnosed.started.append(made)
     try:
         made.up()
-        spare = new_storage(made)
+        spare = start_new_storage(made)
         run_checked(made, "add-storage", spare, *admin_port(made, spare))
         yield diagnosed
     finally:
@@ -79,7 +79,7 @@ class DiagnosedCluster:
                 for row, future in zip(rows, futures, strict=True):
                     self._committed[partition, future.result(HANG_S)] = row
 
-    def check_whole(self, connect: str) -> None:
+    def check_rows(self, connect: str) -> None:
         """Check that all rows reported as committed can be read."""
         with WaltzClient(connect, PATIENT) as client:
             for partition in range(PARTITIONS):
@@ -129,12 +129,12 @@ def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
     return findings
 
 
-def here(directory: Path) -> tuple[str, str]:
+def local_options(directory: Path) -> tuple[str, str]:
     """Run the doctor where the cluster's processes are known."""
     return "--directory", str(directory)
 
 
-def from_elsewhere(connect: str) -> tuple[str, str, str, str]:
+def remote_options(connect: str) -> tuple[str, str, str, str]:
     """Run the doctor as on another machine."""
     return "--connect", connect, "--directory", str(NOWHERE)
 
@@ -188,7 +188,7 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
             outputs.append(run_as_printed(words, *first_on_path))
         # On a busy machine what was begun takes its time: it is looked at before it is begun again.
         deadline = time.monotonic() + ROUND_S
-        while (found := doctor(*here(directory))) and _commands_in(found) == given:
+        while (found := doctor(*local_options(directory))) and _commands_in(found) == given:
             if time.monotonic() > deadline:
                 break
             time.sleep(PAUSE_S)

@@ -34,7 +34,7 @@ class Gate:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.shut()
+        self.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -43,15 +43,15 @@ class Gate:
         """Let all connections through."""
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Close every connection, and reject new ones."""
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(HANG_S)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(HANG_S)
 
     def stall(self, *, after_answers: int) -> None:
-        """Forward a number of answers from behind the gate, and then nothing until `flow`."""
+        """Forward a number of answers from behind the gate, and then nothing until `resume`."""
         self._answers_left = after_answers
 
-    def flow(self) -> None:
+    def resume(self) -> None:
         """Forward everything again."""
         self._answers_left = -1
         self._loop.call_soon_threadsafe(self._flows.set)
@@ -59,7 +59,7 @@ class Gate:
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._accept, self._host, self.port)
 
-    async def _shut(self) -> None:
+    async def _close(self) -> None:
         assert self._server is not None
         await stop_listening(self._server)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -68,13 +68,13 @@ class Gate:
             await asyncio.wait(others)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._carry(reader, writer))
+        task = self._loop.create_task(self._forward(reader, writer))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         # A task that is cancelled before its first step never comes to its `finally`.
         task.add_done_callback(lambda _: writer.transport.abort())
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
             there, back = await asyncio.open_connection(self._host, self._port_behind())

@@ -229,11 +229,11 @@ class Scenario:
         assert verdict.counts[four_writers.OK] > 0
         assert len(log) >= verdict.counts[four_writers.OK]
 
-    def check_whole(self) -> None:
+    def check_rows(self) -> None:
         """Wait until every replica is engaged, and all hold the same bytes."""
-        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
-        wait_until("replicas equal", lambda: not differing(self.cluster))
-        assert segments(self.cluster, "storage-1"), "nothing was compared"
+        wait_until("every replica engaged", lambda: are_all_engaged(self.cluster))
+        wait_until("replicas equal", lambda: not differing_segments(self.cluster))
+        assert segment_bytes(self.cluster, "storage-1"), "nothing was compared"
 
 
 class _Load:
@@ -251,12 +251,12 @@ class _Load:
             self._scenario.ledger += self._load.ledger
 
 
-def command(*words: str) -> list[str]:
+def waltz_command(*words: str) -> list[str]:
     """Return the command line of `waltz-core`."""
     return [sys.executable, "-m", "waltz_core", *words]
 
 
-def shown(cluster: LocalCluster) -> dict[str, object]:
+def show_cluster(cluster: LocalCluster) -> dict[str, object]:
     """Return the output of `waltz-core cluster show --json`."""
     done = run_command("cluster", "show", cluster.connect, "--json")
     assert done.returncode == 0, done.stderr
@@ -266,7 +266,7 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
 
 def partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
     """Return the partitions in `shown`."""
-    found = shown(cluster)["partitions"]
+    found = show_cluster(cluster)["partitions"]
     assert isinstance(found, dict)
     return {int(number): each for number, each in found.items()}
 
@@ -276,7 +276,7 @@ def owners(cluster: LocalCluster) -> set[object]:
     return {each["server"] for each in partitions(cluster).values()}
 
 
-def role(node: Member) -> str:
+def zookeeper_mode(node: Member) -> str:
     """Return the mode that a ZooKeeper server reports, "none" while it serves no client."""
     try:
         with socket.create_connection(("127.0.0.1", node.port), 5) as asked:
@@ -287,16 +287,16 @@ def role(node: Member) -> str:
     return next((line.split()[1] for line in text.splitlines() if line[:5] == "Mode:"), "none")
 
 
-def all_engaged(cluster: LocalCluster) -> bool:
+def are_all_engaged(cluster: LocalCluster) -> bool:
     """Return whether ZooKeeper records every replica like this."""
-    view = shown(cluster)
+    view = show_cluster(cluster)
     storages, found = view["storages"], view["partitions"]
     assert isinstance(found, dict)
     assert isinstance(storages, dict)
     return all(set(each["engaged"]) == set(storages) for each in found.values())
 
 
-def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
+def segment_bytes(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
     """Return the bytes of all segment files of a storage by place, without its making."""
     top = cluster.directory / storage
     found: dict[str, bytes] = {}
@@ -306,10 +306,10 @@ def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
     return found
 
 
-def differing(cluster: LocalCluster) -> list[str]:
+def differing_segments(cluster: LocalCluster) -> list[str]:
     """Return the segment files that differ between storages."""
     names = [member.name for member in cluster.members if member.kind == "storage"]
-    first, *others = [segments(cluster, name) for name in names]
+    first, *others = [segment_bytes(cluster, name) for name in names]
     return sorted(
         {
             path

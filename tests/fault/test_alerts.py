@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.injecting import injected
 from tests.fault.load import Scenario, wait_until
 from tests.fault.sampled_metrics import expect_alerts
-from tests.fault.stalling import stalling
+from tests.fault.stalled_member import stall_repeatedly
+from tests.fault.syscall_errors import inject_errors
 from tests.fault.threads import resume_threads, stop_threads
 from tests.promtool import promtool
 from tests.small_disk import WHY_NOT, Disk, can_mount
@@ -108,7 +108,7 @@ def is_answering(port: int) -> bool:
 
 @contextmanager
 def slow_storage(scenario: Scenario) -> Iterator[None]:
-    with stalling(scenario.cluster, "storage-2"):
+    with stall_repeatedly(scenario.cluster, "storage-2"):
         yield
 
 
@@ -128,7 +128,7 @@ def full_disk(scenario: Scenario) -> Iterator[None]:
 def failing_reads(scenario: Scenario) -> Iterator[None]:
     path = cold_segment(scenario.cluster, "storage-1")
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
-    with injected(scenario, "storage-1", *fail):
+    with inject_errors(scenario, "storage-1", *fail):
         yield
 
 

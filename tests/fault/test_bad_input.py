@@ -15,7 +15,7 @@ import pytest
 from kazoo.client import KazooClient
 
 from tests.commands import run_command
-from tests.fault.load import Scenario, command, segments, wait_until
+from tests.fault.load import Scenario, segment_bytes, wait_until, waltz_command
 from tests.patience import HANG_S, PATIENT, slowness
 from tests.small_disk import WHY_NOT, Disk, can_mount
 from waltz_core.client import WaltzClient
@@ -30,7 +30,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     if words[:2] != ("storage", "run"):
         return run_command(*words)
     return subprocess.run(
-        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
+        waltz_command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 
@@ -86,16 +86,16 @@ def stopped(scenario: Scenario) -> Iterator[Path]:
     """Give the directory of storage-1, which does not run; nothing in its log may change."""
     with scenario.load() as load:
         load.await_commits(20)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.cluster.kill("storage-1", signal.SIGTERM)
-    before = segments(scenario.cluster, "storage-1")
+    before = segment_bytes(scenario.cluster, "storage-1")
     yield scenario.cluster.directory / "storage-1"
-    after = segments(scenario.cluster, "storage-1")
+    after = segment_bytes(scenario.cluster, "storage-1")
     assert {path: after[path][: len(data)] for path, data in before.items()} == before
     scenario.cluster.start("storage-1")
     with scenario.load() as load:
         load.await_commits(20)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -204,7 +204,7 @@ def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, li
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
         disks[1].free()
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -228,7 +228,7 @@ def test_three_full_disks_reject_appends_and_serve_reads(
         disk.free()
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -254,7 +254,7 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
         wait_until("not full any more", lambda: not is_full(scenario, "storage-3"))
         wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -323,5 +323,5 @@ def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
         zookeeper.close()
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()

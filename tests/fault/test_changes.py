@@ -5,37 +5,37 @@ The tests build on one another: each leaves the cluster whole.
 
 import pytest
 
-from tests.fault.changing import (
-    address,
+from tests.fault.cluster_commands import (
     admin_port,
     check_replicas_equal,
-    new_storage,
+    member_address,
     replicas,
     run_checked,
     run_failing,
+    start_new_storage,
 )
-from tests.fault.doctor import doctor, from_elsewhere
-from tests.fault.load import Scenario, partitions, segments, shown, wait_until
+from tests.fault.doctor import doctor, remote_options
+from tests.fault.load import Scenario, partitions, segment_bytes, show_cluster, wait_until
 
 pytestmark = pytest.mark.fault
 
 
 def held_by(scenario: Scenario) -> set[str]:
     """Return the storages of the cluster."""
-    found = shown(scenario.cluster)["storages"]
+    found = show_cluster(scenario.cluster)["storages"]
     assert isinstance(found, dict)
     return set(found)
 
 
 def check_nothing_is_wrong(scenario: Scenario) -> None:
     """Wait until the doctor reports nothing, as after every operation on a healthy cluster."""
-    words = from_elsewhere(scenario.cluster.connect)
+    words = remote_options(scenario.cluster.connect)
     wait_until("the doctor reports nothing", lambda: not doctor(*words))
 
 
 def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenario):
     cluster = scenario.cluster
-    d, e = new_storage(cluster), new_storage(cluster)
+    d, e = start_new_storage(cluster), start_new_storage(cluster)
     usual = replicas(cluster)[0]
     with scenario.load() as load:
         load.await_commits()
@@ -49,7 +49,7 @@ def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenari
         load.await_commits()
         run_checked(cluster, "remove-replica", "0", d)
         assert replicas(cluster)[0] == usual
-        assert not segments(cluster, "storage-4")
+        assert not segment_bytes(cluster, "storage-4")
         check_nothing_is_wrong(scenario)
         steps = run_checked(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
@@ -71,8 +71,8 @@ def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenari
 
 def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario: Scenario):
     cluster = scenario.cluster
-    first, second, third = (address(cluster, f"storage-{each}") for each in (1, 2, 3))
-    d, e = (address(cluster, f"storage-{each}") for each in (4, 5))
+    first, second, third = (member_address(cluster, f"storage-{each}") for each in (1, 2, 3))
+    d, e = (member_address(cluster, f"storage-{each}") for each in (4, 5))
     groups = {first: 0, d: 0, second: 1, e: 1, third: 2}
     assert held_by(scenario) == set(groups)
     with scenario.load() as load:
@@ -102,7 +102,7 @@ def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario
 
 def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
     cluster = scenario.cluster
-    dead, fresh = address(cluster, "storage-3"), new_storage(cluster)
+    dead, fresh = member_address(cluster, "storage-3"), start_new_storage(cluster)
     with scenario.load() as load:
         load.await_commits()
         cluster.kill("storage-3")
@@ -123,7 +123,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
 
 def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario):
     cluster = scenario.cluster
-    one = address(cluster, "server-1")
+    one = member_address(cluster, "server-1")
     with scenario.load() as load:
         load.await_commits()
         assert run_checked(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address
-from tests.fault.load import all_engaged, command, wait_until
+from tests.fault.cluster_commands import member_address
+from tests.fault.load import are_all_engaged, wait_until, waltz_command
 from tests.patience import HANG_S, PATIENT
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
@@ -128,7 +128,7 @@ def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
 
 
 def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
-    one, other = (address(cluster, f"server-{each}") for each in (1, 2))
+    one, other = (member_address(cluster, f"server-{each}") for each in (1, 2))
     output = done(cluster, "server", "add-preferred-partition", "all", one)
     assert output["owns"] == [0, 1]
     listed = {each["address"]: each for each in done(cluster, "server", "list")["servers"]}
@@ -155,7 +155,7 @@ def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: Local
     found = done(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
     assert all(all(checks.values()) for checks in found["partitions"].values())
-    storage = address(cluster, "storage-2")
+    storage = member_address(cluster, "storage-2")
     at = ("--storage", storage, "--partition", "1")
     done(cluster, "storage", "availability", *at, "--online", "false")
     failed = output_of(cluster, "cluster", "verify", "--by-partition", "--json")
@@ -170,8 +170,8 @@ def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: Local
 
 
 def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
-    at = ("--storage", address(cluster, "storage-1"), "--partition", "0-1")
-    line = command("storage", "scrub", *at, "--connect", cluster.connect)
+    at = ("--storage", member_address(cluster, "storage-1"), "--partition", "0-1")
+    line = waltz_command("storage", "scrub", *at, "--connect", cluster.connect)
     with terminal() as (screen, output):
         cluster.kill("storage-1", signal.SIGSTOP)  # so that it takes longer than a second
         try:
@@ -193,7 +193,7 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
 
 
 def test_a_scrub_of_a_silent_storage_ends(cluster: LocalCluster):
-    storage = address(cluster, "storage-1")
+    storage = member_address(cluster, "storage-1")
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
         words = ("--storage", storage, "--partition", "0-1", "--timeout-s", "1")
@@ -289,7 +289,7 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
 def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
     name = names(cluster)[2]
     at = ("--storage", name, "--partition", "0")
-    wait_until("it takes part", lambda: all_engaged(cluster))
+    wait_until("it takes part", lambda: are_all_engaged(cluster))
     before = replica(cluster, name)["session"]
     done(cluster, "storage", "mark-suspect", *at)
     last = append(cluster, 10)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.injecting import injected
-from tests.fault.load import Scenario, all_engaged, partitions, stopped_process, wait_until
+from tests.fault.load import Scenario, are_all_engaged, partitions, stopped_process, wait_until
+from tests.fault.syscall_errors import inject_errors
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -66,7 +66,7 @@ def cold_segment(scenario: Scenario, storage: str) -> Path:
     with scenario.load() as load:
         load.await_commits()
         wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
-    scenario.check_whole()
+    scenario.check_rows()
     return min(top.glob("0/*.seg"))
 
 
@@ -116,7 +116,7 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
     repaired = "waltz_storage_repaired_transactions_total"
     earlier = metric(scenario, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
-    with injected(scenario, "storage-3", *fail):
+    with inject_errors(scenario, "storage-3", *fail):
         wait_until("repaired", lambda: metric(scenario, "storage-3", repaired) > earlier)
         wait_until("whole", lambda: health(scenario, "storage-3")["damaged"] == [])
     assert metric(scenario, "storage-3", "waltz_storage_failed_reads_total") >= 1
@@ -126,7 +126,7 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
     assert scenario.cluster.member("storage-3").process() is not None
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -134,7 +134,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scen
     with scenario.load() as load:
         load.await_commits()
         # Not that of the slots or of the scrub's place: files of records and of batches only.
-        with injected(
+        with inject_errors(
             scenario, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
         ):
             wait_until(
@@ -147,7 +147,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scen
         assert "Traceback" not in log_of(scenario, "storage-1")
         scenario.cluster.start("storage-1")
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -183,7 +183,7 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -195,9 +195,9 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
-        wait_until("all engaged", lambda: all_engaged(scenario.cluster))
+        wait_until("all engaged", lambda: are_all_engaged(scenario.cluster))
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
         scenario.cluster.kill(name)
@@ -227,5 +227,5 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
         assert done == []
         scenario.cluster.start("storage-3")
         assert all(each.result(HANG_S) >= 0 for each in futures)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address, change_layout, replicas, run_checked
+from tests.fault.cluster_commands import change_layout, member_address, replicas, run_checked
 from tests.fault.doctor import (
     DiagnosedCluster,
     await_findings,
     doctor,
     faulty_cluster,
-    here,
+    local_options,
     repair,
 )
 from tests.fault.load import wait_until
@@ -89,7 +89,14 @@ def all_of(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], 
 
 
 def storage(cluster: LocalCluster, subcommand: str, name: str, *words: str) -> None:
-    at = ("--connect", cluster.connect, "--storage", address(cluster, name), "--partition", "0")
+    at = (
+        "--connect",
+        cluster.connect,
+        "--storage",
+        member_address(cluster, name),
+        "--partition",
+        "0",
+    )
     run_command("storage", subcommand, *at, *words)
 
 
@@ -132,24 +139,24 @@ def spoil_log(cluster: LocalCluster) -> None:
 
 def remove_replica(cluster: LocalCluster) -> None:
     """A replica is taken from a storage, which then is given files of it again."""
-    run_checked(cluster, "remove-replica", "0", address(cluster, "storage-3"))
+    run_checked(cluster, "remove-replica", "0", member_address(cluster, "storage-3"))
     storage(cluster, "add-partition", "storage-3")
 
 
 def prefer_twice(cluster: LocalCluster) -> None:
     for name in ("server-1", "server-2"):
-        run_checked(cluster, "prefer", "1", address(cluster, name))
+        run_checked(cluster, "prefer", "1", member_address(cluster, name))
 
 
 def misname_admin_port(cluster: LocalCluster) -> None:
-    one = address(cluster, "storage-2")
+    one = member_address(cluster, "storage-2")
     change_layout(cluster, lambda old: replace(old, admin_ports={**old.admin_ports, one: 1}))
 
 
 def share_a_group(cluster: LocalCluster) -> None:
     """Put two of the three replicas of partition 0 into one group."""
     first, second, third = sorted(replicas(cluster)[0])
-    (spare,) = {address(cluster, f"storage-{number}") for number in range(1, 5)} - {
+    (spare,) = {member_address(cluster, f"storage-{number}") for number in range(1, 5)} - {
         first,
         second,
         third,
@@ -240,7 +247,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
             cluster.kill(name)
             move_to_own_disk(where)
             cluster.start(name)
-            wait_until("it is there", lambda: not doctor(*here(cluster.directory)))
+            wait_until("it is there", lambda: not doctor(*local_options(cluster.directory)))
         used = shutil.disk_usage(where).used
         mount("-o", f"remount,size={used + (mib << 20)}", str(where))
 
@@ -350,14 +357,14 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
     fault, cluster = FAULTS[title], diagnosed.cluster()
     diagnosed.write(cluster.connect)
     fault.inject(cluster)
-    found = await_findings(fault.names, *here(diagnosed.directory))
+    found = await_findings(fault.names, *local_options(diagnosed.directory))
     fault.passes(cluster)
     try:
         repair(diagnosed.directory, found, diagnosed.directory / "ahead" / "bin")
     finally:
         resume_threads()
         free_disk_space()
-    diagnosed.check_whole(cluster.connect)
+    diagnosed.check_rows(cluster.connect)
 
 
 def test_a_cluster_is_ready_when_each_zookeeper_server_is(
@@ -372,5 +379,5 @@ def test_a_cluster_is_ready_when_each_zookeeper_server_is(
     cluster = diagnosed.cluster()
     kill("zookeeper-1")(cluster)
     cluster.up()
-    found = doctor(*here(diagnosed.directory))
+    found = doctor(*local_options(diagnosed.directory))
     assert not [each for each in found if each["area"] == "ZooKeeper"]

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import address, change_layout, run_checked, run_failing
+from tests.fault.cluster_commands import change_layout, member_address, run_checked, run_failing
 from tests.fault.doctor import (
     DiagnosedCluster,
     await_findings,
     doctor,
     faulty_cluster,
-    from_elsewhere,
+    remote_options,
     run_as_printed,
 )
 from tests.fault.load import wait_until
@@ -67,7 +67,7 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
 def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fault: Fault):
     cluster = diagnosed.cluster()
-    look = from_elsewhere(cluster.connect)
+    look = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     for member in fault.members:
         cluster.kill(member, fault.signal_number)
@@ -80,14 +80,16 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
     for line in {each["command"] for each in found}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    diagnosed.check_whole(cluster.connect)
+    diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
 
 def check_reported_once(cluster: LocalCluster) -> None:
     """Servers answer late then, while they look whether they can reach it."""
-    done = run_command("doctor", *from_elsewhere(cluster.connect))
-    assert done.stdout.startswith(f"1. storage {address(cluster, 'storage-2')} accepts connections")
+    done = run_command("doctor", *remote_options(cluster.connect))
+    assert done.stdout.startswith(
+        f"1. storage {member_address(cluster, 'storage-2')} accepts connections"
+    )
     assert "\n2. " not in done.stdout
     assert done.stderr == ""
 
@@ -108,13 +110,13 @@ def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
     diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
-    wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
+    wait_until("nothing is wrong", lambda: not doctor(*remote_options(cluster.connect)))
 
 
 def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     """No other server is there to remove it, until ZooKeeper ends its session."""
     cluster = diagnosed.cluster()
-    look = from_elsewhere(cluster.connect)
+    look = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     servers = [each.name for each in cluster.members if each.kind == "server"]
     for name in servers:  # frozen first: else one would take the other out
@@ -130,13 +132,13 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
     (alone,) = await_findings(["no-server"], *look)
     diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    diagnosed.check_whole(cluster.connect)
+    diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
 
 def test_an_added_storage_that_has_never_started_is_reported(diagnosed: DiagnosedCluster):
     cluster = diagnosed.cluster()
-    look = from_elsewhere(cluster.connect)
+    look = remote_options(cluster.connect)
     port, admin_port = free_port(), free_port()
     storage = f"127.0.0.1:{port}"
     words = ("add-storage", storage, "--admin-port", str(admin_port))
@@ -160,7 +162,7 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
 def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: DiagnosedCluster):
     """The wrong one was started, and holds the address."""
     cluster = diagnosed.cluster()
-    look = from_elsewhere(cluster.connect)
+    look = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     member = cluster.member("storage-3")
     other = f"{cluster.connect.rpartition('/')[0]}/other"
@@ -174,13 +176,13 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     diagnosed.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
     (found,) = await_findings(["storage-cluster-mismatch"], *look)
     assert (
-        f"the storage at {address(cluster, member.name)} belongs to another cluster"
+        f"the storage at {member_address(cluster, member.name)} belongs to another cluster"
         in found["sentence"]
     )
     diagnosed.end_daemons()
     diagnosed.run_daemon(found["command"], where)
     wait_until("nothing is wrong", lambda: not doctor(*look))
-    diagnosed.check_whole(cluster.connect)
+    diagnosed.check_rows(cluster.connect)
     run_as_printed(f"waltz-core cluster delete waltz --connect {other} --force")
     repair_cluster(diagnosed, cluster)
 
@@ -211,12 +213,12 @@ def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
 ):
     """The command is followed by what is next: a cluster without any process."""
     connect, words = wrong_connect_strings(diagnosed.cluster())[name](tmp_path)
-    (found,) = await_findings([name], *from_elsewhere(connect))
+    (found,) = await_findings([name], *remote_options(connect))
     line = found["command"]
     for capitals, known in words.items():
         line = line.replace(capitals, known)
     run_as_printed(line)
     auth = f"?auth={words['FILE']}" if "FILE" in words else ""
-    names = {each["name"] for each in doctor(*from_elsewhere(connect + auth))}
+    names = {each["name"] for each in doctor(*remote_options(connect + auth))}
     assert "no-server" in names
     assert name not in names

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fault.load import command, wait_until
+from tests.fault.load import wait_until, waltz_command
 from tests.patience import HANG_S, PATIENT, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -34,7 +34,7 @@ ONE_STORAGE = ("--storages", "1", "--servers", "1", "--partitions", "2")
 
 def local(directory: Path, subcommand: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("local", subcommand, "--directory", str(directory), *words),
+        waltz_command("local", subcommand, "--directory", str(directory), *words),
         capture_output=True,
         text=True,
         check=False,
@@ -130,7 +130,7 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
 def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_started(
     directory: Path,
 ):
-    line = command("local", "up", "--directory", str(directory), *ONE_STORAGE)
+    line = waltz_command("local", "up", "--directory", str(directory), *ONE_STORAGE)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         wait_until("the first one has begun", (directory / "cluster.json").exists)
         first.send_signal(signal.SIGSTOP)  # there it stays, however long the second one takes
@@ -202,7 +202,9 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
     places = [tmp_path / str(number) for number in range(2)]
     starts = [
         subprocess.Popen(
-            command("local", "up", "--directory", str(each), *ONE_STORAGE, "--timeout-s", "300"),
+            waltz_command(
+                "local", "up", "--directory", str(each), *ONE_STORAGE, "--timeout-s", "300"
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -272,7 +274,7 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
         config = tmp_path / "zoo.cfg"
         config.write_text(zookeeper_config(tmp_path / "data", port))
         done = subprocess.run(
-            command("zookeeper", "run", "--config", str(config)),
+            waltz_command("zookeeper", "run", "--config", str(config)),
             capture_output=True,
             text=True,
             check=False,

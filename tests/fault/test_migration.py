@@ -16,7 +16,7 @@ from kazoo.client import KazooClient
 
 from tests.commands import run_command
 from tests.crash import layout
-from tests.fault.load import all_engaged, differing, wait_until
+from tests.fault.load import are_all_engaged, differing_segments, wait_until
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -222,7 +222,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
         assert log[: len(kept)] == kept
         assert len(log) == len(kept) + 30
         other = log_of(client, 1)
-        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
     assert "this side supports [1, 2, 3, 4]" in line
     assert "supports [0]" in line
@@ -230,7 +230,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
 
     # The way back: 0.13 finds its files and nodes.
     cluster.down(keep_zookeeper=True)
-    assert differing(cluster) == []
+    assert differing_segments(cluster) == []
     session = old.metadata().session
     assert session > 7
     assert set(old.metadata().states) == set(old.addresses)
@@ -247,10 +247,10 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
     with WaltzClient(cluster.connect, PATIENT) as client:
         assert log_of(client) == log + more
         append(client, 3)
-        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
         log = log_of(client)
     cluster.down(keep_zookeeper=True)
-    assert differing(cluster) == []
+    assert differing_segments(cluster) == []
     for directory in old.directories:
         assert old.read(directory)[1] == {0: log, 1: other}
         assert verifies(directory)
@@ -266,9 +266,9 @@ def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
     cluster.up()
     with WaltzClient(cluster.connect, PATIENT) as client:
         assert log_of(client) == log
-        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
     cluster.down(keep_zookeeper=True)
-    assert differing(cluster) == []
+    assert differing_segments(cluster) == []
     batches = [
         b"".join(each.read_bytes() for each in sorted(directory.glob("0/*.chn")))
         for directory in old.directories

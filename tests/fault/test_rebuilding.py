@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_command
-from tests.fault.changing import (
-    address,
-    begin,
+from tests.fault.cluster_commands import (
     check_replicas_equal,
-    end,
+    finish_command,
+    member_address,
     replicas,
     run_checked,
     run_failing,
+    start_command,
 )
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Scenario, all_engaged, role, stopped_process, wait_until
+from tests.fault.load import Scenario, are_all_engaged, stopped_process, wait_until, zookeeper_mode
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
@@ -75,7 +75,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
     cluster.start("zookeeper")
     # Else a command of three seconds would wait for nothing but it.
-    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
     named = []
     for name in STORAGES:
         member = cluster.member(name)
@@ -91,12 +91,12 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         subprocess.run([*line, str(each)], check=False, capture_output=True, text=True).stderr
         for each in limits_s
     )
-    waited = next(each for each in reported if address(cluster, "storage-1") in each)
+    waited = next(each for each in reported if member_address(cluster, "storage-1") in each)
     assert "Hint: start that storage, or name it with --missing" in waited
-    command = begin(cluster, *rebuild)
+    command = start_command(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
         cluster.start(name)
-    result = end(command)
+    result = finish_command(command)
     assert result.code == 0, result
     assert len(result.result["partitions"]) == cluster.partition_count
     with scenario.load() as load:
@@ -104,7 +104,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         assert load.client_id > last_client_id
     check_replicas_equal(scenario)
     scenario.check_agrees()
-    scenario.check_whole()
+    scenario.check_rows()
     assert "there is nothing to rebuild" in run_failing(cluster, *rebuild)
 
 
@@ -117,7 +117,7 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
     with scenario.load() as load:
         load.await_commits()
-    wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+    wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
     with stopped_process(cluster, lying.name):
         shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
     with scenario.load() as load:
@@ -140,7 +140,7 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
         load.await_commits()
     check_replicas_equal(scenario)
     scenario.check_agrees()
-    scenario.check_whole()
+    scenario.check_rows()
 
 
 def unknown_replicas(scenario: Scenario, member: Member) -> set[str]:
@@ -182,7 +182,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
         assert result["chosen"] in result["replicas"]
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -201,7 +201,7 @@ def not_passed(scenario: Scenario) -> bool:
 
 def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
     cluster = scenario.cluster
-    last, lost, other = (address(cluster, name) for name in STORAGES)
+    last, lost, other = (member_address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect, PATIENT) as client:
         marks = client.high_water_marks()
     for name in STORAGES[1:]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from tests.commands import run_command
-from tests.fault.load import role, wait_until
+from tests.fault.load import wait_until, zookeeper_mode
 from tests.integration.archiving import (
     STORAGES,
     Archive,
@@ -70,7 +70,7 @@ def lose_zookeeper(cluster: LocalCluster) -> None:
         cluster.kill(member.name, signal.SIGTERM)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
     cluster.start("zookeeper")
-    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
 
 
 def rebuild(cluster: LocalCluster, *options: str) -> tuple[int, dict[str, Any] | None, str]:

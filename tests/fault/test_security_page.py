@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.commands import run_command
-from tests.fault.load import all_engaged, owners, wait_until
+from tests.fault.load import are_all_engaged, owners, wait_until
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.config import ClientConfig
@@ -218,7 +218,7 @@ def restart_daemons(cluster: LocalCluster, settings: dict[str, object], journal:
         cluster.kill(member.name, signal.SIGTERM)
         cluster.start(member.name)
         wait_until("both servers own", lambda: len(owners(cluster) - {None}) == 2)
-        wait_until("every replica engaged", lambda: all_engaged(cluster))
+        wait_until("every replica engaged", lambda: are_all_engaged(cluster))
         journal.await_progress()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import command, wait_until
+from tests.fault.load import wait_until, waltz_command
 from tests.ports import free_port
 from waltz_core.config import render_toml
 from waltz_core.local import LocalCluster
@@ -30,7 +30,7 @@ class Daemon(Child):
         config, self._log = folder / "daemon.toml", folder / "log"
         config.write_text(render_toml(kind, values))
         with self._log.open("w") as log:
-            self.run(command(kind, "run", "--config", str(config)), log)
+            self.run(waltz_command(kind, "run", "--config", str(config)), log)
 
     def output(self) -> str:
         """Return its log; it has to run."""
@@ -67,7 +67,7 @@ def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
                 lambda: "zookeeper.waiting" in daemon.output(),
             )
             assert f"{kind} ready" not in daemon.output()
-            gate.flow()
+            gate.resume()
             wait_until("it is ready", lambda: f"{kind} ready" in daemon.output())
         finally:
             daemon.kill()

@@ -13,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.changing import address, check_replicas_equal, run_checked, run_failing
-from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
+from tests.fault.cluster_commands import (
+    check_replicas_equal,
+    member_address,
+    run_checked,
+    run_failing,
+)
+from tests.fault.doctor import await_findings, doctor, remote_options, run_as_printed
 from tests.fault.load import Scenario, owners, partitions, wait_until
-from tests.fault.stalling import stalling
+from tests.fault.stalled_member import stall_repeatedly
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -33,7 +38,7 @@ def test_a_killed_storage_is_repaired_automatically(scenario: Scenario):
         load.await_commits()
         scenario.cluster.start("storage-1")
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -51,7 +56,7 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -65,12 +70,12 @@ def test_the_log_continues_after_all_storages_are_killed_at_once(scenario: Scena
         for name in STORAGES:
             scenario.cluster.start(name)
         load.await_commits()
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
 def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
-    sleeping = address(scenario.cluster, "server-2")
+    sleeping = member_address(scenario.cluster, "server-2")
     wait_until("both servers own some", lambda: len(owners(scenario.cluster)) == 2)
     found = partitions(scenario.cluster).items()
     moved = [number for number, each in found if each["server"] == sleeping]
@@ -95,7 +100,7 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
             assert last >= first
             for chunk in client.read_range(each, first, last):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -108,26 +113,26 @@ def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
-    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
-    with scenario.load() as load, stalling(cluster, "storage-2"):
+    cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
+    with scenario.load() as load, stall_repeatedly(cluster, "storage-2"):
         load.await_commits()
         wait_until("the log names it", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
-            found = doctor(*from_elsewhere(cluster.connect))
+            found = doctor(*remote_options(cluster.connect))
             return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
 
         wait_until("the doctor names it", is_found)
         load.await_commits()
-    others = [address(cluster, each) for each in ("storage-1", "storage-3")]
+    others = [member_address(cluster, each) for each in ("storage-1", "storage-3")]
 
     def is_no_other_named() -> bool:
-        found = doctor(*from_elsewhere(cluster.connect))
+        found = doctor(*remote_options(cluster.connect))
         return not any(each["about"] in others for each in found)
 
     # On a busy machine another one may not answer the doctor in time.
     wait_until("the doctor names no other", is_no_other_named)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
@@ -165,8 +170,8 @@ def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object
 def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario: Scenario, change: Callable[[Path], None]
 ):
-    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
-    elsewhere = from_elsewhere(cluster.connect)
+    cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
+    elsewhere = remote_options(cluster.connect)
     log = cluster.log_path("storage-2")
     before = log.read_text(encoding="utf-8").count("storage.files_replaced")
     with scenario.load() as load:
@@ -191,13 +196,13 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()
 
 
 @pytest.mark.slow
 def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(scenario: Scenario):
-    cluster, storage = scenario.cluster, address(scenario.cluster, "storage-2")
+    cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
     with scenario.load() as load:
         load.await_commits()
         delete(cluster.directory / "storage-2")
@@ -216,7 +221,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         assert "cluster add-replica" in run_checked(cluster, *words)["summary"]
         run_checked(cluster, "add-replica", "all", storage)
         load.await_commits()
-    wait_until("nothing is wrong any more", lambda: not doctor(*from_elsewhere(cluster.connect)))
+    wait_until("nothing is wrong any more", lambda: not doctor(*remote_options(cluster.connect)))
     check_replicas_equal(scenario)
-    scenario.check_whole()
+    scenario.check_rows()
     scenario.check_agrees()

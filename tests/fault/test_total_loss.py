@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.commands import run_command
-from tests.fault.load import role, wait_until
+from tests.fault.load import wait_until, zookeeper_mode
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
@@ -149,7 +149,7 @@ def lose_everything(cluster: LocalCluster) -> None:
         shutil.rmtree(cluster.directory / name)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
     cluster.start("zookeeper")
-    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
+    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
 
 
 def storages_of(cluster: LocalCluster) -> list[str]:

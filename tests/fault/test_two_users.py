@@ -8,8 +8,8 @@ import pytest
 from kazoo.security import make_digest_acl_credential
 
 from tests.commands import run_command
-from tests.fault.doctor import await_findings, from_elsewhere
-from tests.fault.load import Load, Scenario, all_engaged, owners, wait_until
+from tests.fault.doctor import await_findings, remote_options
+from tests.fault.load import Load, Scenario, are_all_engaged, owners, wait_until
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.client.stream.append_errors import TRANSIENT
@@ -59,7 +59,7 @@ class Rolling:
         self.cluster.start(name)
         wait_until("both servers own", lambda: len(owners(self.cluster) - {None}) == 2)
         load.await_commits()
-        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
+        wait_until("every replica engaged", lambda: are_all_engaged(self.cluster))
         load.await_commits()
 
     def check_no_process_was_denied(self) -> None:
@@ -84,9 +84,9 @@ class Rolling:
             assert [row.data for row in chunk.rows()] == [b"row"]
         with WaltzClient(administrators, PATIENT) as client:
             client.high_water_marks()
-        await_findings([], *from_elsewhere(members))
-        await_findings([], *from_elsewhere(administrators))
-        (found,) = await_findings(["zookeeper-access-denied"], *from_elsewhere(self.public))
+        await_findings([], *remote_options(members))
+        await_findings([], *remote_options(administrators))
+        (found,) = await_findings(["zookeeper-access-denied"], *remote_options(self.public))
         assert "requires authentication for " in found["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)
         assert "expected the auth file of an administrator" in denied.stderr

@@ -15,8 +15,8 @@ import pytest
 
 from tests.certificates import make
 from tests.commands import run_command
-from tests.fault.changing import address
 from tests.fault.child import Child
+from tests.fault.cluster_commands import member_address
 from tests.fault.gate import Gate
 from tests.fault.load import ROOT, Scenario, owners, partitions, wait_until
 from tests.patience import HANG_S, PATIENT
@@ -108,7 +108,7 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
             with scenario.load() as load:
                 wait_until("it owns some", lambda: gated in owners(scenario.cluster))
                 load.await_commits()
-                gate.shut()
+                gate.close()
                 wait_until("it owns nothing", lambda: owners(scenario.cluster) == others)
                 load.await_commits()
                 wait_until(
@@ -131,7 +131,7 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
     wait_until("both own some", lambda: len(owners(cluster)) == 2)
     others = owners(cluster)
     settings = {"port": free_port(), "advertised_port": free_port()}
-    server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.walled_server"))
+    server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.firewalled_server"))
     try:
         wait_until("it is registered", server.is_ready)
         with scenario.load() as load:
@@ -194,7 +194,7 @@ def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
     with scenario.load() as load:
         load.await_commits()
         hanging.hang()
-        other = {address(scenario.cluster, "server-2")}
+        other = {member_address(scenario.cluster, "server-2")}
         wait_until("the other one owns all", lambda: owners(scenario.cluster) == other)
         load.await_commits()
         assert "process.event_loop_unresponsive" in hanging.log_text()
@@ -208,7 +208,7 @@ def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
 
 def owned_by(scenario: Scenario, name: str) -> list[int]:
     """Return the partitions that a server owns."""
-    where = address(scenario.cluster, name)
+    where = member_address(scenario.cluster, name)
     found = partitions(scenario.cluster).items()
     return [number for number, each in found if each["server"] == where]
 
@@ -235,7 +235,7 @@ def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Sc
             assert [len(chunk.lengths) for chunk in read.result(HANG_S)] == [1]
         finally:
             scenario.cluster.kill("server-1", signal.SIGCONT)
-    scenario.check_whole()
+    scenario.check_rows()
 
 
 # --- servers that forget what was mounted

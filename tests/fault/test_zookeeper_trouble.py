@@ -19,7 +19,7 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.gate import Gate
-from tests.fault.load import Load, Scenario, role, shown, wait_until
+from tests.fault.load import Load, Scenario, show_cluster, wait_until, zookeeper_mode
 from tests.patience import HANG_S, PATIENT, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
@@ -134,7 +134,9 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
         assert config.count("\nserver.") == 3
     wait_until(
         "a leader and two followers",
-        lambda: sorted(map(role, cluster.zookeepers)) == ["follower", "follower", "leader"],
+        lambda: (
+            sorted(map(zookeeper_mode, cluster.zookeepers)) == ["follower", "follower", "leader"]
+        ),
     )
     # Any root will do, however deep, and a host that is not there is passed over.
     elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
@@ -151,7 +153,9 @@ def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
-        lost = next(member.name for member in cluster.zookeepers if role(member) == "leader")
+        lost = next(
+            member.name for member in cluster.zookeepers if zookeeper_mode(member) == "leader"
+        )
         cluster.kill(lost)
         wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
         assert daemons_without_zookeeper(cluster) == []
@@ -160,7 +164,9 @@ def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
         assert load.refusals[refused:] == []
     assert gap_s(load, began, ended) < GAP_S * slowness()
     cluster.start(lost)
-    wait_until("the node is back", lambda: role(cluster.member(lost)) in ("follower", "leader"))
+    wait_until(
+        "the node is back", lambda: zookeeper_mode(cluster.member(lost)) in ("follower", "leader")
+    )
     scenario.check_agrees()
 
 
@@ -228,7 +234,7 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
             with scenario.load() as load:
                 load.await_commits()
                 refused, began = len(load.refusals), time.monotonic()
-                gate.shut()
+                gate.close()
                 wait_until("sessions over", lambda: not servers_view(cluster).servers)
                 load.await_commits()
                 gate.open()
@@ -256,7 +262,7 @@ def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> b
 
 def leads(cluster: LocalCluster) -> bool:
     """Return whether a node of ZooKeeper leads: then it serves."""
-    return "leader" in [role(member) for member in cluster.zookeepers]
+    return "leader" in [zookeeper_mode(member) for member in cluster.zookeepers]
 
 
 def moves(cluster: LocalCluster) -> int:
@@ -341,7 +347,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         client.append(b"closed", partition=0).result(HANG_S)
         assert client.high_water_marks() == {0: 1}
     assert cluster.connect == connect
-    assert "engaged" in str(shown(cluster)["partitions"])
+    assert "engaged" in str(show_cluster(cluster)["partitions"])
     check_only_its_user_is_let_in(tmp_path, place)
     # No process shows the password.
     for member in cluster.members:

@@ -55,7 +55,7 @@ class _Watch:
             self._has_begun.set()
             self._ended.wait(_CHECK_INTERVAL_S)
         for thread in self._stopped:
-            self._let_go(thread)
+            self._detach(thread)
 
     def _stop(self, thread: int) -> None:
         if thread == self._pid or thread in self._stopped:
@@ -69,9 +69,9 @@ class _Watch:
         if self._is_answering():
             self._stopped.add(thread)
         else:
-            self._let_go(thread)
+            self._detach(thread)
 
-    def _let_go(self, thread: int) -> None:
+    def _detach(self, thread: int) -> None:
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
                 self._libc.ptrace(_DETACH, thread, None, None)

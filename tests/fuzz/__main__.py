@@ -26,7 +26,7 @@ from types import FunctionType
 from tests.fuzz.decoder import CORPUS, ROOT, Decoder, Defect
 from tests.fuzz.decoders import BY_NAME, DECODERS
 from tests.fuzz.limits import check_limited, limit_memory
-from tests.fuzz.mutations import BYTES_MAX, drawn, with_extremes
+from tests.fuzz.mutations import BYTES_MAX, draw_input, with_extremes
 
 # A decoder that waits without using the CPU, or in C, is ended by the parent.
 PATIENCE_S = 120.0
@@ -90,7 +90,7 @@ def random_inputs(decoder: Decoder, seed: int, seconds: float) -> Iterator[bytes
     rng, seeds = Random(seed), decoder.all_seeds()
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        yield drawn(rng, seeds, decoder.words)
+        yield draw_input(rng, seeds, decoder.words)
 
 
 def extreme_inputs(decoder: Decoder) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     LineageEntry,
 )
-from waltz_core.server.locking.lock_table_loader import _writers
+from waltz_core.server.locking.lock_table_loader import _entered_ids
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
@@ -65,7 +65,7 @@ READS_MAX = 20
 # structures
 
 
-def sealed(data: bytes, before: int = 0) -> bytes:
+def with_crc(data: bytes, before: int = 0) -> bytes:
     """Return bytes whose last four are the CRC-32 of the others."""
     return data[:-4] + crc32(data[:-4], before).to_bytes(4, "big") if len(data) >= 4 else data
 
@@ -130,7 +130,7 @@ def sealed_block(data: bytes) -> bytes:
     count = int.from_bytes(data[-8:-4], "big")
     distances = count if data[-TRAILER_BYTES:][:4] == b"WLB2" else 0
     start = len(data) - TRAILER_BYTES - 4 * count - distances
-    return data if start < 0 else data[:start] + sealed(data[start:])
+    return data if start < 0 else data[:start] + with_crc(data[start:])
 
 
 def read_blocks(data: bytes) -> None:
@@ -141,7 +141,7 @@ def read_blocks(data: bytes) -> None:
         if block is None:
             return
         assert len(block.distances) in (0, len(block.locks) // 4)
-        _writers(block)
+        _entered_ids(block)
         block = run.block_ending_at(block.end_before, 10)
 
 
@@ -190,7 +190,7 @@ def sealed_file(data: bytes) -> bytes:
         return data
     for at, size in parts:
         if at + size <= len(content):
-            content[at : at + size] = sealed(bytes(content[at : at + size]))
+            content[at : at + size] = with_crc(bytes(content[at : at + size]))
     return data[:1] + bytes(content)
 
 
@@ -205,7 +205,7 @@ def sealed_records(content: bytearray) -> bytes:
         start, at = at, end
         data = content[start + RECORD_PREFIX.size : end - 4]
         content[start + 32 : start + 36] = crc32(data).to_bytes(4, "big")
-        content[start:end] = sealed(bytes(content[start:end]))
+        content[start:end] = with_crc(bytes(content[start:end]))
     return bytes(content)
 
 
@@ -213,7 +213,7 @@ def sealed_lineage(content: bytes) -> bytes:
     """Return a `.chn` file with the CRCs of its header and entries."""
     if len(content) < LINEAGE_HEADER_BYTES:
         return content
-    head = sealed(content[:LINEAGE_HEADER_BYTES])
+    head = with_crc(content[:LINEAGE_HEADER_BYTES])
     try:
         segment_crc = LineageHeader.decode(head).segment_crc
     except DAMAGED:
@@ -222,7 +222,7 @@ def sealed_lineage(content: bytes) -> bytes:
     for number, at in enumerate(range(LINEAGE_HEADER_BYTES, len(content), LINEAGE_ENTRY_BYTES)):
         entry = content[at : at + LINEAGE_ENTRY_BYTES]
         whole = len(entry) == LINEAGE_ENTRY_BYTES
-        made.append(sealed(entry, _bound_crc(segment_crc, number)) if whole else entry)
+        made.append(with_crc(entry, _bound_crc(segment_crc, number)) if whole else entry)
     return b"".join(made)
 
 
@@ -297,19 +297,19 @@ def _structure(name: str, decode, value, seal=None) -> Decoder:
 
 DECODERS = (
     _structure("control-header", ControlHeader.decode, ControlHeader(NOW_MS, KEY, 4)),
-    _structure("partition-info", PartitionInfo.decode, PartitionInfo(3, 9, 9, 5, 7), sealed),
+    _structure("partition-info", PartitionInfo.decode, PartitionInfo(3, 9, 9, 5, 7), with_crc),
     _structure("segment-header", SegmentHeader.decode, SEGMENT),
-    _structure("lineage-header", LineageHeader.decode, LineageHeader(SEGMENT, CHAIN), sealed),
-    _structure("wipe-intent", WipeIntent.decode, WipeIntent(PARTITION, True, 5, CHAIN), sealed),
-    Decoder("control-slot", decode_slot, DAMAGED, slots, sealed),
+    _structure("lineage-header", LineageHeader.decode, LineageHeader(SEGMENT, CHAIN), with_crc),
+    _structure("wipe-intent", WipeIntent.decode, WipeIntent(PARTITION, True, 5, CHAIN), with_crc),
+    Decoder("control-slot", decode_slot, DAMAGED, slots, with_crc),
     Decoder(
         "lineage-entry",
         decode_lineage_entry,
         DAMAGED,
         lambda: [encode_entry(LineageEntry(3, 9, 2, NOW_MS, CHAIN), 2, **BOUND)],
-        partial(sealed, before=_bound_crc(BOUND["segment_crc"], BOUND["position"])),
+        partial(with_crc, before=_bound_crc(BOUND["segment_crc"], BOUND["position"])),
     ),
-    Decoder("storage-id", id_of_storage, DAMAGED, lambda: [encode_storage_id(CHAIN)], sealed),
+    Decoder("storage-id", id_of_storage, DAMAGED, lambda: [encode_storage_id(CHAIN)], with_crc),
     Decoder("lock-blocks", read_blocks, (), runs_of_blocks, sealed_block),
     Decoder("storage-files", open_storage, (Damaged,), changed_files, sealed_file, examples=10),
     Decoder(

@@ -48,16 +48,16 @@ class Mutation(NamedTuple):
     value: int
 
 
-def mutated(
+def mutate(
     data: bytes, other: bytes, mutations: Sequence[Mutation], words: tuple[bytes, ...]
 ) -> bytes:
     """Return changed bytes; `other` is a second input, to splice with."""
     for each in mutations:
-        data = _changed(data, other, each, words)[:BYTES_MAX]
+        data = _apply_mutation(data, other, each, words)[:BYTES_MAX]
     return data
 
 
-def _changed(data: bytes, other: bytes, change: Mutation, words: tuple[bytes, ...]) -> bytes:
+def _apply_mutation(data: bytes, other: bytes, change: Mutation, words: tuple[bytes, ...]) -> bytes:
     kind, place, size, value = change
     at = place % (len(data) + 1)
     made = bytearray(data)
@@ -122,10 +122,10 @@ def inputs(seeds: Sequence[bytes], words: tuple[bytes, ...]) -> st.SearchStrateg
     """Return the strategy of a decoder: changed valid bytes, and random ones."""
     seed = st.sampled_from(seeds)
     changes = st.lists(mutations, max_size=MUTATIONS_MAX)
-    return st.builds(mutated, seed, seed, changes, st.just(words)) | st.binary(max_size=200)
+    return st.builds(mutate, seed, seed, changes, st.just(words)) | st.binary(max_size=200)
 
 
-def drawn(rng: Random, seeds: Sequence[bytes], words: tuple[bytes, ...]) -> bytes:
+def draw_input(rng: Random, seeds: Sequence[bytes], words: tuple[bytes, ...]) -> bytes:
     """Draw an input like `inputs`."""
     if rng.random() < 0.02:
         return rng.randbytes(rng.randrange(200))
@@ -134,7 +134,7 @@ def drawn(rng: Random, seeds: Sequence[bytes], words: tuple[bytes, ...]) -> byte
         _mutation(rng.choice(KINDS), rng.randrange(BYTES_MAX**2))
         for _ in range(rng.randint(1, MUTATIONS_MAX))
     ]
-    return mutated(data, other, changes, words)
+    return mutate(data, other, changes, words)
 
 
 def with_extremes(seed: bytes, words: tuple[bytes, ...]) -> list[bytes]:

@@ -65,7 +65,7 @@ def frames_of(protocol: WireProtocol) -> list[bytes]:
     ]
 
 
-def decoded(protocol: WireProtocol, data: bytes) -> messages.Message | None:
+def decode_message(protocol: WireProtocol, data: bytes) -> messages.Message | None:
     """Return the message of a frame; None if it is of another protocol or version."""
     if len(data) < FRAME_HEADER.size:
         return None
@@ -77,7 +77,7 @@ def decoded(protocol: WireProtocol, data: bytes) -> messages.Message | None:
 
 def decode_frame(protocol: WireProtocol, data: bytes) -> None:
     """Decode a frame; what was decoded can be encoded, and is then the same."""
-    message = decoded(protocol, data)
+    message = decode_message(protocol, data)
     if message is not None:
         version = codec.decode_frame_header(data).version
         again = b"".join(codec.encode(message, version))
@@ -235,7 +235,7 @@ def server_ranges() -> list[bytes]:
 
 def read_server_range(data: bytes) -> None:
     """Take a server's answer to a read of the whole log, and convert it to Arrow."""
-    message = decoded(WireProtocol.CLIENT, data)
+    message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.RangeData):
         return
     form = RangeForm.HEADERS if message.form == RangeForm.HEADERS else RangeForm.WHOLE
@@ -284,7 +284,7 @@ def with_record_crcs(data: bytes) -> bytes:
     """Return a frame with records whose CRCs fit, and with the CRC of all of them."""
     protocol = next((each for each in PROTOCOLS if data[:1] == bytes((each.magic,))), None)
     try:
-        message = None if protocol is None else decoded(protocol, data)
+        message = None if protocol is None else decode_message(protocol, data)
         if not isinstance(message, messages.RangeData | messages.RangeBytes):
             return data
         run = bytearray(message.records)
@@ -324,13 +324,13 @@ class Answering:
 
 def read_storage_range(data: bytes) -> None:
     """Take a storage's answer to a read of the whole log."""
-    message = decoded(WireProtocol.STORAGE, data)
+    message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
     link = ReaderConnection(Answering(message))
     if message.form == LOCATIONS:
         query = RangeQuery(message.first, QUERY_LAST)
-        asyncio.run(link.places(0, query, session_id=1, timeout_s=60.0))
+        asyncio.run(link.request_locations(0, query, session_id=1, timeout_s=60.0))
         return
     form = RangeForm.HEADERS if message.form == RangeForm.HEADERS else RangeForm.WHOLE
     query = RangeQuery(message.first, QUERY_LAST, form)
@@ -340,7 +340,7 @@ def read_storage_range(data: bytes) -> None:
 
 def check_storage_range(data: bytes) -> None:
     """Take a storage's answer as a server does, which reads and repairs."""
-    message = decoded(WireProtocol.STORAGE, data)
+    message = decode_message(WireProtocol.STORAGE, data)
     if not isinstance(message, messages.RangeBytes):
         return
     uses = [
@@ -377,13 +377,13 @@ def feed_batches() -> list[bytes]:
 
 def take_feed(data: bytes) -> None:
     """Take a batch of a feed, with a filter and without."""
-    message = decoded(WireProtocol.CLIENT, data)
+    message = decode_message(WireProtocol.CLIENT, data)
     if not isinstance(message, messages.FeedBatch):
         return
     for header_values in ((), (7, 8)):
         cursor = FeedCursor(1_000)
         cursor.start_after(-1, header_values)
-        cursor.take(message)
+        cursor.accept_batch(message)
 
 
 def append_results() -> list[bytes]:
@@ -397,7 +397,7 @@ def append_results() -> list[bytes]:
 
 def take_append_result(data: bytes) -> None:
     """Take the answer to an append."""
-    message = decoded(WireProtocol.CLIENT, data)
+    message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.AppendResult):
         _decode(message, max(1, len(message.reasons)))
     elif isinstance(message, messages.Predecessors):

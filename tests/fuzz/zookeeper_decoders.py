@@ -29,7 +29,7 @@ PARTITION = 2
 CHAIN = b"c" * 16
 
 
-def captured(kind: str) -> list[bytes]:
+def captured_nodes(kind: str) -> list[bytes]:
     """Return the nodes of a kind that Waltz 0.13 has written."""
     entries = json.loads(GOLDEN.read_text())
     return [
@@ -165,7 +165,7 @@ def decode_backup(data: bytes) -> None:
 
 def _binary(name: str, value_class, *values) -> Decoder:
     def seeds() -> list[bytes]:
-        return [each.to_bytes() for each in values] + captured(value_class.__name__)
+        return [each.to_bytes() for each in values] + captured_nodes(value_class.__name__)
 
     return Decoder(name, partial(decode_node, value_class), (BadFormat,), seeds)
 

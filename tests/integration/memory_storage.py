@@ -44,7 +44,7 @@ class Log:
             chain = next_chain(self.chain, cut.first, TransactionId(last), cut.session_id, crcs)
             self.lineage.append(cut._replace(last=TransactionId(last), chain=chain))
 
-    def run(self, first: int, last: int) -> tuple[bytes, bytes]:
+    def records_between(self, first: int, last: int) -> tuple[bytes, bytes]:
         records = self.records[first : last + 1]
         return np.array([len(each) for each in records], ">i4").tobytes(), b"".join(records)
 
@@ -184,7 +184,7 @@ class MemoryStorage:
         )
         if message.whole_batches:
             end = lineage[-1].last
-        lengths, records = log.run(message.first, end)
+        lengths, records = log.records_between(message.first, end)
         if message.form == RangeForm.HEADERS:
             records = b"".join(each[:28] for each in log.records[message.first : end + 1])
             lengths = b""

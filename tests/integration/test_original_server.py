@@ -54,7 +54,7 @@ def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
     with WaltzClient(connect) as client:
         cluster = nodes.cluster
         assert appended(client, 0, b"here") == 0
-        cluster.do(cluster.partition(0).may_commit.clear)
+        cluster.call(cluster.partition(0).may_commit.clear)
         future = client.append(b"on its way", partition=0)
         while not cluster.partition(0).pending:
             assert not future.done()

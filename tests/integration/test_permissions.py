@@ -172,7 +172,9 @@ class Reader:
             address, self._replicas, timeout_s=HANG_S, ssl=self._context
         )
         session_id = self._replicas.session_id
-        grant = await made.places(MINE, RangeQuery(0, 0), session_id=session_id, timeout_s=HANG_S)
+        grant = await made.request_locations(
+            MINE, RangeQuery(0, 0), session_id=session_id, timeout_s=HANG_S
+        )
         self.ticket = grant.ticket
         return made
 

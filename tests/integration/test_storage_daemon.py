@@ -859,7 +859,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         query = ArchiveQuery(LaneRequest(1, read), mark, errors.BeforeLogStart("", 9))
 
         def was_read(found):
-            storage._archive_read_done(query, found)
+            storage._on_archive_read_done(query, found)
             return storage._archive_state().read_damage
 
         assert was_read(outcome) == damage

@@ -36,7 +36,7 @@ class Notebook:
         """Return what it has printed."""
         return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
 
-    def complaints(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Return its lines on stderr, without the warnings of a slow machine, and its errors."""
         stderr = [each.text for each in self.outputs if each.get("name") == "stderr"]
         lines = [line for text in stderr for line in text.splitlines()]
@@ -78,7 +78,7 @@ class Execution(NamedTuple):
     left_directories: list[str]
 
 
-def committed(name: str) -> Notebook:
+def read_notebook(name: str) -> Notebook:
     """Return a notebook as it lies in the repository."""
     return Notebook(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
 

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebooks.notebooks import NAMES, PROCESSES_OF_A_CLUSTER, Notebook, committed, execute
+from tests.notebooks.notebooks import (
+    NAMES,
+    PROCESSES_OF_A_CLUSTER,
+    Notebook,
+    execute,
+    read_notebook,
+)
 
 # Each starts a cluster and a Spark; on a busy machine that alone takes a while.
 pytestmark = pytest.mark.notebook
@@ -19,7 +25,7 @@ def test_every_notebook_is_known_here():
 )
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
     done = execute(name, tmp_path)
-    assert done.notebook.complaints() == []
+    assert done.notebook.errors() == []
     EXPECTED[name](done.notebook)
     assert done.notebook.images(), "no plot"
     assert done.most_processes >= PROCESSES_OF_A_CLUSTER
@@ -32,8 +38,8 @@ def expect_what_is_committed(name: str, notebook: Notebook) -> None:
 
     Where a change is meant: run the notebook in `make notebook` from the top, and save it.
     """
-    assert notebook.output() == committed(name).output()
-    assert notebook.tables() == committed(name).tables()
+    assert notebook.output() == read_notebook(name).output()
+    assert notebook.tables() == read_notebook(name).tables()
 
 
 def expect_first_append(notebook: Notebook) -> None:
@@ -140,7 +146,7 @@ def expect_a_right_table(notebook: Notebook) -> None:
 
 
 def expect_audit(notebook: Notebook) -> None:
-    before = committed("07_time_travel_and_audit")
+    before = read_notebook("07_time_travel_and_audit")
     assert notebook.output() == before.output()
     found, expected = (
         [table for table in each.tables() if "commit_time" not in table]

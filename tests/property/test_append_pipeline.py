@@ -146,7 +146,7 @@ class World:
 
     def turn(self) -> None:
         self.now_ms += self.rng.choice((0, 1, 60))
-        self.take(self.pipeline.turn(now_ms=self.now_ms, wall_ms=0))
+        self.take(self.pipeline.process_slice(now_ms=self.now_ms, wall_ms=0))
 
     def commit(self) -> None:
         if not self.is_open or not self.in_flight:
@@ -154,12 +154,12 @@ class World:
         for _ in range(self.rng.randint(1, len(self.in_flight))):
             self.append_to_log(self.in_flight.pop(0))
         last = TransactionId(len(self.log) - 1)
-        self.take(self.pipeline.committed(last, self.chain, now_ms=self.now_ms))
+        self.take(self.pipeline.on_committed(last, self.chain, now_ms=self.now_ms))
 
     def lose(self) -> None:
         if not self.is_open:
             return
-        self.pipeline.closed()
+        self.pipeline.on_session_closed()
         self.prove(is_proved=False)
         self.is_open = False
 
@@ -200,7 +200,9 @@ class World:
             unbroken,
         )
         self.is_open = True
-        self.take(self.pipeline.settled(opened, TransactionId(settled), unbroken=unbroken))
+        self.take(
+            self.pipeline.on_session_settled(opened, TransactionId(settled), unbroken=unbroken)
+        )
         for client, connection in list(self.connections.items()):
             if not self.mounts.is_ready(client, connection) and self.rng.random() < 0.7:
                 self.remount(client)
@@ -351,7 +353,7 @@ def run(seed: int) -> World:
         world.rng.choice(steps)()
     # Repair: everything that waits must get an outcome in the end.
     world.open()
-    while world.pipeline.turn_at_ms(world.now_ms) is not None or world.in_flight:
+    while world.pipeline.due_ms(world.now_ms) is not None or world.in_flight:
         world.now_ms += 1
         world.turn()
         world.commit()

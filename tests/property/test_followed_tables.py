@@ -23,9 +23,9 @@ from waltz_core.tables.row_changes import (
     changes_of,
     last_changes,
     parse_condition,
-    reduced,
+    reduce_batches,
 )
-from waltz_core.tables.table_marks import LogState, TableMarks, continued, encode, next_batch
+from waltz_core.tables.table_marks import LogState, TableMarks, continued_marks, encode, next_batch
 
 CLUSTER = "00112233445566778899aabbccddeeff"
 PARTITIONS = 3
@@ -175,12 +175,12 @@ def test_a_followed_table_equals_a_replay_of_the_log(log, turns, case):
     for turn in (*turns, REST):
         grown = {part: len(each) * turn.visible // 100 - 1 for part, each in enumerate(log)}
         ends = {part: max(end, grown[part]) for part, end in ends.items()}
-        table = continued(stored.metadata, stored.version, start)
+        table = continued_marks(stored.metadata, stored.version, start)
         batch = next_batch(table.marks, LogState(ends, {}), turn.count_max)
         # Rows that the table has are dropped: a repeated micro-batch has them.
         read = table_of(up_to(rows, batch), turn.cuts)
         with patch.object(row_changes, "PART_BYTES", turn.part_bytes):
-            changes = reduced(read.to_batches(), rules, SCHEMA, table.marks)
+            changes = reduce_batches(read.to_batches(), rules, SCHEMA, table.marks)
         if not turn.is_killed:
             stored = stored.merged(changes, table._replace(marks=batch))
             assert stored.content == replayed(up_to(rows, batch), plain)

@@ -125,7 +125,7 @@ def test_the_table_validates_like_the_model(
         assert single._slots.tolist() == model.slots
         next_id += found.accepted_count
         high = min(high + commits, next_id - 1)
-        table.committed(TransactionId(high))
+        table.on_committed(TransactionId(high))
         if fate == "c":  # The session is lost with what is in flight; the lineage is unbroken.
             table.clamp(TransactionId(high))
             single.clamp(TransactionId(high))

@@ -6,7 +6,7 @@ Uploads are those of `waltz_sim/cluster/simulated_archive.py`, which follow the 
 from dataclasses import replace
 
 from tests.sim.broken_replication import as_written
-from tests.sim.switches import Patches, instead, nothing, switch
+from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.archive import garbage_collection
 from waltz_core.archive.file_names import FileOrigin
 from waltz_core.archive.manifest import Manifest
@@ -43,7 +43,7 @@ def announced_before_zookeeper() -> Patches:
         finally:
             self.recorded = recorded
 
-    yield instead(SessionArchiver, "_announce", _announce)
+    yield replaced(SessionArchiver, "_announce", _announce)
 
 
 @switch
@@ -61,7 +61,7 @@ def failed_write_counts() -> Patches:
 
         original(self, storage, request, taken)
 
-    yield instead(SimArchive, "_request", _request)
+    yield replaced(SimArchive, "_request", _request)
 
 
 @switch
@@ -71,7 +71,7 @@ def not_read_back() -> Patches:
     def _checked(file, name, expected):
         return file
 
-    yield instead(simulated_archive, "_checked", _checked)
+    yield replaced(simulated_archive, "_checked", _checked)
 
 
 @switch
@@ -83,8 +83,8 @@ def manifest_without_the_newest_object() -> Patches:
         made = original(self, entry)
         return replace(made, newest=self.newest)
 
-    yield instead(Manifest, "with_object", with_object)
-    yield instead(Manifest, "_check", nothing)
+    yield replaced(Manifest, "with_object", with_object)
+    yield replaced(Manifest, "_check", do_nothing)
 
 
 @switch
@@ -95,26 +95,26 @@ def manifest_without_the_objects_before() -> Patches:
     def with_object(self, entry):
         return replace(original(self, entry), newest=(entry,))
 
-    yield instead(Manifest, "with_object", with_object)
-    yield instead(Manifest, "_check", nothing)
+    yield replaced(Manifest, "with_object", with_object)
+    yield replaced(Manifest, "_check", do_nothing)
 
 
 @switch
 def reconstructed_batches_are_archived() -> Patches:
     """A replica archives batches that it has reconstructed, and no other replica is compared."""
 
-    yield instead(archive_pieces, "RECONSTRUCTED", object())
-    yield instead(SessionArchiver, "_compare", _without_comparison)
+    yield replaced(archive_pieces, "RECONSTRUCTED", object())
+    yield replaced(SessionArchiver, "_compare", _without_comparison)
 
 
 @switch
 def attempts_are_not_counted() -> Patches:
     """All attempts of a session have the same number, so the names of their files repeat."""
 
-    def _next_of(self, capable):
+    def _next_replica(self, capable):
         return capable[0]
 
-    yield instead(SessionArchiver, "_next_of", _next_of)
+    yield replaced(SessionArchiver, "_next_replica", _next_replica)
 
 
 @switch
@@ -129,7 +129,7 @@ def trusted_replica_is_reset() -> Patches:
         finally:
             self.is_open = is_open
 
-    yield instead(RepairRunner, "_goal_of", _goal_of)
+    yield replaced(RepairRunner, "_goal_of", _goal_of)
 
 
 @switch
@@ -145,7 +145,7 @@ def removed_above_the_confirmed_mark() -> Patches:
         finally:
             slots.slot = slot
 
-    yield instead(PartitionLog, "removable_end", removable_end)
+    yield replaced(PartitionLog, "removable_end", removable_end)
 
 
 @switch
@@ -156,7 +156,7 @@ def removed_above_the_archived_mark() -> Patches:
     def removable_end(self, archived):
         return original(self, archived._replace(transaction_id=self.max_id))
 
-    yield instead(PartitionLog, "removable_end", removable_end)
+    yield replaced(PartitionLog, "removable_end", removable_end)
 
 
 @switch
@@ -168,7 +168,7 @@ def start_within_a_batch() -> Patches:
         end = original(self, archived)
         return end and AckedMarker(self._files.segments.all[0].last, end.chain)
 
-    yield instead(PartitionLog, "removable_end", removable_end)
+    yield replaced(PartitionLog, "removable_end", removable_end)
 
 
 @switch
@@ -186,22 +186,22 @@ def segments_removed_before_the_start_is_durable() -> Patches:
         for each in written:
             write(each)
 
-    yield instead(LogFiles, "begin_after", begin_after)
+    yield replaced(LogFiles, "begin_after", begin_after)
 
 
 @switch
 def unknown_write_of_the_mark_is_a_success() -> Patches:
     """A write of the archived mark with an unknown outcome counts as successful."""
-    original = PartitionStore._coordinator_unavailable
+    original = PartitionStore._on_coordinator_unavailable
 
-    def _coordinator_unavailable(self, waiting, reason):
+    def _on_coordinator_unavailable(self, waiting, reason):
         is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
         if is_mark and self._writing.archived != self._session._archiving.recorded:
-            self._metadata_written(as_written(self._writing))
+            self._on_metadata_written(as_written(self._writing))
         else:
             original(self, waiting, reason)
 
-    yield instead(PartitionStore, "_coordinator_unavailable", _coordinator_unavailable)
+    yield replaced(PartitionStore, "_on_coordinator_unavailable", _on_coordinator_unavailable)
 
 
 @switch
@@ -228,9 +228,9 @@ def mark_is_not_fenced() -> Patches:
         begin(self, engaged, mark, now_ms)
         self.wanted = self.left_mark
 
-    yield instead(PartitionStore, "_end_session", _end_session)
-    yield instead(PartitionStore, "_start_session", _start_session)
-    yield instead(SessionArchiver, "begin", _begin)
+    yield replaced(PartitionStore, "_end_session", _end_session)
+    yield replaced(PartitionStore, "_start_session", _start_session)
+    yield replaced(SessionArchiver, "begin", _begin)
 
 
 @switch
@@ -242,7 +242,7 @@ def claims_forget_the_archived_mark() -> Patches:
         claimed = original(view, generation, replicas, nonce)
         return claimed._replace(marker=replace(claimed.marker, archived=None))
 
-    yield instead(partition_store, "claimed_nodes", claim_over)
+    yield replaced(partition_store, "claimed_nodes", claim_over)
 
 
 @switch
@@ -257,7 +257,7 @@ def archived_before_settled() -> Patches:
             replicas, committed = self.replicas.values(), self.window.committed
             self._archiving.advance(self.engaged, replicas, committed, now_ms)
 
-    yield instead(StoreSession, "_advance", _advance)
+    yield replaced(StoreSession, "_advance", _advance)
 
 
 @switch
@@ -273,8 +273,8 @@ def uncommitted_batches_are_archived() -> Patches:
         lasts = (each.synced_last for each in engaged)
         original(self, engaged, replicas, max(lasts, default=committed), now_ms)
 
-    yield instead(SessionArchiver, "advance", advance)
-    yield instead(SessionArchiver, "_compare", _without_comparison)
+    yield replaced(SessionArchiver, "advance", advance)
+    yield replaced(SessionArchiver, "_compare", _without_comparison)
 
 
 @switch
@@ -288,7 +288,7 @@ def archived_stamp_is_ignored() -> Patches:
             self._stamp_ms = 0
         original(self, now_ms)
 
-    yield instead(Settlement, "begin", begin)
+    yield replaced(Settlement, "begin", begin)
 
 
 @switch
@@ -300,7 +300,7 @@ def reset_log_is_trusted() -> Patches:
         original(self, session, start)
         self._files.write_slot(replace(self.slot, suspect=False))
 
-    yield instead(PartitionLog, "reset", reset)
+    yield replaced(PartitionLog, "reset", reset)
 
 
 # ---- a log that is not the archived one (AR 8)
@@ -319,7 +319,7 @@ def log_may_end_below_the_archived_mark() -> Patches:
         finally:
             archiving.recorded = recorded
 
-    yield instead(StoreSession, "_is_decided", _is_decided)
+    yield replaced(StoreSession, "_is_decided", _is_decided)
 
 
 # ---- collection (AR 16)
@@ -332,7 +332,7 @@ def collection_ignores_later_owners() -> Patches:
     def origin_of(name):
         return FileOrigin(-1, b"", -1)
 
-    yield instead(garbage_collection, "origin_of", origin_of)
+    yield replaced(garbage_collection, "origin_of", origin_of)
 
 
 @switch
@@ -342,7 +342,7 @@ def replaced_manifests_are_deleted_at_once() -> Patches:
     def _recently_replaced(found, now_ms):
         return set()
 
-    yield instead(garbage_collection, "_recently_replaced", _recently_replaced)
+    yield replaced(garbage_collection, "_recently_replaced", _recently_replaced)
 
 
 @switch
@@ -356,7 +356,7 @@ def collection_while_a_mark_is_written() -> Patches:
         if is_due and self.wanted is not None and self._attempt is None:
             self._collect([each for each in engaged if each.supports_archiving], replicas, now_ms)
 
-    yield instead(SessionArchiver, "advance", advance)
+    yield replaced(SessionArchiver, "advance", advance)
 
 
 @switch
@@ -374,7 +374,7 @@ def collection_ignores_the_starts_of_logs() -> Patches:
             for each, start in starts.items():
                 each.repair.start = start
 
-    yield instead(SessionArchiver, "_collect", _collect)
+    yield replaced(SessionArchiver, "_collect", _collect)
 
 
 # ---- replacement of an object (AR 5)
@@ -387,26 +387,26 @@ def replacement_is_not_compared() -> Patches:
     def _replaced(entries, job):
         return next(each for each in entries if each.name == job.replaces.name)
 
-    yield instead(archive_pieces, "RECONSTRUCTED", object())
-    yield instead(simulated_archive, "_replaced", _replaced)
+    yield replaced(archive_pieces, "RECONSTRUCTED", object())
+    yield replaced(simulated_archive, "_replaced", _replaced)
 
 
 @switch
 def replacement_without_the_newest_object() -> Patches:
     """A replacement of an object uses the old manifest while a new mark is being written."""
-    advance, written = SessionArchiver.advance, SessionArchiver._object_written
+    advance, written = SessionArchiver.advance, SessionArchiver._on_object_written
 
     def _advance(self, engaged, replicas, committed, now_ms):
         advance(self, engaged, replicas, committed, now_ms)
         if self.wanted is not None and self._attempt is None:
             self._replace_next([each for each in engaged if each.supports_archiving], now_ms)
 
-    def _object_written(self, attempt, notice, now_ms):
+    def _on_object_written(self, attempt, notice, now_ms):
         last, chain = self.recorded[:2]
         written(self, attempt, replace(notice, last=last, chain=chain), now_ms)
 
-    yield instead(SessionArchiver, "advance", _advance)
-    yield instead(SessionArchiver, "_object_written", _object_written)
+    yield replaced(SessionArchiver, "advance", _advance)
+    yield replaced(SessionArchiver, "_on_object_written", _on_object_written)
 
 
 # ---- expiry (AR 7, AR 15)
@@ -415,7 +415,7 @@ def replacement_without_the_newest_object() -> Patches:
 @switch
 def archiving_forgets_the_expiry() -> Patches:
     """When a session records an archived mark, it resets the first available ID to 0."""
-    original = SessionArchiver._range_archived
+    original = SessionArchiver._on_range_archived
 
     def _archived(self, attempt, notice, now_ms):
         recorded = self.recorded
@@ -425,7 +425,7 @@ def archiving_forgets_the_expiry() -> Patches:
         finally:
             self.recorded = recorded
 
-    yield instead(SessionArchiver, "_range_archived", _archived)
+    yield replaced(SessionArchiver, "_on_range_archived", _archived)
 
 
 @switch
@@ -435,7 +435,7 @@ def expired_objects_are_deleted_at_once() -> Patches:
     def deletable_below(self, now_ms):
         return self.first
 
-    yield instead(Manifest, "deletable_below", deletable_below)
+    yield replaced(Manifest, "deletable_below", deletable_below)
 
 
 @switch
@@ -447,7 +447,7 @@ def too_much_expires() -> Patches:
         kept = original(present, before, before_ms)
         return next((each.last + 1 for each in present.newest if each.first == kept), kept)
 
-    yield instead(simulated_archive, "_first_kept", _first_kept)
+    yield replaced(simulated_archive, "_first_kept", _first_kept)
 
 
 @switch
@@ -457,7 +457,7 @@ def expired_rows_are_lost() -> Patches:
     def in_doubt_below(self, first_available):
         return []
 
-    yield instead(OutcomeTracker, "in_doubt_below", in_doubt_below)
+    yield replaced(OutcomeTracker, "in_doubt_below", in_doubt_below)
 
 
 @switch
@@ -468,4 +468,4 @@ def expired_batches_are_lost() -> Patches:
     def _settle(self, committed_last, *, has_expired=False):
         original(self, committed_last)
 
-    yield instead(Settlement, "_settle", _settle)
+    yield replaced(Settlement, "_settle", _settle)

@@ -1,6 +1,6 @@
 """Rules of the client, each broken alone."""
 
-from tests.sim.switches import Patches, instead, nothing, switch
+from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.client.stream import append_errors, partition_stream
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.outbox import WaitingSubmission
@@ -13,7 +13,7 @@ from waltz_core.wire.messages import RowOutcomeCode
 @switch
 def doubt_settled_as_failed() -> Patches:
     """After a mount, a client reports appends in doubt as failed without checking the log."""
-    yield instead(OutcomeTracker, "unresolved_range", nothing)
+    yield replaced(OutcomeTracker, "unresolved_range", do_nothing)
 
 
 @switch
@@ -24,7 +24,7 @@ def unknown_is_a_rejection() -> Patches:
     def reason_of(error):
         return RowOutcomeCode.LOST if isinstance(error, OutcomeUnknown) else original(error)
 
-    yield instead(append_errors, "outcome_code_of", reason_of)
+    yield replaced(append_errors, "outcome_code_of", reason_of)
 
 
 @switch
@@ -39,13 +39,13 @@ def broken_link_is_a_rejection() -> Patches:
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 
-    yield instead(PartitionStream, "_leave", _leave)
+    yield replaced(PartitionStream, "_leave", _leave)
 
 
 @switch
 def sequence_numbers_used_again() -> Patches:
     """After each mount a client restarts its sequence numbers."""
-    original = PartitionStream._mount_succeeded
+    original = PartitionStream._on_mount_succeeded
 
     def _mounted(self, message, now_ms, out):
         if not len(self._tracker):
@@ -53,13 +53,13 @@ def sequence_numbers_used_again() -> Patches:
             self._tracker._last_sequence = 0
         original(self, message, now_ms, out)
 
-    yield instead(PartitionStream, "_mount_succeeded", _mounted)
+    yield replaced(PartitionStream, "_on_mount_succeeded", _mounted)
 
 
 @switch
 def sent_again_on_a_new_link() -> Patches:
     """After a mount, a client sends appends in doubt again, with new sequence numbers."""
-    original = PartitionStream._mount_succeeded
+    original = PartitionStream._on_mount_succeeded
 
     def _mounted(self, message, now_ms, out):
         for pending in list(self._tracker):
@@ -69,7 +69,7 @@ def sent_again_on_a_new_link() -> Patches:
             )
         original(self, message, now_ms, out)
 
-    yield instead(PartitionStream, "_mount_succeeded", _mounted)
+    yield replaced(PartitionStream, "_on_mount_succeeded", _mounted)
 
 
 @switch
@@ -82,7 +82,7 @@ def avoided_link_mounted_again() -> Patches:
         self._avoided_links.clear()
         out[-1] = partition_stream.OpenLink(self.attempt, ())
 
-    yield instead(PartitionStream, "_open_link", _open_link)
+    yield replaced(PartitionStream, "_open_link", _open_link)
 
 
 @switch
@@ -92,5 +92,5 @@ def log_mark_claimed_while_unsubscribed() -> Patches:
     mark = property(
         lambda self: self.stream.high_water_mark if self._applier is None else self._consumed
     )
-    yield instead(ClientPartition, "reads_by_feed", fed)
-    yield instead(ClientPartition, "mark", mark)
+    yield replaced(ClientPartition, "reads_by_feed", fed)
+    yield replaced(ClientPartition, "mark", mark)

@@ -1,6 +1,6 @@
 """Rules of replication and of store sessions, each broken alone."""
 
-from tests.sim.switches import Patches, instead, nothing, switch
+from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import (
@@ -29,7 +29,7 @@ def quorum_minus_one() -> Patches:
     def smaller(count):
         return max(1, count // 2)
 
-    yield instead(store_session, "quorum_size", smaller)
+    yield replaced(store_session, "quorum_size", smaller)
 
 
 @switch
@@ -39,20 +39,20 @@ def older_replica_votes() -> Patches:
     def is_credible(answer, state, registered_id):
         return not answer.suspect
 
-    yield instead(session_recovery, "is_credible", is_credible)
+    yield replaced(session_recovery, "is_credible", is_credible)
 
 
 @switch
 def unknown_counts_as_no() -> Patches:
     """A suspect replica counts as one that has no records."""
-    original = Recovery.answered
+    original = Recovery.on_answered
 
     def answered(self, replica, answer, registered_id):
         original(self, replica, answer, registered_id)
         if replica in self.engaged and self._max[replica] is None:
             self._max[replica] = -1
 
-    yield instead(Recovery, "answered", answered)
+    yield replaced(Recovery, "on_answered", answered)
 
 
 @switch
@@ -62,7 +62,7 @@ def absent_counts_as_no() -> Patches:
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark([*maxes, *[-1] * unknown_count], quorum)
 
-    yield instead(session_recovery, "decide", decide)
+    yield replaced(session_recovery, "decide", decide)
 
 
 @switch
@@ -72,7 +72,7 @@ def suspect_is_trusted() -> Patches:
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id
 
-    yield instead(session_recovery, "is_credible", is_credible)
+    yield replaced(session_recovery, "is_credible", is_credible)
 
 
 @switch
@@ -87,8 +87,8 @@ def damage_is_not_suspect() -> Patches:
         self.damaged = []
         return original(self, mark, chain, can_fill=can_fill)
 
-    yield instead(session_recovery, "is_credible", is_credible)
-    yield instead(ReplicaRepair, "_complete_step", _complete)
+    yield replaced(session_recovery, "is_credible", is_credible)
+    yield replaced(ReplicaRepair, "_complete_step", _complete)
 
 
 @switch
@@ -107,9 +107,9 @@ def any_storage_id() -> Patches:
         finally:
             self._facts = facts
 
-    prepared = StoreSession._replica_prepared
-    yield instead(session_recovery, "is_credible", of_any)
-    yield instead(StoreSession, "_replica_prepared", _prepared)
+    prepared = StoreSession._on_replica_prepared
+    yield replaced(session_recovery, "is_credible", of_any)
+    yield replaced(StoreSession, "_on_replica_prepared", _prepared)
 
 
 @switch
@@ -119,7 +119,7 @@ def lowest_mark() -> Patches:
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
 
-    yield instead(session_recovery, "quorum_mark", lowest)
+    yield replaced(session_recovery, "quorum_mark", lowest)
 
 
 @switch
@@ -129,13 +129,13 @@ def decided_by_answering_replicas() -> Patches:
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
 
-    yield instead(session_recovery, "decide", decide)
+    yield replaced(session_recovery, "decide", decide)
 
 
 @switch
 def cut_before_decision() -> Patches:
     """A replica is truncated to its own mark as soon as it answers (as in Waltz 0.13)."""
-    original = StoreSession._replica_prepared
+    original = StoreSession._on_replica_prepared
 
     def _prepared(self, each, answer, now_ms):
         original(self, each, answer, now_ms)
@@ -145,7 +145,7 @@ def cut_before_decision() -> Patches:
             each.repair.last = answer.synced_max
             self.recovery._max[each.replica] = mark
 
-    yield instead(StoreSession, "_replica_prepared", _prepared)
+    yield replaced(StoreSession, "_on_replica_prepared", _prepared)
 
 
 @switch
@@ -153,7 +153,7 @@ def mark_on_a_short_log() -> Patches:
     """A low-water mark is set on a replica whose log does not reach it."""
     next_step, changed, set_mark = (
         ReplicaRepair.next_step,
-        RepairRunner._log_changed,
+        RepairRunner._on_log_changed,
         PartitionLog.set_low_water_mark,
     )
 
@@ -165,8 +165,8 @@ def mark_on_a_short_log() -> Patches:
 
     def _changed(self, each, repair, step, answer):
         if isinstance(step, SetMark):
-            repair.mark_written()
-            each.mark_written(step.mark, step.chain)
+            repair.on_mark_written()
+            each.on_mark_written(step.mark, step.chain)
         else:
             changed(self, each, repair, step, answer)
 
@@ -175,14 +175,14 @@ def mark_on_a_short_log() -> Patches:
         ours, files.chain = files.chain, chain
         last, files.synced_max = files.synced_max, mark
         try:
-            with instead(PartitionLog, "max_id", property(lambda _: mark)):
+            with replaced(PartitionLog, "max_id", property(lambda _: mark)):
                 set_mark(self, session, mark, chain)
         finally:
             files.chain, files.synced_max = ours, last
 
-    yield instead(ReplicaRepair, "next_step", _next_step)
-    yield instead(RepairRunner, "_log_changed", _changed)
-    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
+    yield replaced(ReplicaRepair, "next_step", _next_step)
+    yield replaced(RepairRunner, "_on_log_changed", _changed)
+    yield replaced(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
 
 @switch
@@ -194,9 +194,9 @@ def open_before_second_cas() -> Patches:
         original(self, view, waiting)
         if waiting is _PendingRequest.STATES and self._session.window is None:
             self._waiting = _PendingRequest.NOTHING
-            self._metadata_written(as_written(view))
+            self._on_metadata_written(as_written(view))
 
-    yield instead(PartitionStore, "_write_metadata", _write)
+    yield replaced(PartitionStore, "_write_metadata", _write)
 
 
 def as_written(view):
@@ -209,29 +209,29 @@ def as_written(view):
 @switch
 def unknown_cas_taken_as_success() -> Patches:
     """A write to ZooKeeper with an unknown outcome counts as successful."""
-    original = PartitionStore._coordinator_unavailable
+    original = PartitionStore._on_coordinator_unavailable
 
-    def _coordinator_unavailable(self, waiting, reason):
+    def _on_coordinator_unavailable(self, waiting, reason):
         if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
-            self._metadata_written(as_written(self._writing))
+            self._on_metadata_written(as_written(self._writing))
         else:
             original(self, waiting, reason)
 
-    yield instead(PartitionStore, "_coordinator_unavailable", _coordinator_unavailable)
+    yield replaced(PartitionStore, "_on_coordinator_unavailable", _on_coordinator_unavailable)
 
 
 @switch
 def conflict_taken_as_success() -> Patches:
     """A write of states counts as successful although ZooKeeper reported a version conflict."""
-    original = PartitionStore._process_reading
+    original = PartitionStore._on_metadata_read
 
-    def _process_reading(self, waiting, view):
+    def _on_metadata_read(self, waiting, view):
         if waiting is _PendingRequest.STATES_CHECK:
-            self._metadata_written(self._writing)
+            self._on_metadata_written(self._writing)
         else:
             original(self, waiting, view)
 
-    yield instead(PartitionStore, "_process_reading", _process_reading)
+    yield replaced(PartitionStore, "_on_metadata_read", _on_metadata_read)
 
 
 @switch
@@ -259,10 +259,10 @@ def late_replica_counts_at_once() -> Patches:
             if each.is_marked:
                 self._send_from_window(each, now_ms)
 
-    yield instead(StoreSession, "_send_from_window", _feed)
-    yield instead(StoreSession, "_commit", _commit)
-    yield instead(StoreSession, "submit", submit)
-    yield instead(StoreSession, "_joined_states", nothing)
+    yield replaced(StoreSession, "_send_from_window", _feed)
+    yield replaced(StoreSession, "_commit", _commit)
+    yield replaced(StoreSession, "submit", submit)
+    yield replaced(StoreSession, "_joined_states", do_nothing)
 
 
 @switch
@@ -274,12 +274,12 @@ def lost_replica_rejoins() -> Patches:
         if each.stage is not ReplicaStage.ENGAGED or len(self.engaged) <= self.quorum:
             original(self, each, reason, now_ms, **why)
             return
-        self.repairs.connection_lost(each)
+        self.repairs.on_connection_lost(each)
         each.close()
-        each.lost(now_ms, self._rng)
+        each.on_lost(now_ms, self._rng)
         each.is_excluded = False
 
-    yield instead(StoreSession, "_drop", _drop)
+    yield replaced(StoreSession, "_drop", _drop)
 
 
 @switch
@@ -302,9 +302,9 @@ def connections_are_replaced() -> Patches:
     def exclusion_reason(self, answer):
         return "has records of an unrecorded partition" if self.is_foreign(answer) else None
 
-    yield instead(ReplicaSession, "_forget", _forget)
-    yield instead(ReplicaRepair, "next_step", _next_step)
-    yield instead(Recovery, "exclusion_reason", exclusion_reason)
+    yield replaced(ReplicaSession, "_forget", _forget)
+    yield replaced(ReplicaRepair, "next_step", _next_step)
+    yield replaced(Recovery, "exclusion_reason", exclusion_reason)
 
 
 @switch
@@ -316,7 +316,7 @@ def settled_by_id() -> Patches:
         doubt = self._claim.in_doubt
         original(self, committed_last if doubt is None else min(doubt.last, self._mark))
 
-    yield instead(Settlement, "_settle", _settle)
+    yield replaced(Settlement, "_settle", _settle)
 
 
 @switch
@@ -331,9 +331,9 @@ def empty_metadata_taken_as_new() -> Patches:
         )
 
     for module in (partition_store, session_claim, session_recovery):
-        yield instead(module, "history_origin_of", history_origin_of)
-    yield instead(partition_store, "rejection", nothing)
-    yield instead(Recovery, "exclusion_reason", nothing)
+        yield replaced(module, "history_origin_of", history_origin_of)
+    yield replaced(partition_store, "rejection", do_nothing)
+    yield replaced(Recovery, "exclusion_reason", do_nothing)
 
 
 @switch
@@ -343,8 +343,8 @@ def older_generation_claims() -> Patches:
     def is_newer(one, other):
         return False
 
-    yield instead(partition_store, "is_newer", is_newer)
-    yield instead(session_claim, "is_newer", is_newer)
+    yield replaced(partition_store, "is_newer", is_newer)
+    yield replaced(session_claim, "is_newer", is_newer)
 
 
 @switch
@@ -357,7 +357,7 @@ def unbroken_without_a_check() -> Patches:
         original(self, view)
         self._is_unbroken = had_one
 
-    yield instead(PartitionStore, "_claim", _claim)
+    yield replaced(PartitionStore, "_claim", _claim)
 
 
 @switch
@@ -369,7 +369,7 @@ def engaged_although_not_ready() -> Patches:
         states = original(self, session_id, assigned, ready)
         return {replica: ReplicaState(session_id, UNRESOLVED) for replica in states}
 
-    yield instead(Recovery, "opening_states", opening_states)
+    yield replaced(Recovery, "opening_states", opening_states)
 
 
 @switch
@@ -389,8 +389,8 @@ def appends_without_order() -> Patches:
         else:
             original(self, window_batch, now_ms)
 
-    yield instead(ReplicaSession, "append_synced", appended)
-    yield instead(ReplicaSession, "append_from_window", append_from_window)
+    yield replaced(ReplicaSession, "on_append_synced", appended)
+    yield replaced(ReplicaSession, "append_from_window", append_from_window)
 
 
 @switch
@@ -404,7 +404,7 @@ def sent_counts_as_synced() -> Patches:
             each.synced_last = max(each.synced_last, each.next_id - 1)
             self._commit(now_ms)
 
-    yield instead(StoreSession, "_send_from_window", _feed)
+    yield replaced(StoreSession, "_send_from_window", _feed)
 
 
 @switch
@@ -418,8 +418,8 @@ def lineage_not_compared() -> Patches:
     def verify_batches(answer, chain):
         return answer.lineage[-1].chain
 
-    yield instead(ReplicaRepair, "_align", _align)
-    yield instead(replica_repair, "verify_batches", verify_batches)
+    yield replaced(ReplicaRepair, "_align", _align)
+    yield replaced(replica_repair, "verify_batches", verify_batches)
 
 
 @switch
@@ -429,7 +429,7 @@ def mark_answered_without_a_session() -> Patches:
     def verdict(self):
         return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
 
-    yield instead(Tally, "verdict", property(verdict))
+    yield replaced(Tally, "verdict", property(verdict))
 
 
 @switch
@@ -444,7 +444,7 @@ def doubt_is_forgotten() -> Patches:
         else:
             self._settle(doubt.committed)
 
-    yield instead(Settlement, "begin", begin)
+    yield replaced(Settlement, "begin", begin)
 
 
 @switch
@@ -454,7 +454,7 @@ def former_quorum_not_needed() -> Patches:
     def _has_quorum(self, ready):
         return sum(replica in self.claim.assigned for replica in ready) >= self.quorum
 
-    yield instead(StoreSession, "_has_quorum", _has_quorum)
+    yield replaced(StoreSession, "_has_quorum", _has_quorum)
 
 
 @switch
@@ -466,7 +466,7 @@ def stamps_continue_from_the_clock() -> Patches:
         self._stamp_ms = self._stamp_ms or 0
         original(self, now_ms)
 
-    yield instead(Settlement, "begin", begin)
+    yield replaced(Settlement, "begin", begin)
 
 
 @switch
@@ -478,4 +478,4 @@ def marked_before_zookeeper() -> Patches:
         await hands.write(metadata)
         await hands.assign()
 
-    yield instead(rebuilding, "declare_log", declare)
+    yield replaced(rebuilding, "declare_log", declare)

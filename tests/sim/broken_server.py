@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from tests.sim.switches import Patches, instead, nothing, switch
+from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.lock_blocks import LockBlockReader
@@ -28,19 +28,19 @@ from waltz_core.wire.messages import RowOutcomeCode
 @switch
 def locks_kept_over_foreign_session() -> Patches:
     """A server keeps its lock table although another server may have written since."""
-    yield instead(LockTable, "reset", nothing)
+    yield replaced(LockTable, "reset", do_nothing)
 
 
 @switch
 def fences_end_with_a_release() -> Patches:
     """A server that releases a partition forgets which older attempts it has to reject."""
-    yield instead(Mounts, "end", Mounts.clear)
+    yield replaced(Mounts, "on_released", Mounts.clear)
 
 
 @switch
 def locks_not_clamped() -> Patches:
     """The locks of transactions that were lost stay in the lock table."""
-    yield instead(LockTable, "clamp", nothing)
+    yield replaced(LockTable, "clamp", do_nothing)
 
 
 @switch
@@ -49,7 +49,7 @@ def locks_written_at_commit() -> Patches:
     validate, validate_one, committed = (
         LockTable.validate,
         LockTable.validate_one,
-        AppendPipeline.committed,
+        AppendPipeline.on_committed,
     )
     later = {}  # table -> what was entered too early, by ID
 
@@ -78,9 +78,9 @@ def locks_written_at_commit() -> Patches:
         later[id(self._table)] = [entry for entry in entries if entry[0] > last]
         return committed(self, last, chain, now_ms=now_ms)
 
-    yield instead(LockTable, "validate", validate_later)
-    yield instead(LockTable, "validate_one", validate_one_later)
-    yield instead(AppendPipeline, "committed", committed_then_entered)
+    yield replaced(LockTable, "validate", validate_later)
+    yield replaced(LockTable, "validate_one", validate_one_later)
+    yield replaced(AppendPipeline, "on_committed", committed_then_entered)
 
 
 @switch
@@ -111,8 +111,8 @@ def without_locks(kind):
         left = (write, (), append) if kind == "read" else (write, read, ())
         return validate_one(self, left, mark, **marks)
 
-    yield instead(LockTable, "validate", validate_rows)
-    yield instead(LockTable, "validate_one", validate_row)
+    yield replaced(LockTable, "validate", validate_rows)
+    yield replaced(LockTable, "validate_one", validate_row)
 
 
 @switch
@@ -134,8 +134,8 @@ def conflict_in_flight_answered_at_once() -> Patches:
         outcome = [pending for pending in piece.doubtful if pending.transaction_id < 0]
         return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
-    yield instead(pipeline, "validate_rows", validate_rows)
-    yield instead(pipeline, "validate_singles", validate_singles)
+    yield replaced(pipeline, "validate_rows", validate_rows)
+    yield replaced(pipeline, "validate_singles", validate_singles)
 
 
 @switch
@@ -147,7 +147,7 @@ def rows_see_no_rows_of_their_batch() -> Patches:
         found = original(self, requests, entered_rows, entered_slots)
         return found._replace(entered=found.before)
 
-    yield instead(LockTable, "_estimates", _estimates)
+    yield replaced(LockTable, "_estimates", _estimates)
 
 
 @switch
@@ -164,16 +164,16 @@ def client_ahead_accepted() -> Patches:
         known = {"high_water_mark": high_water_mark, "next_id": next_id}
         return validate_one(self, locks, min(mark, high_water_mark), **known)
 
-    yield instead(LockTable, "validate", validate_rows)
-    yield instead(LockTable, "validate_one", validate_row)
+    yield replaced(LockTable, "validate", validate_rows)
+    yield replaced(LockTable, "validate_one", validate_row)
 
 
 @switch
 def loss_answered_before_settled() -> Patches:
     """When a session ends, its appends in flight are reported as LOST at once."""
-    original = Partition._session_closed
+    original = Partition._on_session_closed
 
-    def _session_closed(self, event):
+    def _on_session_closed(self, event):
         original(self, event)
         pipeline = self.pipeline
         outcomes = []
@@ -186,17 +186,17 @@ def loss_answered_before_settled() -> Patches:
             outcomes.extend(BarrierReached(token) for token in sent.waiting)
         self._route(outcomes)
 
-    yield instead(Partition, "_session_closed", _session_closed)
+    yield replaced(Partition, "_on_session_closed", _on_session_closed)
 
 
 @switch
 def mount_does_not_wait() -> Patches:
     """A mount is answered before the client's older appends are final."""
 
-    def barrier(self, token):
+    def add_barrier(self, token):
         return [BarrierReached(token)]
 
-    yield instead(AppendPipeline, "barrier", barrier)
+    yield replaced(AppendPipeline, "add_barrier", add_barrier)
 
 
 @switch
@@ -218,9 +218,9 @@ def connection_checked_on_arrival_only() -> Patches:
     def drop_nothing(self, connection):
         return []
 
-    yield instead(AppendPipeline, "receive", receive_checked)
-    yield instead(Admission, "stale_code", still_fresh)
-    yield instead(AppendPipeline, "close", drop_nothing)
+    yield replaced(AppendPipeline, "receive", receive_checked)
+    yield replaced(Admission, "stale_code", still_fresh)
+    yield replaced(AppendPipeline, "close", drop_nothing)
 
 
 @switch
@@ -231,7 +231,7 @@ def older_connections_append() -> Patches:
         mount = self._mounts.get(client_id)
         return mount is not None and mount.is_ready
 
-    yield instead(Mounts, "is_ready", is_ready)
+    yield replaced(Mounts, "is_ready", is_ready)
 
 
 @switch
@@ -254,15 +254,15 @@ def mount_fences_when_answered() -> Patches:
         is_older = older.get(id(self), {}).get(client_id) == connection
         return is_older or is_ready(self, client_id, connection)
 
-    yield instead(Mounts, "begin", begin_keeping_the_older)
-    yield instead(Mounts, "finish", finish_alone)
-    yield instead(Mounts, "is_ready", is_either_ready)
+    yield replaced(Mounts, "begin", begin_keeping_the_older)
+    yield replaced(Mounts, "finish", finish_alone)
+    yield replaced(Mounts, "is_ready", is_either_ready)
 
 
 @switch
 def lost_row_keeps_its_mount() -> Patches:
     """After a lost row, later appends that the client had sent are accepted."""
-    yield instead(Mounts, "invalidate", nothing)
+    yield replaced(Mounts, "invalidate", do_nothing)
 
 
 @switch
@@ -278,8 +278,8 @@ def cache_filled_at_submission() -> Patches:
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome])
 
-    yield instead(Partition, "_route", _route)
-    yield instead(Reads, "forget_all", nothing)
+    yield replaced(Partition, "_route", _route)
+    yield replaced(Reads, "forget_all", do_nothing)
 
 
 @switch
@@ -294,16 +294,16 @@ def feed_reaches_what_is_in_flight() -> Patches:
                 sent = next(reversed([*self.pipeline._in_flight]), None)
                 if sent is not None and sent.batch is outcome.batch:
                     self.reads.cache_batch(sent.entry, sent.batch)
-                    self.reads.advanced(sent.entry.last)
-                    self.feed.advanced(self._session_id, sent.entry.last)
+                    self.reads.on_mark_advanced(sent.entry.last)
+                    self.feed.on_mark_advanced(self._session_id, sent.entry.last)
 
-    yield instead(Partition, "_route", _route)
+    yield replaced(Partition, "_route", _route)
 
 
 @switch
 def appends_taken_after_the_session() -> Patches:
     """A session accepts appends after its end, and the next session does not settle them."""
-    closed, settled = AppendPipeline.closed, AppendPipeline.settled
+    closed, settled = AppendPipeline.on_session_closed, AppendPipeline.on_session_settled
 
     def closed_but_open(self, loss=RowOutcomeCode.LOST):
         outcome = closed(self, loss)
@@ -314,8 +314,8 @@ def appends_taken_after_the_session() -> Patches:
         self._is_open = False
         return settled(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
 
-    yield instead(AppendPipeline, "closed", closed_but_open)
-    yield instead(AppendPipeline, "settled", settled_again)
+    yield replaced(AppendPipeline, "on_session_closed", closed_but_open)
+    yield replaced(AppendPipeline, "on_session_settled", settled_again)
 
 
 @switch
@@ -326,10 +326,10 @@ def mark_answered_without_proof() -> Patches:
         return True
 
     def _answer_mark(self, event, *, always=False):
-        self._out.append(self._with_mark(event))
+        self._out.append(self._present_mark_answer(event))
 
-    yield instead(LinearizableRequests, "is_fresh", is_fresh)
-    yield instead(Partition, "_answer_mark", _answer_mark)
+    yield replaced(LinearizableRequests, "is_fresh", is_fresh)
+    yield replaced(Partition, "_answer_mark", _answer_mark)
 
 
 @switch
@@ -339,7 +339,7 @@ def flush_does_not_wait() -> Patches:
     def flush(self, token):
         return [BarrierReached(token)]
 
-    yield instead(AppendPipeline, "flush", flush)
+    yield replaced(AppendPipeline, "flush", flush)
 
 
 @switch
@@ -351,26 +351,26 @@ def released_counts_as_lost() -> Patches:
         queued, doubtful, outcomes = original(self)
         return [*queued, *doubtful], [], outcomes
 
-    yield instead(AppendPipeline, "abandon", abandon)
+    yield replaced(AppendPipeline, "abandon", abandon)
 
 
 @switch
 def doubtful_batches_are_committed() -> Patches:
     """Appends in flight are reported as committed when their session is lost."""
-    original = AppendPipeline.settled
+    original = AppendPipeline.on_session_settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):
         for sent in self._in_flight:
             last = max(last, min(sent.entry.last, opened.high_water_mark))
         return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
 
-    yield instead(AppendPipeline, "settled", settled)
+    yield replaced(AppendPipeline, "on_session_settled", settled)
 
 
 @switch
 def batch_answered_before_all_is_final() -> Patches:
     """A batch is answered when all its rows are validated, before they are final."""
-    yield instead(PendingBatch, "is_final", property(lambda self: self.is_validated))
+    yield replaced(PendingBatch, "is_final", property(lambda self: self.is_validated))
 
 
 @switch
@@ -381,7 +381,7 @@ def held_rejections_lost_with_session() -> Patches:
         self._queues.clear()
         return []
 
-    yield instead(LockQueues, "all", forgotten)
+    yield replaced(LockQueues, "all", forgotten)
 
 
 @switch
@@ -398,7 +398,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
                 return block
         return None
 
-    yield instead(LockBlockReader, "block_ending_at", below)
+    yield replaced(LockBlockReader, "block_ending_at", below)
 
 
 @switch
@@ -411,7 +411,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
         self.is_spent = block is None
         return block
 
-    yield instead(LockBlockReader, "block_ending_at", below)
+    yield replaced(LockBlockReader, "block_ending_at", below)
 
 
 @switch
@@ -423,7 +423,7 @@ def lock_blocks_replace_newer_locks() -> Patches:
         np.minimum(self._slots, floor, out=self._slots)
         refine(self, floor, lower_floor, locks, ids)
 
-    yield instead(LockTable, "refine", refine_all)
+    yield replaced(LockTable, "refine", refine_all)
 
 
 @switch
@@ -441,8 +441,8 @@ def append_locks_missing_in_lock_blocks() -> Patches:
 
         entered, writers = without(validation.entered_locks), without(validation.writers_of)
         with (
-            instead(validation, "entered_locks", entered),
-            instead(validation, "writers_of", writers),
+            replaced(validation, "entered_locks", entered),
+            replaced(validation, "writers_of", writers),
         ):
             return rows(pending, stop, table, position)
 
@@ -454,8 +454,8 @@ def append_locks_missing_in_lock_blocks() -> Patches:
         packed = np.array(locks, dtype=">i4").tobytes()
         return piece._replace(locks=packed, writers=writers)
 
-    yield instead(pipeline, "validate_rows", validate_rows)
-    yield instead(pipeline, "validate_singles", validate_singles)
+    yield replaced(pipeline, "validate_rows", validate_rows)
+    yield replaced(pipeline, "validate_singles", validate_singles)
 
 
 @switch
@@ -465,7 +465,7 @@ def followed_session_not_compared() -> Patches:
     def holds(self, message, last):
         return message.client_high_water_mark <= last
 
-    yield instead(DependentAppends, "knows_predecessors", holds)
+    yield replaced(DependentAppends, "knows_predecessors", holds)
 
 
 @switch
@@ -477,7 +477,7 @@ def predecessors_left_out() -> Patches:
         found = original(self, mark, locks)
         return found[:-1] if found else found
 
-    yield instead(RecentAppends, "records_above", above)
+    yield replaced(RecentAppends, "records_above", above)
 
 
 @switch
@@ -489,7 +489,7 @@ def append_locks_not_followed() -> Patches:
         message = dataclasses.replace(pending.message, append_locks=())
         original(self, dataclasses.replace(pending, message=message), record)
 
-    yield instead(RecentAppends, "add", add)
+    yield replaced(RecentAppends, "add", add)
 
 
 @switch
@@ -499,4 +499,4 @@ def hanging_server_keeps_its_session() -> Patches:
     def may_keep_session(self, now_ms):
         return True
 
-    yield instead(Watchdog, "may_keep_session", may_keep_session)
+    yield replaced(Watchdog, "may_keep_session", may_keep_session)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.sim.switches import Patches, instead, nothing, switch
+from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.errors import DiskFailed
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.files import record_search, segments
@@ -35,7 +35,7 @@ def skip_truncate() -> Patches:
         files.synced_max, files.chain, files.synced_chain = last_to_keep, kept, kept
         return last_to_keep, kept
 
-    yield instead(PartitionLog, "truncate", truncate)
+    yield replaced(PartitionLog, "truncate", truncate)
 
 
 @switch
@@ -50,7 +50,7 @@ def truncate_without_intent() -> Patches:
         marker = min(self.slot.acked, AckedMarker(self.last_id, self.chain))
         self.write_slot(replace(self.slot, acked=marker))
 
-    yield instead(LogFiles, "truncate", truncate)
+    yield replaced(LogFiles, "truncate", truncate)
 
 
 @switch
@@ -66,7 +66,7 @@ def truncate_below_mark() -> Patches:
         finally:
             slots.slot = replace(self.slot, low_water_mark=mark.low_water_mark)
 
-    yield instead(PartitionLog, "truncate", truncate)
+    yield replaced(PartitionLog, "truncate", truncate)
 
 
 @switch
@@ -78,7 +78,7 @@ def answer_before_fsync() -> Patches:
         self.synced_max, self.synced_chain = self.last_id, self.chain
         return self.synced_max
 
-    yield instead(LogFiles, "sync", sync)
+    yield replaced(LogFiles, "sync", sync)
 
 
 @switch
@@ -93,7 +93,7 @@ def failed_fsync_ignored() -> Patches:
             self.forget()
             return 1
 
-    yield instead(Segment, "sync", sync)
+    yield replaced(Segment, "sync", sync)
 
 
 @switch
@@ -109,7 +109,7 @@ def promise_not_durable() -> Patches:
         finally:
             slots.write = write
 
-    yield instead(PartitionLog, "prepare", prepare)
+    yield replaced(PartitionLog, "prepare", prepare)
 
 
 @switch
@@ -125,7 +125,7 @@ def fence_after_vote() -> Patches:
     def _admit_prepare(self, request, message):
         lane = self._lanes.get(message.partition_id)
         before = None if lane is None else (lane.promise.session_id, lane.owner)
-        fence, self._fence = self._fence, nothing
+        fence, self._fence = self._fence, do_nothing
         try:
             admit(self, request, message)
         finally:
@@ -149,10 +149,10 @@ def fence_after_vote() -> Patches:
         if older.get(id(self), (None, None))[0] != session:
             check_log(self, session)
 
-    yield instead(StorageService, "_admit_prepare", _admit_prepare)
-    yield instead(StorageService, "_check_session", _check_session)
-    yield instead(service, "_check_owner", _check_owner)
-    yield instead(PartitionLog, "_check_session", _check_log_session)
+    yield replaced(StorageService, "_admit_prepare", _admit_prepare)
+    yield replaced(StorageService, "_check_session", _check_session)
+    yield replaced(service, "_check_owner", _check_owner)
+    yield replaced(PartitionLog, "_check_session", _check_log_session)
 
 
 @switch
@@ -177,10 +177,10 @@ def older_sessions_append() -> Patches:
         lane.owner = None  # So that its connection is not closed.
         fence(self, lane, reason, keep=keep)
 
-    yield instead(StorageService, "_check_session", _check_session)
-    yield instead(StorageService, "_fence", _fence)
-    yield instead(service, "_check_owner", _check_owner)
-    yield instead(PartitionLog, "_check_session", _check_log_session)
+    yield replaced(StorageService, "_check_session", _check_session)
+    yield replaced(StorageService, "_fence", _fence)
+    yield replaced(service, "_check_owner", _check_owner)
+    yield replaced(PartitionLog, "_check_session", _check_log_session)
 
 
 @switch
@@ -197,8 +197,8 @@ def any_nonce() -> Patches:
     def prepare_any(self, session, nonce):
         return prepare(self, session, self.slot.nonce if session == self.slot.promised else nonce)
 
-    yield instead(StorageService, "_admit_prepare", _admit_prepare)
-    yield instead(PartitionLog, "prepare", prepare_any)
+    yield replaced(StorageService, "_admit_prepare", _admit_prepare)
+    yield replaced(PartitionLog, "prepare", prepare_any)
 
 
 @switch
@@ -210,7 +210,7 @@ def mark_confirmed_when_set() -> Patches:
         original(self, session, mark, chain)
         self._files.write_slot(replace(self.slot, low_water_mark=mark, provisional=None))
 
-    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
+    yield replaced(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
 
 @switch
@@ -232,17 +232,17 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
         self._confirm(session)
         self._engaged = session
 
-    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
-    yield instead(PartitionLog, "_confirm", _confirm)
-    yield instead(PartitionLog, "engage", engage)
+    yield replaced(PartitionLog, "set_low_water_mark", set_low_water_mark)
+    yield replaced(PartitionLog, "_confirm", _confirm)
+    yield replaced(PartitionLog, "engage", engage)
 
 
 @switch
 def torn_record_accepted() -> Patches:
     """After a crash the records are not checked against their checksums."""
-    yield instead(record_search, "first_bad_record", nothing)
+    yield replaced(record_search, "first_bad_record", do_nothing)
     # Else the batch that a torn record lies in would be found out, and cut.
-    yield instead(segments, "first_invalid_record", nothing)
+    yield replaced(segments, "first_invalid_record", do_nothing)
 
 
 @switch
@@ -265,9 +265,9 @@ def damage_cut_as_torn_tail() -> Patches:
         self.slot = replace(self.slot, suspect=slot.suspect)
 
     records, lineage = _Opening.recover_records, _Opening.settle_lineage
-    yield instead(Segment, "recover", recover)
-    yield instead(_Opening, "recover_records", recover_records)
-    yield instead(_Opening, "settle_lineage", settle_lineage)
+    yield replaced(Segment, "recover", recover)
+    yield replaced(_Opening, "recover_records", recover_records)
+    yield replaced(_Opening, "settle_lineage", settle_lineage)
 
 
 @switch
@@ -280,7 +280,7 @@ def index_trusted_after_crash() -> Patches:
         if missing > 0:
             self.index.write(self.index.count, starts[starts.size - missing :])
 
-    yield instead(Segment, "_repair", _repair)
+    yield replaced(Segment, "_repair", _repair)
 
 
 @switch
@@ -290,13 +290,13 @@ def batches_trusted_after_crash() -> Patches:
     def _holds(self, segments, entry, end, chain):
         return entry.first == end + 1
 
-    yield instead(_Opening, "_is_batch_valid", _holds)
+    yield replaced(_Opening, "_is_batch_valid", _holds)
 
 
 @switch
 def reads_unchecked() -> Patches:
     """Bytes that are read from the disk are not compared with their checksums."""
-    yield instead(reading, "first_invalid_record", nothing)
+    yield replaced(reading, "first_invalid_record", do_nothing)
 
 
 @switch
@@ -310,8 +310,8 @@ def marker_not_kept() -> Patches:
     def durable_before(self, position):
         return BEFORE_FIRST
 
-    yield instead(LogFiles, "write_slot", write_slot)
-    yield instead(LineageFile, "durable_before", durable_before)
+    yield replaced(LogFiles, "write_slot", write_slot)
+    yield replaced(LineageFile, "durable_before", durable_before)
 
 
 @switch
@@ -327,7 +327,7 @@ def group_continues_after_a_rejection() -> Patches:
                 replace(good[-1], sequence=request.message.sequence) for request in requests
             ]
 
-    yield instead(work, "_append_group", _append_group)
+    yield replaced(work, "_append_group", _append_group)
 
 
 @switch
@@ -336,30 +336,30 @@ def segments_cut_in_any_order() -> Patches:
 
     def truncate(self, last_to_keep, entry):
         directory = self._disk.sync_directory
-        self._disk.sync_directory = nothing
+        self._disk.sync_directory = do_nothing
         try:
             original(self, last_to_keep, entry)
         finally:
             self._disk.sync_directory = directory
 
     original = Segments.truncate
-    yield instead(Segments, "truncate", truncate)
+    yield replaced(Segments, "truncate", truncate)
 
 
 @switch
 def repaired_without_check() -> Patches:
     """Damage is repaired with the received bytes, whatever they are."""
-    yield instead(damage, "check_repaired", nothing)
-    yield instead(damage, "first_invalid_record", nothing)
+    yield replaced(damage, "check_repaired", do_nothing)
+    yield replaced(damage, "first_invalid_record", do_nothing)
 
 
 @switch
 def appends_unchecked() -> Patches:
     """The checksums, IDs and chain of appended records are not checked."""
-    yield instead(partition_log, "check_batches", nothing)
+    yield replaced(partition_log, "check_batches", do_nothing)
 
 
 @switch
 def suspect_is_forgotten() -> Patches:
     """A log that has lost records is not suspect after its opening."""
-    yield instead(_Opening, "_mark_suspect", nothing)
+    yield replaced(_Opening, "_mark_suspect", do_nothing)

@@ -102,7 +102,7 @@ def run_broken(name: str, schedule: Schedule) -> RunVerdict:
         return run(schedule)
 
 
-def holds(trace: Trace) -> bool:
+def is_detected(trace: Trace) -> bool:
     """Whether the schedule fails with the switch and passes without it."""
     if trace.switch not in SWITCHES:
         return False
@@ -113,14 +113,14 @@ def holds(trace: Trace) -> bool:
 
 def search(name: str, seeds_max: int) -> Trace | str:
     """Search seeds that detect a switch, shorten the best schedule; a sentence if none is found."""
-    signal.signal(signal.SIGVTALRM, _hung)
+    signal.signal(signal.SIGVTALRM, _raise_timeout)
     found: list[RunVerdict] = []
     is_of_archive = SWITCHES[name].__module__ == broken_archive.__name__
     for seed in range(seeds_max):
         schedule = schedule_of(seed, WEIGHTS)
         if is_of_archive and not schedule.setup.archive_interval_ms:
             continue
-        verdict = _timed(name, schedule)
+        verdict = _run_with_limit(name, schedule)
         # What only hangs shows no rule, and is slow to shorten.
         is_hung = verdict.rule == "Crash" and "TimeoutError" in verdict.text
         if verdict.is_good or is_hung or not run(schedule).is_good:
@@ -131,7 +131,7 @@ def search(name: str, seeds_max: int) -> Trace | str:
     seeds = [verdict.schedule.seed for verdict in found]
     rules = Counter(str(verdict.rule) for verdict in found)
     for verdict in sorted(found, key=lambda each: _unspecific_rank(each, rules)):
-        short = _shortened(name, verdict)
+        short = _shrink_schedule(name, verdict)
         if run(short.schedule).is_good:
             text = short.text.strip().splitlines()[-1][:300]
             rule, seed = str(short.rule), verdict.schedule.seed
@@ -150,7 +150,7 @@ def _unspecific_rank(verdict: RunVerdict, rules: Counter[str]) -> tuple[int, int
     )
 
 
-def _timed(name: str, schedule: Schedule) -> RunVerdict:
+def _run_with_limit(name: str, schedule: Schedule) -> RunVerdict:
     signal.setitimer(signal.ITIMER_VIRTUAL, RUN_S_MAX)
     try:
         return run_broken(name, schedule)
@@ -158,17 +158,17 @@ def _timed(name: str, schedule: Schedule) -> RunVerdict:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _hung(*_: object) -> None:
+def _raise_timeout(*_: object) -> None:
     raise TimeoutError(f"a run has taken more than {RUN_S_MAX} s of CPU time")
 
 
-def _shortened(name: str, verdict: RunVerdict) -> RunVerdict:
+def _shrink_schedule(name: str, verdict: RunVerdict) -> RunVerdict:
     end_s = time.process_time() + SHRINK_S_MAX
     return shrink(
         verdict,
         runs_max=SHRINK_RUNS_MAX,
         is_late=lambda: time.process_time() >= end_s,
-        run_one=lambda schedule: _timed(name, schedule),
+        run_one=lambda schedule: _run_with_limit(name, schedule),
     ).verdict
 
 
@@ -205,7 +205,7 @@ def main() -> int:
         return 0
     names = arguments.search
     if names == ["all"]:
-        kept = {trace.switch for trace in traces() if holds(trace)}
+        kept = {trace.switch for trace in traces() if is_detected(trace)}
         names = [name for name in SWITCHES if name not in kept]
         _print(f"{len(kept)} traces hold, {len(names)} to be found")
     missed = 0

@@ -18,7 +18,7 @@ class SteadyWriter:
         self.took_us: list[int] = []
         self.ids: list[int] = []
         self.others: list[str] = []  # outcomes that are no commit
-        self.client.on_settled = self.settled
+        self.client.on_settled = self.on_settled
         self.client.on_rejected = lambda effect: self.others.append(str(effect.error))
         self.client.started()
         self.client.subscribe(BEFORE_FIRST)
@@ -31,7 +31,7 @@ class SteadyWriter:
             self.client.append(submission)
             world.after(self.every_ms * MS, self.append)
 
-    def settled(self, effect) -> None:
+    def on_settled(self, effect) -> None:
         self.cluster.workload.ended(effect.token)
         now_us = self.cluster.world.now_us
         self.answered_us.append(now_us)

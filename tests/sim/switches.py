@@ -22,13 +22,13 @@ def switch(make: Callable[[], Patches]) -> Callable[[], Patches]:
     return make
 
 
-def instead(owner: object, name: str, new: object) -> mock._patch:
+def replaced(owner: object, name: str, new: object) -> mock._patch:
     """Replace a function of the production code, which must exist."""
     assert hasattr(owner, name), f"{owner} has no {name} any more"
     return mock.patch.object(owner, name, new)
 
 
-def nothing(*args: object, **kwargs: object) -> None:
+def do_nothing(*args: object, **kwargs: object) -> None:
     """Do nothing."""
 
 
@@ -39,7 +39,7 @@ def broken(name: str) -> Iterator[None]:
     The machines' own invariant checks are disabled: the effect must be visible from outside.
     """
     with ExitStack() as stack:
-        stack.enter_context(instead(servers, "check", nothing))
+        stack.enter_context(replaced(servers, "check", do_nothing))
         for patch in SWITCHES[name]():
             stack.enter_context(patch)
         yield

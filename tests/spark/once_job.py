@@ -53,9 +53,9 @@ class FailsOnce:
                 yield part
                 seen += part.num_rows
                 if seen == ROWS // 2:
-                    self._strike(task)
+                    self._fail_once(task)
 
-    def _strike(self, task: int) -> None:
+    def _fail_once(self, task: int) -> None:
         try:
             (self.directory / f"struck-{task}").touch(exist_ok=False)
         except FileExistsError:

@@ -50,7 +50,7 @@ class Place:
         subprocess.run(self.command(*words), check=True, capture_output=True, timeout=SECONDS_MAX)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Enter this place with this thread and its children during a `with` block."""
         if self.holder is None:
             yield
@@ -64,7 +64,7 @@ class Place:
                 _set_network(before.fileno())
 
     @contextlib.contextmanager
-    def cut_off_from(self, ports: Sequence[int]) -> Iterator[None]:
+    def block_ports(self, ports: Sequence[int]) -> Iterator[None]:
         """Block connections to some ports of other places during a `with` block."""
         rules = [("ipproto", "tcp", "dport", str(port), "unreachable") for port in ports]
         for rule in rules:

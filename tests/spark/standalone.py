@@ -84,14 +84,14 @@ class StandaloneSpark:
         with contextlib.ExitStack() as stack:
             words = ("master.Master", "--host", self.hub.address, "--port", "0")
             stack.enter_context(self._daemon("master", self.hub, *words))
-            found = self._awaited("master", r"Starting Spark master at (spark://\S+)", 1)
+            found = self._await_matches("master", r"Starting Spark master at (spark://\S+)", 1)
             self.master = found[0]
             for number, rim in enumerate(self.rims, 1):
                 words = ("worker.Worker", "--host", rim.address, "--cores", "2", "--memory", "1g")
                 words += ("--work-dir", str(self._directory / f"work-{number}"), self.master)
                 worker = stack.enter_context(self._daemon(f"worker-{number}", rim, *words))
                 self.workers.append(worker)
-            self._awaited("master", r"Registering worker (\S+)", len(self.rims))
+            self._await_matches("master", r"Registering worker (\S+)", len(self.rims))
             yield self
 
     def submit(
@@ -128,8 +128,8 @@ class StandaloneSpark:
             words += ["--conf", f"{key}={value}"]
         words += [str(ROOT / "tests" / "spark" / script), *arguments]
         before = set(self._events.iterdir())
-        with self._started(name, self.hub, words, path) as job:
-            connections = self._watched(job, ports)
+        with self._run_program(name, self.hub, words, path) as job:
+            connections = self._watch_connections(job, ports)
         logs = set(self._events.iterdir()) - before
         events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
         output, errors = (
@@ -145,11 +145,11 @@ class StandaloneSpark:
         command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS}.{main}"]
         defaults = ["--properties-file", str(ROOT / "conf" / "spark-defaults.conf")]
         words_of_all = [*command, "--webui-port", "0", *defaults, *options]
-        with self._started(name, place, words_of_all, {}) as started:
+        with self._run_program(name, place, words_of_all, {}) as started:
             yield started
 
     @contextlib.contextmanager
-    def _started(
+    def _run_program(
         self, name: str, place: Place, words: list[str], variables: dict[str, str]
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Run a program for the duration of a `with` block; what it has started ends with it."""
@@ -182,7 +182,7 @@ class StandaloneSpark:
     def _log(self, name: str, end: str) -> Path:
         return self._directory / f"{name}.{end}"
 
-    def _awaited(self, name: str, pattern: str, count: int) -> list[str]:
+    def _await_matches(self, name: str, pattern: str, count: int) -> list[str]:
         """Return the matches in a log as soon as there is the given number of them."""
 
         def found() -> list[str]:
@@ -194,7 +194,7 @@ class StandaloneSpark:
             time.sleep(0.05)
         return found()
 
-    def _watched(
+    def _watch_connections(
         self, job: subprocess.Popen[bytes], ports: tuple[int, ...]
     ) -> dict[int, dict[int, int]]:
         """Wait for a job's end; return the most connections of each Python worker by port."""

@@ -26,8 +26,8 @@ from waltz_spark.writer.batch_write import (
     NamedWrite,
     WaltzBatchWriter,
     finish,
-    forget,
     new_job,
+    remove_writes,
 )
 from waltz_spark.writer.task import TaskResult, WriteJob
 
@@ -362,7 +362,7 @@ def test_a_driver_whose_clock_is_ahead_forgets_no_write(
     ahead = time.time() + 30 * 24 * 3_600  # noqa: TID251 - a driver's clock
     monkeypatch.setattr(time, "time", lambda: ahead)
     for _ in range(3):  # it looks at some of the writes each time
-        forget(job, [])
+        remove_writes(job, [])
     again = write.job()
     write.finish(again, again.write_task(batches_of(rows), 0, 1))
     assert write.in_log() == once(rows)

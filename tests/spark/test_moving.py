@@ -22,8 +22,8 @@ from pyspark.sql import functions as F
 
 import waltz_core.local
 import waltz_spark
-from tests.fault.changing import address, run_checked
-from tests.fault.load import all_engaged, shown, wait_until
+from tests.fault.cluster_commands import member_address, run_checked
+from tests.fault.load import are_all_engaged, show_cluster, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -130,15 +130,15 @@ def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
     # Of two that want the same partitions the older one would have them.
-    run_checked(log, "unprefer", "all", address(log, other))
-    assert run_checked(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
+    run_checked(log, "unprefer", "all", member_address(log, other))
+    assert run_checked(log, "prefer", "all", member_address(log, name))["owns"] == [0, 1]
 
 
 def has_servers(log: LocalCluster, *names: str) -> bool:
     """Whether these servers are registered; one that was started a moment ago may not be yet."""
-    servers = shown(log)["servers"]
+    servers = show_cluster(log)["servers"]
     assert isinstance(servers, dict)
-    return {address(log, each) for each in names} <= set(servers.values())
+    return {member_address(log, each) for each in names} <= set(servers.values())
 
 
 def marks(log: LocalCluster) -> dict[int, int]:
@@ -251,7 +251,7 @@ def test_tasks_leave_a_frozen_server(
         log.kill(frozen.name, signal.SIGCONT)
     # Its session with ZooKeeper ended while it was frozen; it registers again.
     wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
-    run_checked(log, "unprefer", "all", address(log, frozen.name))
+    run_checked(log, "unprefer", "all", member_address(log, frozen.name))
     rows = (
         spark.read.format("waltz")
         .options(columns="data", startingHighWaterMarks=json.dumps(before))
@@ -267,9 +267,9 @@ def test_tasks_leave_a_frozen_server(
 
 def is_settled(log: LocalCluster) -> bool:
     """Return whether both servers own a partition and all replicas take part."""
-    partitions = shown(log)["partitions"]
+    partitions = show_cluster(log)["partitions"]
     assert isinstance(partitions, dict)
-    return len({each["server"] for each in partitions.values()}) == 2 and all_engaged(log)
+    return len({each["server"] for each in partitions.values()}) == 2 and are_all_engaged(log)
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:
@@ -296,7 +296,7 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
         (group,) = (
             each
             for each in range(4)
-            if client.replicas(0, group=each).nearby == (address(log, near),)
+            if client.replicas(0, group=each).nearby == (member_address(log, near),)
         )
     before = {each: read_bytes(log, each) for each in names}
     at_kill: dict[str, float] = {}

@@ -61,7 +61,7 @@ def both(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Both]:
     directory = tmp_path_factory.mktemp("standalone")
-    with places() as (hub, *rims), hub.entered():
+    with places() as (hub, *rims), hub.enter():
         if not hub.is_apart:
             plugins = request.config.pluginmanager
             with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
@@ -119,7 +119,7 @@ def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: 
     before = both.total("waltz_server_cache_reads_total")
     with ExitStack() as stack:
         for rim in both.spark.rims:
-            stack.enter_context(rim.cut_off_from(ports))
+            stack.enter_context(rim.block_ports(ports))
         job = both.spark.submit(
             "walled_job.py",
             both.waltz.connect,

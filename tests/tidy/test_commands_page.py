@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import is_subcommand, option_names, parsed, shown_options, subcommands_of
+from tests.commands import is_subcommand, option_names, parse_command, shown_options, subcommands_of
 from waltz_core.cli.main import GROUPS, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def test_errors_in_the_page_would_be_found(text, fault):
 @pytest.mark.parametrize("text", [each for group in GROUPS.values() for each in group.examples])
 def test_every_example_in_a_help_can_be_given(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
-    assert parsed(shlex.split(text))
+    assert parse_command(shlex.split(text))
 
 
 def test_the_overview_names_five_commands_that_exist():
@@ -142,5 +142,5 @@ def test_timeout_options_have_the_same_name_everywhere(group):
     ],
 )
 def test_timeout_options_of_earlier_versions_are_accepted(text, found):
-    arguments = parsed(shlex.split(text))
+    arguments = parse_command(shlex.split(text))
     assert {name: arguments[name] for name in found} == found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import parsed
+from tests.commands import parse_command
 from tests.tidy.packages import (
     CHART,
     DAEMONS,
@@ -154,12 +154,12 @@ def test_daemons_of_the_compose_file_have_valid_settings() -> None:
         assert each.config.advertised_host == each.name
         assert each.config.insecure_network
         assert each.ports == DEFAULT_PORTS[each.command[0]]
-        assert parsed(each.command)
+        assert parse_command(each.command)
 
 
 def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
     services = compose_services()
-    options = parsed(services["create"]["command"])
+    options = parse_command(services["create"]["command"])
     storages = [each for each in compose_daemons() if isinstance(each.config, StorageConfig)]
     assert list(options["storage"]) == [address_of(each) for each in storages]
     connects = {
@@ -196,7 +196,7 @@ def test_units_start_existing_commands_as_their_user(unit: Path) -> None:
     program, kind, *options = start.split()
     assert program == "/opt/waltz/bin/waltz-core"
     assert options == ["run", "--config", f"/etc/waltz/{kind}.toml"]
-    parsed([kind, "run"])
+    parse_command([kind, "run"])
     (user,) = unit_lines(unit, "User")
     assert re.search(rf"(?m)^u {user} ", (SYSTEMD / "waltz.sysusers").read_text(encoding="utf-8"))
 
@@ -217,7 +217,7 @@ def test_pods_have_valid_settings(pods: list[Daemon]) -> None:
         assert each.ports == DEFAULT_PORTS[each.command[0]]
         assert each.config.http_host == each.config.listen_host == "0.0.0.0"
         assert each.config.access == "on"
-        assert parsed(each.command[:2])
+        assert parse_command(each.command[:2])
         _, set_name, namespace, *domain = each.config.advertised_host.split(".")
         assert each.config.advertised_host.startswith(f"{each.name}.")
         assert set_name in manifests("Service")
@@ -243,7 +243,7 @@ def test_pods_use_tls_of_the_secret(pods: list[Daemon], tmp_path: Path) -> None:
 def test_the_job_creates_the_cluster_of_the_storages(pods: list[Daemon]) -> None:
     (job,) = manifests("Job").values()
     (container,) = pod_of(job)["containers"]
-    options = parsed(container["args"])
+    options = parse_command(container["args"])
     storages = [address_of(each) for each in pods if isinstance(each.config, StorageConfig)]
     assert list(options["storage"]) == [f"{each}:{group}" for group, each in enumerate(storages)]
     (connect,) = {str(each.config.connect).partition("?")[0] for each in pods}

@@ -30,6 +30,8 @@ from waltz_core.config import KINDS
 
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
+# Functions of tests that sleep because there is nothing to wait for.
+PLAIN_WAITS = ("wait_before_retry", "wait_for_nothing")
 # path -> why it may be longer
 FILES_LONGER_ON_PURPOSE = {
     "waltz_core/config/declarations.py": "the table of all settings, mostly their descriptions",
@@ -515,8 +517,7 @@ def test_tests_sleep_only_between_checks_of_a_condition():
         paced = {
             id(call)
             for loop in source.nodes
-            # Nothing can be awaited where nothing is to happen: that is what `quiet` is for.
-            if isinstance(loop, ast.While) or getattr(loop, "name", "") == "quiet"
+            if isinstance(loop, ast.While) or getattr(loop, "name", "") in PLAIN_WAITS
             for call in calls(ast.walk(loop), "time.sleep", "asyncio.sleep")
         }
         wrong += [

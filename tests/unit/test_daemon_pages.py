@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.http_client import ask, get
+from tests.http_client import get, send_request
 from tests.patience import HANG_S
 from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.metrics import Metrics
@@ -34,7 +34,7 @@ def pages(*requests, health):
             asyncio.timeout(HANG_S),
             serve_pages(metrics, find, host="127.0.0.1", port=0) as port,
         ):
-            return [await ask(port, each) for each in requests]
+            return [await send_request(port, each) for each in requests]
 
     return net.run(main())
 
@@ -110,9 +110,9 @@ def test_a_page_that_does_not_return_delays_no_other():
             serve_pages(Metrics("server"), hang, host="127.0.0.1", port=0) as port,
             asyncio.TaskGroup() as tasks,
         ):
-            hanging = tasks.create_task(ask(port, get("/readyz")))
+            hanging = tasks.create_task(send_request(port, get("/readyz")))
             await begun.wait()
-            assert await ask(port, get("/livez")) == (OK, b"ok\n")
+            assert await send_request(port, get("/livez")) == (OK, b"ok\n")
             hanging.cancel()
 
     net.run(main())

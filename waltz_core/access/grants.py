@@ -23,14 +23,14 @@ class PrincipalGrants:
 
     partitions: Mapping[AccessVerb, Partitions] = field(default_factory=dict, hash=False)
 
-    def missing(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
+    def missing_verb(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
         """Return a verb that is not granted; None: the requirement is met.
 
         `partition` is one of the request; None if the request names none (rule 2).
         """
         lacking = None
         for verb in requirement.verbs:
-            if self._has(verb, requirement.scope, partition):
+            if self._has_verb(verb, requirement.scope, partition):
                 if not requirement.is_all:
                     return None
             elif requirement.is_all:
@@ -39,7 +39,7 @@ class PrincipalGrants:
                 lacking = lacking or verb
         return lacking
 
-    def _has(self, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
+    def _has_verb(self, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
         granted = self.partitions.get(verb, _NOTHING)
         if granted is None:
             return True
@@ -52,7 +52,7 @@ class PrincipalGrants:
     def partitions_to_check(
         self, requirement: Requirement, partitions: Sequence[int]
     ) -> Collection[int]:
-        """Return those of a request's partitions that `missing` must check.
+        """Return those of a request's partitions that `missing_verb` must check.
 
         A request can name four million, mostly the same ones, which would take seconds.
         """
@@ -85,7 +85,7 @@ class Grants:
                 )
         self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
 
-    def of(self, principal: str) -> PrincipalGrants:
+    def for_principal(self, principal: str) -> PrincipalGrants:
         """Return what a principal is granted."""
         return self._of.get(principal, NO_GRANT)
 

@@ -133,9 +133,9 @@ class Quota:
         self._bytes: TokenBucket | None = None
         self._appends: TokenBucket | None = None
         self._rejections = TokenBucket(REJECTIONS_PER_S)
-        self.change(limits)
+        self.set_limits(limits)
 
-    def change(self, limits: PrincipalLimits) -> None:
+    def set_limits(self, limits: PrincipalLimits) -> None:
         """Take the limits of a revision (rule 5)."""
         if limits.bytes_per_s != self.limits.bytes_per_s:
             self._bytes = _bucket(limits.bytes_per_s)
@@ -189,7 +189,7 @@ class Quota:
         self.usage.delayed += wait_ns > 0
         return wait_ns
 
-    def rejected(self, size_bytes: int, now_ns: int) -> None:
+    def charge_rejected(self, size_bytes: int, now_ns: int) -> None:
         """Count a rejected request of any kind (rule 4)."""
         self._rejections.take(1 + size_bytes // REJECTION_BYTES, now_ns)
 
@@ -197,7 +197,7 @@ class Quota:
         """Return the time until a connection may be read that has had a rejection (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
-    def sent(self, size_bytes: int, now_ns: int) -> int:
+    def charge_sent(self, size_bytes: int, now_ns: int) -> int:
         """Charge the bytes of an answer or a feed; return the time until they are paid for."""
         self.usage.bytes += size_bytes
         if self._bytes is None:
@@ -214,14 +214,14 @@ class Quota:
 
     # ---- connections and feeds
 
-    def connect(self, connection: Hashable) -> None:
+    def add_connection(self, connection: Hashable) -> None:
         """Add a connection; raises Overloaded."""
         limit = self.limits.connections
         if limit is not None and len(self.connections) >= limit:
             raise self._over_limit_error(f"{limit} connections", COUNT_RETRY_MS)
         self.connections[connection] = None
 
-    def leave(self, connection: Hashable) -> None:
+    def remove_connection(self, connection: Hashable) -> None:
         """Remove a connection and its feeds."""
         self.connections.pop(connection, None)
         for key in [key for key, owner in self.feeds.items() if owner == connection]:
@@ -271,10 +271,10 @@ class Quotas:
             if limits is None:
                 del self._quotas[principal]
             else:
-                quota.change(limits)
+                quota.set_limits(limits)
                 quota.usage = self._usage_of(principal)
 
-    def of(self, principal: str, now_ns: int) -> Quota | None:
+    def quota_of(self, principal: str, now_ns: int) -> Quota | None:
         """Return the quota of a principal; None: it has no limits (rule 1)."""
         quota = self._quotas.get(principal)
         if quota is not None:
@@ -311,7 +311,7 @@ class Quotas:
     def _limits_of(self, principal: str) -> PrincipalLimits | None:
         if self._grants is None:
             return None
-        if AccessVerb.REPLICATE in self._grants.of(principal).partitions:
+        if AccessVerb.REPLICATE in self._grants.for_principal(principal).partitions:
             return None
         own = self._limits.get(principal, PrincipalLimits())
         default = self._limits.get(DEFAULT_LIMITS, PrincipalLimits())

@@ -176,13 +176,13 @@ class StorageArchive:
     def note_recheck(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of `find_damage_at`; the damage of a file ends at all places."""
         before = self._damage.get(place)
-        self.was_read(place, damage)
+        self.on_place_read(place, damage)
         if not damage:
             ended = [each for each, found in self._damage.items() if found == before]
             for each in ended:
                 del self._damage[each]
 
-    def was_read(self, place: tuple[int, int], damage: str) -> None:
+    def on_place_read(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of a read; one that succeeds ends the damage at its place."""
         self._damage.pop(place, None)
         if damage:

@@ -22,11 +22,11 @@ Rules (docs/spark.md, "Exactly once"):
        read before anything else: a process that was paused cannot begin a write that was removed
        meanwhile, nor remove one that was begun again. Other changes of nodes that exist check this
        version only: a node that was created again has the versions of the earlier one.
-    8. A registry of a principal (`WriteRegistry.of`) rejects the writes of other principals. A
-       write belongs to the principal that began it; if there is none, or it is `anonymous`, to the
-       first principal that enters it. Its owner never changes again (decision 048, AC 14). `enter`
-       checks the owner also after it has written the task: meanwhile the write may have been
-       removed, and begun by another principal, whose client ID must not be returned.
+    8. A registry of a principal (`WriteRegistry.for_principal`) rejects the writes of other
+       principals. A write belongs to the principal that began it; if there is none, or it is
+       `anonymous`, to the first principal that enters it. Its owner never changes again (decision
+       048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
+       may have been removed, and begun by another principal, whose client ID must not be returned.
     9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
 """
 
@@ -163,7 +163,7 @@ class WriteRegistry:
         self._is_limited = is_limited
         self._owners: dict[str, str] = {}  # of known writes, for rule 9
 
-    def of(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
+    def for_principal(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
         """Return the registry of a principal (rule 8); `is_limited`: whether rule 9 holds."""
         made = WriteRegistry(self._nodes, principal, is_limited=is_limited)
         made._owners = self._owners

@@ -190,11 +190,11 @@ class LegacyClientAdapter:
     ) -> LegacyResponse | None:
         match message:
             case AppendResult():
-                return self._append_ended(message)
+                return self._on_append_ended(message)
             case FeedBatch():
                 return Frames(feed_frames(message.first, message.headers, self._version))
             case MountResponse():
-                return self._mount_answered(message.req_id, message.state)
+                return self._on_mount_answered(message.req_id, message.state)
             case TransactionDataResponse(result=(None, _)):
                 return _data_not_found(message)
             case ErrorResponse():
@@ -202,7 +202,7 @@ class LegacyClientAdapter:
             case _:
                 return message
 
-    def _append_ended(self, message: AppendResult) -> LegacyResponse | None:
+    def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
         """Report the outcome of an append; only the feed reports committed ones."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
@@ -212,7 +212,7 @@ class LegacyClientAdapter:
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _ENDS_MOUNT:
-            return self._mount_ended(req_id.partition_id)
+            return self._on_mount_ended(req_id.partition_id)
         if reason is RowOutcomeCode.TOO_LARGE:
             return InexpressibleError(
                 f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
@@ -222,7 +222,7 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount_answered(self, req_id: ReqId, state: int) -> LegacyResponse | None:
+    def _on_mount_answered(self, req_id: ReqId, state: int) -> LegacyResponse | None:
         mount = self._mounts.get(req_id.partition_id)
         partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
@@ -232,12 +232,12 @@ class LegacyClientAdapter:
             del self._mounts[partition_id]
         return self._mount_state(req_id, state)
 
-    def _mount_ended(self, partition_id: PartitionId) -> LegacyResponse | None:
+    def _on_mount_ended(self, partition_id: PartitionId) -> LegacyResponse | None:
         """Make the client mount again, unless it is about to (rule 2)."""
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
             return None
-        return self._mount_answered(mount.req_id, MountState.NOT_READY)
+        return self._on_mount_answered(mount.req_id, MountState.NOT_READY)
 
     def _mount_state(self, req_id: ReqId, state: int) -> ClientMessage:
         if self._version <= _OUTCOMES_UP_TO:
@@ -255,15 +255,15 @@ class LegacyClientAdapter:
         answer: LegacyResponse | None = None
         match request:
             case MountRequest() | FeedRequest():
-                answer = self._mount_rejected(req_id, error)
+                answer = self._on_mount_rejected(req_id, error)
             case AppendRequest():
                 # If the partition has moved, its feed is rejected as well, which ends the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
                     answer = EndConnection(error.message)
             case FlushRequest():
-                answer = self._flush_rejected(req_id, error)
+                answer = self._on_flush_rejected(req_id, error)
             case HighWaterMarkRequest():
-                answer = self._mark_rejected(error)
+                answer = self._on_mark_rejected(error)
             case TransactionDataRequest():
                 text = _NOT_HERE if error.error_code in _OTHER_OWNER_CODES else error.message
                 answer = TransactionDataResponse(req_id, request.transaction_id, (None, text))
@@ -275,21 +275,21 @@ class LegacyClientAdapter:
                 answer = EndConnection(error.message)
         return answer
 
-    def _mount_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
+    def _on_mount_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
         mount = self._mounts.get(req_id.partition_id)
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
         if error.error_code in _ENDS_CONNECTION:
             return EndConnection(error.message)
-        return self._mount_answered(req_id, MountState.NOT_READY)
+        return self._on_mount_answered(req_id, MountState.NOT_READY)
 
-    def _flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
+    def _on_flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
         """Send nothing, like 0.13; if the mount still exists, make the client mount again."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
-        return self._mount_ended(req_id.partition_id)
+        return self._on_mount_ended(req_id.partition_id)
 
-    def _mark_rejected(self, error: ErrorResponse) -> LegacyResponse | None:
+    def _on_mark_rejected(self, error: ErrorResponse) -> LegacyResponse | None:
         """Send nothing, and let the client ask again on its next connection (rule 3)."""
         if self._ends_soon:
             return None

@@ -61,16 +61,16 @@ class LegacyAppends:
         self.in_flight[row.request.req_id] = row
         return row.request
 
-    def committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[SubmissionRows]:
+    def on_committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[SubmissionRows]:
         """Process a row in the feed: all rows sent before it are final, too (rules 1, 2)."""
         row = self.in_flight.get(req_id)
         if row is None:
             return []
         ended = self.end_up_to(row.number - 1, RowOutcomeCode.LOST)
         del self.in_flight[req_id]
-        return [*ended, row.submission] if row.committed(transaction_id) else ended
+        return [*ended, row.submission] if row.on_committed(transaction_id) else ended
 
-    def row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
+    def on_row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
         """The server has rejected a row because of transaction `estimate`, or an earlier one."""
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
@@ -89,7 +89,7 @@ class LegacyAppends:
                 self._rejected.append(row)
                 continue
             del self.in_flight[row.request.req_id]
-            if row.rejected(RowOutcomeCode.LOCK):
+            if row.on_rejected(RowOutcomeCode.LOCK):
                 ended.append(row.submission)
         return ended
 
@@ -101,6 +101,6 @@ class LegacyAppends:
             if row.number > number:
                 break
             del self.in_flight[req_id]
-            if row.rejected(reason):
+            if row.on_rejected(reason):
                 ended.append(row.submission)
         return ended

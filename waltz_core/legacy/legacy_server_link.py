@@ -65,7 +65,7 @@ class LegacyServerLink:
                 return self._receive(event.messages, now_ms)
             case OwnershipProven():
                 partition = self._partitions[event.partition_id]
-                effects = partition.ownership_proven(
+                effects = partition.on_ownership_proven(
                     event.number, is_owner=event.is_owner, now_ms=now_ms
                 )
                 self._note(partition)

@@ -82,12 +82,12 @@ class LegacyRow:
         """The author's mark."""
         return self.request.client_high_water_mark
 
-    def committed(self, transaction_id: TransactionId) -> bool:
+    def on_committed(self, transaction_id: TransactionId) -> bool:
         """Note that it is in the log; return True when its submission can be answered."""
         self.submission.ids[self.position] = transaction_id
         return self._mark_ended(RowOutcomeCode.COMMITTED)
 
-    def rejected(self, reason: RowOutcomeCode) -> bool:
+    def on_rejected(self, reason: RowOutcomeCode) -> bool:
         """Note that it will never be in the log; return True when its submission can be answered.
 
         A rejection by a lock is reported as that, whatever other reason would have ended it.

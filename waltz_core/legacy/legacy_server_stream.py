@@ -197,25 +197,25 @@ class LegacyServerPartition:
         for message in received:
             match message:
                 case messages.FeedData():
-                    self._feed_received(message)
+                    self._on_feed_received(message)
                 case messages.LockFailure():
                     estimate = TransactionId(message.transaction_id)
-                    self._appends.row_lock_failed(message.req_id, estimate)
+                    self._appends.on_row_lock_failed(message.req_id, estimate)
                 case messages.FeedSuspended():
-                    self._feed_suspended(message.req_id)
+                    self._on_feed_suspended(message.req_id)
                 case messages.MountResponse():
-                    self._mount_answered(message)
+                    self._on_mount_answered(message)
                 case messages.FlushResponse():
-                    self._flush_answered(message, now_ms)
+                    self._on_flush_answered(message, now_ms)
                 case messages.HighWaterMarkResponse():
-                    self._mark_answered(message, connection_sequence)
+                    self._on_mark_answered(message, connection_sequence)
                 case _:
                     pass  # a late answer that does not matter any more
         self._conclude()
         self._send_waiting(now_ms)
         return self._take_effects()
 
-    def ownership_proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
+    def on_ownership_proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
         """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
         then = self._proofs.pop(number, None)
         if then is not None:
@@ -265,7 +265,7 @@ class LegacyServerPartition:
         self._requested_ms = now_ms
         self._to_server(messages.HighWaterMarkRequest(req_id))
 
-    def _mark_answered(
+    def _on_mark_answered(
         self, message: messages.HighWaterMarkResponse, connection_sequence: int
     ) -> None:
         mark = TransactionId(message.high_water_mark)
@@ -288,14 +288,14 @@ class LegacyServerPartition:
             self._known = max(self._known, mark)
             if self._appends.waiting[0].mark > max(self._known, self._mark):  # rule 6
                 self._ahead = self._appends.waiting.popleft()
-                self._prove(partial(self._ahead_proven, mark))
+                self._prove(partial(self._on_ahead_proven, mark))
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
         self._feed_id = req_id
         self._is_suspended = False
         self._to_server(messages.MountRequest(req_id, mark, connection_sequence))
 
-    def _mount_answered(self, message: messages.MountResponse) -> None:
+    def _on_mount_answered(self, message: messages.MountResponse) -> None:
         if message.req_id != self._feed_id:
             return
         if self._phase is _Phase.READING:
@@ -312,7 +312,7 @@ class LegacyServerPartition:
         else:
             self._fail_mount("the server is not ready for the partition")
 
-    def _mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+    def _on_mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
         assert self._mount is not None
         if not is_owner:
             self._fail_mount("the partition moved to another server during the mount")
@@ -370,7 +370,7 @@ class LegacyServerPartition:
 
     # --- the feed
 
-    def _feed_received(self, message: messages.FeedData) -> None:
+    def _on_feed_received(self, message: messages.FeedData) -> None:
         transaction_id = TransactionId(message.transaction_id)
         reading = self._reading
         if reading is not None and transaction_id == reading.next <= reading.request.last:
@@ -383,9 +383,9 @@ class LegacyServerPartition:
         self._mark = transaction_id
         if self._run is not None:
             self._run.add(message)
-        self._answer(self._appends.committed(message.req_id, transaction_id))
+        self._answer(self._appends.on_committed(message.req_id, transaction_id))
 
-    def _feed_suspended(self, req_id: ReqId) -> None:
+    def _on_feed_suspended(self, req_id: ReqId) -> None:
         if req_id != self._feed_id:
             return
         self._is_suspended = True
@@ -428,7 +428,7 @@ class LegacyServerPartition:
         if appends.in_flight:
             self._request_feed()
 
-    def _flush_answered(self, message: messages.FlushResponse, now_ms: int) -> None:
+    def _on_flush_answered(self, message: messages.FlushResponse, now_ms: int) -> None:
         mark = TransactionId(message.high_water_mark)
         if self._phase is _Phase.FLUSHING and message.req_id == self._feed_id:
             if mark < BEFORE_FIRST:
@@ -442,19 +442,19 @@ class LegacyServerPartition:
         else:
             self._flush.mark = mark
 
-    def _flush_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+    def _on_flush_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
             # Dropped, or lost with a store session: a new mount shows whether it may write.
             self._answer(self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED))
 
-    def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
+    def _on_ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._ahead = self._ahead, None
         assert row is not None
         # A server that has lost the partition knows a lower mark, one without a session none.
         is_known = is_owner and mark >= BEFORE_FIRST
-        if row.rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
+        if row.on_rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
             self._answer([row.submission])
 
     def _conclude(self) -> None:
@@ -462,11 +462,11 @@ class LegacyServerPartition:
         self._answer(self._appends.end_rejected(self._mark))
         if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
             self._phase = _Phase.PROVING
-            self._prove(self._mount_proven)
+            self._prove(self._on_mount_proven)
         flush = self._flush
         if flush is not None and not flush.is_proving and _is_reached(flush.mark, self._mark):
             flush.is_proving = True
-            self._prove(self._flush_proven)
+            self._prove(self._on_flush_proven)
 
     def _prove(self, then: Callable[[bool], None]) -> None:
         self._proof += 1

@@ -30,21 +30,21 @@ class VerificationFindings:
 
     def __init__(self, limit: int) -> None:
         self.kept: list[FileFinding] = []
-        self.wrong = 0
-        self.notes = 0
+        self.error_count = 0
+        self.note_count = 0
         self._limit = limit
 
     @property
     def omitted_count(self) -> int:
         """Return how many were counted and not kept (rule 2)."""
-        return self.wrong + self.notes - len(self.kept)
+        return self.error_count + self.note_count - len(self.kept)
 
     def add(self, path: str, offset: int | None, what: str, *, is_wrong: bool) -> None:
         """Add a finding."""
         if is_wrong:
-            self.wrong += 1
+            self.error_count += 1
         else:
-            self.notes += 1
+            self.note_count += 1
         if len(self.kept) < self._limit:
             self.kept.append(FileFinding(is_wrong, path, offset, what))
 

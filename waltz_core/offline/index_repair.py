@@ -39,20 +39,21 @@ I64 = npt.NDArray[np.int64]
 class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
-    `entries` are those of the new index, `wrong` the places at which the old one differs, including
-    its header and its size, and `kept` the entries of records that cannot be read.
+    `entries` are those of the new index, `difference_count` the number of places at which the old
+    one differs, including its header and its size, and `kept` the entries of records that cannot
+    be read.
     """
 
     path: Path
     entries: int
     old_entries: int | None
-    wrong: int
+    difference_count: int
     kept: int
 
     @property
     def is_valid(self) -> bool:
         """Whether there was nothing to do."""
-        return self.wrong == 0
+        return self.difference_count == 0
 
 
 def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResult:
@@ -127,12 +128,12 @@ class _OldIndex:
 def _valid_header(file: File, path: Path, first: int) -> bytes:
     data = file.pread(FILE_HEADER_BYTES, 0)
     header = file_header(data)
-    wrong = list(header.wrong)
+    errors = list(header.errors)
     if header.first != first:
-        wrong.append(f"expected first transaction ID {first}, found {header.first}")
-    if wrong:
+        errors.append(f"expected first transaction ID {first}, found {header.first}")
+    if errors:
         raise BadFormat(
-            f"{path}: the header is wrong: {wrong[0]}. No index is built for such a segment"
+            f"{path}: the header is wrong: {errors[0]}. No index is built for such a segment"
         )
     return data
 

@@ -5,9 +5,9 @@ This file was written from the description of the bytes, imports none of the sto
 uses crcmod for its checksums. A property test compares the two.
 
 Rules:
-    1. Any bytes decode: a value lists its errors in `wrong`, and keeps its fields, which may be
+    1. Any bytes decode: a value lists its errors in `errors`, and keeps its fields, which may be
        nonsense then. The user of a broken file wants to see its content.
-    2. Missing bytes are decoded as zeros, and `wrong` has their number.
+    2. Missing bytes are decoded as zeros, and `errors` has their number.
     3. A CRC is over all preceding bytes of its structure, and is always checked.
 """
 
@@ -50,24 +50,24 @@ _DAMAGED_MAX: Final = 19
 
 def _fit_to_size(data: Bytes, size: int) -> tuple[bytes, list[str]]:
     """Return exactly `size` bytes, and the error if there were more or fewer (rule 2)."""
-    wrong = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
-    return bytes(data[:size]).ljust(size, b"\0"), wrong
+    errors = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
+    return bytes(data[:size]).ljust(size, b"\0"), errors
 
 
-def _expect(wrong: list[str], what: str, expected: object, found: object) -> None:
+def _expect(errors: list[str], what: str, expected: object, found: object) -> None:
     if expected != found:
-        wrong.append(f"expected {what} {expected}, found {found}")
+        errors.append(f"expected {what} {expected}, found {found}")
 
 
-def _expect_crc(wrong: list[str], body: bytes, stated: int, before: int = 0) -> None:
-    _expect(wrong, "CRC", f"{crc32(body, before):08x}", f"{stated:08x}")
+def _expect_crc(errors: list[str], body: bytes, stated: int, before: int = 0) -> None:
+    _expect(errors, "CRC", f"{crc32(body, before):08x}", f"{stated:08x}")
 
 
-def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
+def _expect_zero(errors: list[str], reserved: bytes, offset: int) -> None:
     """Note reserved bytes that are not zero; `offset` is their offset in the structure."""
     for position, value in enumerate(reserved):
         if value:
-            wrong.append(
+            errors.append(
                 f"expected reserved byte {offset + position} to be zero, found {value:#04x}"
             )
             return
@@ -84,7 +84,7 @@ class ControlFileHeader(NamedTuple):
     created_ms: int
     cluster_key: bytes
     partition_count: int
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
 class ControlInfo(NamedTuple):
@@ -95,7 +95,7 @@ class ControlInfo(NamedTuple):
     local_low_water_mark: int
     flags: int
     sequence: int
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
 class ControlEntry(NamedTuple):
@@ -104,7 +104,7 @@ class ControlEntry(NamedTuple):
     number: int
     infos: tuple[ControlInfo, ControlInfo]
     current: int | None
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
     @property
     def info(self) -> ControlInfo | None:
@@ -114,53 +114,53 @@ class ControlEntry(NamedTuple):
 
 def control_header(data: Bytes) -> ControlFileHeader:
     """Decode 128 bytes."""
-    body, wrong = _fit_to_size(data, CONTROL_HEADER_BYTES)
+    body, errors = _fit_to_size(data, CONTROL_HEADER_BYTES)
     version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
-    _expect(wrong, "version", 0, version)
-    _expect_zero(wrong, reserved, 32)
+    _expect(errors, "version", 0, version)
+    _expect_zero(errors, reserved, 32)
     if count < 0:
-        wrong.append(f"expected a partition count of at least 0, found {count}")
-    return ControlFileHeader(version, created_ms, key, count, tuple(wrong))
+        errors.append(f"expected a partition count of at least 0, found {count}")
+    return ControlFileHeader(version, created_ms, key, count, tuple(errors))
 
 
 def control_entry(data: Bytes, position: int) -> ControlEntry:
     """Decode the 76 bytes of the partition at this position."""
-    body, wrong = _fit_to_size(data, CONTROL_ENTRY_BYTES)
+    body, errors = _fit_to_size(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
-    _expect(wrong, "partition", position, number)
+    _expect(errors, "partition", position, number)
     infos = _info(body[4:40]), _info(body[40:76])
-    good = [index for index in (0, 1) if not infos[index].wrong]
+    good = [index for index in (0, 1) if not infos[index].errors]
     if not good:
-        wrong.append("both copies of the structure are wrong, so neither is used")
+        errors.append("both copies of the structure are wrong, so neither is used")
     elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
-        wrong.append(
+        errors.append(
             f"both copies of the structure have the sequence number {infos[0].sequence}, so "
             "neither is used"
         )
         good = []
     current = max(good, key=lambda index: infos[index].sequence, default=None)
-    return ControlEntry(number, infos, current, tuple(wrong))
+    return ControlEntry(number, infos, current, tuple(errors))
 
 
 def _info(data: bytes) -> ControlInfo:
     session, mark, local, flags, sequence, stated = struct.unpack(">qqqiiI", data)
-    wrong: list[str] = []
-    _expect_crc(wrong, data[:-4], stated)
+    errors: list[str] = []
+    _expect_crc(errors, data[:-4], stated)
     for what, value in (("session", session), ("mark", mark), ("local mark", local)):
         if value < -1:
-            wrong.append(f"expected a {what} of at least -1, found {value}")
+            errors.append(f"expected a {what} of at least -1, found {value}")
     if flags & ~(AVAILABLE | ASSIGNED):
-        wrong.append(f"expected only the flags {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
-    return ControlInfo(session, mark, local, flags, sequence, tuple(wrong))
+        errors.append(f"expected only the flags {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
+    return ControlInfo(session, mark, local, flags, sequence, tuple(errors))
 
 
 def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
     """Decode `waltz-x.id`: the ID, and what is wrong."""
-    body, wrong = _fit_to_size(data, ID_BYTES)
+    body, errors = _fit_to_size(data, ID_BYTES)
     version, uuid, stated = struct.unpack(">i16sI", body)
-    _expect_crc(wrong, body[:-4], stated)
-    _expect(wrong, "version", 0, version)
-    return uuid, tuple(wrong)
+    _expect_crc(errors, body[:-4], stated)
+    _expect(errors, "version", 0, version)
+    return uuid, tuple(errors)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class ControlSlot(NamedTuple):
     start: int  # the end of the batch before the log's first record, and the chain there
     start_chain: bytes
     engaged: int  # the last session in which the replica was engaged
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
     @property
     def is_dirty(self) -> bool:
@@ -208,36 +208,36 @@ class ControlSlot(NamedTuple):
 
 def control_slot(data: Bytes, position: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
-    body, wrong = _fit_to_size(data, SLOT_BYTES)
-    _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
+    body, errors = _fit_to_size(data, SLOT_BYTES)
+    _expect_crc(errors, body[:-4], int.from_bytes(body[-4:], "big"))
     version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
     sequence, old_sequence = struct.unpack_from(">qq", body, 16)
     promised, nonce, last_session, mark = struct.unpack_from(">q16sqq", body, 32)
     provisional_session, provisional_mark = struct.unpack_from(">qq", body, 72)
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
     shortened = struct.unpack_from(">qqqq16s", body, 120)
-    _expect(wrong, "version", 0, version)
+    _expect(errors, "version", 0, version)
     if flags & ~(2 * SHORTENED - 1):
-        wrong.append(f"expected flags below {2 * SHORTENED:#x}, found {flags:#x}")
+        errors.append(f"expected flags below {2 * SHORTENED:#x}, found {flags:#x}")
     if sequence % 2 == position:
-        wrong.append(
+        errors.append(
             f"expected {'an odd' if position == 0 else 'an even'} sequence number, found {sequence}"
         )
     if not 0 <= count <= _DAMAGED_MAX:
-        wrong.append(f"expected 0 to {_DAMAGED_MAX} damaged ranges, found {count}")
+        errors.append(f"expected 0 to {_DAMAGED_MAX} damaged ranges, found {count}")
         count = 0
     end = 168 + 16 * count
     damaged = tuple(struct.iter_unpack(">qq", body[168:end]))
-    _expect_zero(wrong, body[end:-32], end)
+    _expect_zero(errors, body[end:-32], end)
     first, start_chain, back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
     if first < 0:
-        wrong.append(f"expected a first transaction ID of at least 0, found {first}")
+        errors.append(f"expected a first transaction ID of at least 0, found {first}")
     if back > last_session + 1:
-        wrong.append(
+        errors.append(
             f"expected that the replica was in sync at most {last_session + 1} sessions before "
             f"its last one, found {back}"
         )
-    wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
+    errors += _slot_value_errors(promised, last_session, mark, acked, damaged)
     return ControlSlot(
         version,
         flags,
@@ -258,29 +258,29 @@ def control_slot(data: Bytes, position: int) -> ControlSlot:
         first - 1,
         start_chain,
         last_session + 1 - back if back else -1,
-        tuple(wrong),
+        tuple(errors),
     )
 
 
-def _wrong_slot_values(
+def _slot_value_errors(
     promised: int, last_session: int, mark: int, acked: int, damaged: tuple[tuple[int, int], ...]
 ) -> list[str]:
-    wrong = []
+    errors = []
     named = (("promise", promised), ("session", last_session), ("mark", mark), ("acked ID", acked))
     for what, value in named:
         if value < -1:
-            wrong.append(f"expected a {what} of at least -1, found {value}")
+            errors.append(f"expected a {what} of at least -1, found {value}")
     previous = -1
     for first, last in damaged:
         if not previous < first <= last:
-            wrong.append(f"expected damaged ranges in ascending order, found {first}..{last}")
+            errors.append(f"expected damaged ranges in ascending order, found {first}..{last}")
         previous = last
-    return wrong
+    return errors
 
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
     """Return the slot that counts for a partition, if one does."""
-    good = [slot for slot in slots if not slot.wrong and slot.partition == partition]
+    good = [slot for slot in slots if not slot.errors and slot.partition == partition]
     return max(good, key=lambda slot: slot.sequence, default=None)
 
 
@@ -296,7 +296,7 @@ class FileHeader(NamedTuple):
     cluster_key: bytes
     partition: int
     first: int
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
 class ChainHeader(NamedTuple):
@@ -307,8 +307,8 @@ class ChainHeader(NamedTuple):
     segment_crc: int
 
     @property
-    def wrong(self) -> tuple[str, ...]:
-        return self.header.wrong
+    def errors(self) -> tuple[str, ...]:
+        return self.header.errors
 
 
 class BatchEntry(NamedTuple):
@@ -320,44 +320,44 @@ class BatchEntry(NamedTuple):
     stamp_ms: int
     chain: bytes
     synced: int
-    wrong: tuple[str, ...]
+    errors: tuple[str, ...]
 
 
 def file_header(data: Bytes) -> FileHeader:
     """Decode 128 bytes."""
-    body, wrong = _fit_to_size(data, FILE_HEADER_BYTES)
+    body, errors = _fit_to_size(data, FILE_HEADER_BYTES)
     version, created_ms, key, partition, first, reserved = struct.unpack(">iq16siq88s", body)
-    _expect(wrong, "version", 0, version)
-    _expect_zero(wrong, reserved, 40)
-    return FileHeader(version, created_ms, key, partition, first, tuple(wrong))
+    _expect(errors, "version", 0, version)
+    _expect_zero(errors, reserved, 40)
+    return FileHeader(version, created_ms, key, partition, first, tuple(errors))
 
 
 def chain_header(data: Bytes) -> ChainHeader:
     """Decode 64 bytes."""
-    body, wrong = _fit_to_size(data, CHAIN_HEADER_BYTES)
+    body, errors = _fit_to_size(data, CHAIN_HEADER_BYTES)
     version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
         ">iq16siq16s4sI", body
     )
-    _expect_crc(wrong, body[:-4], stated)
-    _expect(wrong, "version", 0, version)
-    _expect_zero(wrong, reserved, 56)
-    header = FileHeader(version, created_ms, key, partition, first, tuple(wrong))
+    _expect_crc(errors, body[:-4], stated)
+    _expect(errors, "version", 0, version)
+    _expect_zero(errors, reserved, 56)
+    header = FileHeader(version, created_ms, key, partition, first, tuple(errors))
     # The entries' CRCs cover the segment's header as in `.seg`, with its 88 zero bytes.
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 
 def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     """Decode the 64 bytes of the entry at a position in its file."""
-    body, wrong = _fit_to_size(data, BATCH_BYTES)
+    body, errors = _fit_to_size(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
         ">qqqq16sq4sI", body
     )
-    _expect_crc(wrong, body[:-4], stated, crc32(struct.pack(">q", position), segment_crc))
-    _expect_zero(wrong, reserved, 56)
+    _expect_crc(errors, body[:-4], stated, crc32(struct.pack(">q", position), segment_crc))
+    _expect_zero(errors, reserved, 56)
     if not 0 <= first <= last:
-        wrong.append(f"expected IDs with 0 <= first <= last, found {first}..{last}")
+        errors.append(f"expected IDs with 0 <= first <= last, found {first}..{last}")
     elif not -1 <= synced < first:
-        wrong.append(f"expected a synced transaction ID of -1 to {first - 1}, found {synced}")
+        errors.append(f"expected a synced transaction ID of -1 to {first - 1}, found {synced}")
     if session < RECONSTRUCTED:
-        wrong.append(f"expected a session number of at least {RECONSTRUCTED}, found {session}")
-    return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(wrong))
+        errors.append(f"expected a session number of at least {RECONSTRUCTED}, found {session}")
+    return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(errors))

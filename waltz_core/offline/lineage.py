@@ -210,12 +210,12 @@ class ChainCheck:
             with OpenFile(path) as file:
                 header = header_of(file)
                 self._check_header(first, header, is_sure=self._is_chain_known and not unreadable)
-                if header.wrong:
+                if header.errors:
                     self._is_chain_known = False
                     continue
                 for placed in batches_of(file, header.segment_crc):
                     entry = placed.batch
-                    if entry.wrong:
+                    if entry.errors:
                         unreadable.append((placed, first))
                     elif self._is_in_place(placed, first, next_first):
                         self._check_unreadable(unreadable, before, entry.first)
@@ -226,10 +226,10 @@ class ChainCheck:
 
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
         """Check errors and chain; `SegmentCheck` compares the header with that of `.seg`."""
-        for error in header.wrong:
+        for error in header.errors:
             what = f"header: {error}; the batches of the file cannot be read"
             self._add(first, 0, what, is_wrong=self._is_wrong(-1))
-        if not header.wrong and is_sure and header.chain_before != self.end.chain:
+        if not header.errors and is_sure and header.chain_before != self.end.chain:
             self._add(
                 first,
                 40,
@@ -248,7 +248,7 @@ class ChainCheck:
             self._add(
                 segment,
                 placed.offset,
-                f"entry {placed.position}, after batch {before}: {'; '.join(placed.batch.wrong)}",
+                f"entry {placed.position}, after batch {before}: {'; '.join(placed.batch.errors)}",
                 is_wrong=self._is_wrong(lost),
             )
             self._is_chain_known = self._is_chain_known and lost == _SPARE

@@ -114,7 +114,7 @@ def _count_batches(found: Statistic, path: Path) -> None:
     with OpenFile(path) as file:
         for placed in batches_of(file, header_of(file).segment_crc):
             entry = placed.batch
-            if entry.wrong:
+            if entry.errors:
                 found.wrong_batches += 1
                 continue
             found.batches += 1

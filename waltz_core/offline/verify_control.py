@@ -88,8 +88,8 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
         report.add_error(None, "the file is missing; without it the storage does not start")
         return
     header = control.header
-    if header.wrong:
-        report.add_error(0, f"header: {'; '.join(header.wrong)}; the storage does not start")
+    if header.errors:
+        report.add_error(0, f"header: {'; '.join(header.errors)}; the storage does not start")
     expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
     if header.partition_count >= 0 and control.size != expected:
         report.add_error(
@@ -99,12 +99,12 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
         )
     for position, entry in enumerate(control.entries):
         at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
-        for error in entry.wrong:
+        for error in entry.errors:
             report.add_error(at, f"partition {position}: {error}")
         for number, info in enumerate(entry.infos):
-            if info.wrong:
+            if info.errors:
                 offset = at + 4 + INFO_BYTES * number
-                what = "; ".join(info.wrong)
+                what = "; ".join(info.errors)
                 report.add_error(
                     offset, f"partition {position}, copy {number + 1} of its structure: {what}"
                 )
@@ -144,7 +144,7 @@ def expected_log(
     current = None if slots is None else _check_slots(slots, number, report)
     key = None
     info: ControlInfo | None = None
-    if control is not None and not control.header.wrong:
+    if control is not None and not control.header.errors:
         key = control.header.cluster_key
         info = control.entries[number].info if number < len(control.entries) else None
     if current is None:
@@ -188,14 +188,14 @@ def _check_slots(
 ) -> ControlSlot | None:
     for position, slot in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * position
-        if slot.wrong:
-            report.add_error(offset, f"slot {position}: {'; '.join(slot.wrong)}")
+        if slot.errors:
+            report.add_error(offset, f"slot {position}: {'; '.join(slot.errors)}")
         elif slot.partition != number:
             report.add_error(
                 offset, f"slot {position}: expected partition {number}, found {slot.partition}"
             )
     current = current_slot(slots, number)
-    good = [slot for slot in slots if not slot.wrong and slot.partition == number]
+    good = [slot for slot in slots if not slot.errors and slot.partition == number]
     if current is None:
         report.add_error(None, "no control slot is valid; the storage cannot open the partition")
     elif len(good) == 1:

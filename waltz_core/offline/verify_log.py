@@ -161,7 +161,7 @@ class _LogCheck:
         with OpenFile(path) as file:
             header = header_of(file)
             entries = (found.batch for found in batches_of(file, header.segment_crc))
-            return max((entry.synced for entry in entries if not entry.wrong), default=-1)
+            return max((entry.synced for entry in entries if not entry.errors), default=-1)
 
     def _passed_batches(self) -> int:
         """Return the end of the last valid batch in an older segment: all of it was synced."""
@@ -172,7 +172,7 @@ class _LogCheck:
             with OpenFile(path) as file:
                 entries = (found.batch for found in batches_of(file, header_of(file).segment_crc))
                 right = [
-                    entry.last for entry in entries if not entry.wrong and entry.last < next_first
+                    entry.last for entry in entries if not entry.errors and entry.last < next_first
                 ]
             if right:
                 return max(right)

@@ -148,7 +148,7 @@ class SegmentCheck:
             with OpenFile(path) as file:
                 if suffix == ".chn":
                     found = chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
-                    if found.wrong:
+                    if found.errors:
                         continue  # reported where its entries are read
                 else:
                     found = file_header(file.pread(FILE_HEADER_BYTES, 0))
@@ -159,7 +159,7 @@ class SegmentCheck:
 
     def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
         report = self._report[suffix]
-        for error in found.wrong:
+        for error in found.errors:
             report.add_error(0, f"header: {error}")
         key = of_records.cluster_key if self._expected.key is None else self._expected.key
         partition = self._expected.partition

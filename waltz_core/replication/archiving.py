@@ -244,19 +244,19 @@ class SessionArchiver:
             LineageRequest, first, first, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
+    def _on_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
         assert self.recorded is not None
         begins = not answer.lineage or answer.lineage[0].first == self.last + 1
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
-        self._chain_differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
+        self._on_chain_differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
-    def log_begins_later(self, now_ms: int) -> None:
+    def on_log_begins_later(self, now_ms: int) -> None:
         """The log of the replica that is checked begins after the ID that follows the mark."""
-        self._chain_differs("begins later", now_ms)
+        self._on_chain_differs("begins later", now_ms)
 
-    def _chain_differs(self, found: str, now_ms: int) -> None:
+    def _on_chain_differs(self, found: str, now_ms: int) -> None:
         assert self.recorded is not None
         replica = self._unchecked.pop(0).replica
         if self._unchecked:
@@ -286,7 +286,7 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is not None:
             if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
-                self._attempt_failed(
+                self._on_attempt_failed(
                     f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms
                 )
             elif attempt.found is not None and not attempt.is_comparing:
@@ -314,11 +314,11 @@ class SessionArchiver:
             self._collect(capable, replicas, now_ms)
         if self._attempt is None and now_ms >= self._next_at_ms:
             if capable and committed > self.last:
-                self._request(self._next_of(capable), committed, now_ms)
+                self._request(self._next_replica(capable), committed, now_ms)
             else:
                 self._next_at_ms = now_ms + self._limits.archive_interval_ms
 
-    def _next_of(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
+    def _next_replica(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
         """Count an attempt, and return the replica for it."""
         self._attempt_count += 1
         return capable[self._attempt_count % len(capable)]
@@ -355,9 +355,9 @@ class SessionArchiver:
                     f"but in ZooKeeper the last archived transaction is {recorded.last}: "
                     "ZooKeeper's data was rolled back"
                 )
-                self._collection_failed(each.replica, reason, now_ms)
+                self._on_collection_failed(each.replica, reason, now_ms)
                 return
-        each = self._next_of(capable)
+        each = self._next_replica(capable)
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, each.replica, first, now_ms, is_collection=True)
         fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
@@ -365,9 +365,9 @@ class SessionArchiver:
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _garbage_collected(self, notice: GarbageCollected, now_ms: int) -> None:
+    def _on_garbage_collected(self, notice: GarbageCollected, now_ms: int) -> None:
         if notice.error:
-            self._attempt_failed(notice.error, now_ms)
+            self._on_attempt_failed(notice.error, now_ms)
             return
         self._attempt = None
         pause_ms = self._limits.collection_interval_ms
@@ -375,7 +375,7 @@ class SessionArchiver:
             pause_ms = self._limits.archive_interval_ms
         self._collect_at_ms = now_ms + pause_ms
 
-    def _collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
+    def _on_collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         self._collect_at_ms = now_ms + self._limits.collection_interval_ms
         self._report("archive.garbage_collection_failed", replica=replica, reason=reason)
 
@@ -402,7 +402,7 @@ class SessionArchiver:
         if not capable:
             self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
             return
-        each = self._next_of(capable)
+        each = self._next_replica(capable)
         number, first, bounds = self._attempt_count, TransactionId(self.last + 1), self._requested
         self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
@@ -411,18 +411,20 @@ class SessionArchiver:
             ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _objects_expired(self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int) -> None:
+    def _on_objects_expired(
+        self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
+    ) -> None:
         """A replica has written the manifest; without one, nothing has changed."""
         recorded = self.recorded
         assert recorded is not None
         if notice.error:
-            self._attempt_failed(notice.error, now_ms)
+            self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._expiring = None, bounds
-            self._expiry_ended(now_ms)
+            self._on_expiry_ended(now_ms)
         elif not recorded.first <= notice.first <= recorded.last + 1:
             limits = f"{recorded.first}..{recorded.last + 1}"
-            self._attempt_failed(
+            self._on_attempt_failed(
                 f"expected a first available ID in {limits}, found {notice.first}", now_ms
             )
         else:
@@ -433,7 +435,7 @@ class SessionArchiver:
                 manifest_crc=notice.manifest_crc,
             )
 
-    def _expiry_ended(self, now_ms: int) -> None:
+    def _on_expiry_ended(self, now_ms: int) -> None:
         self._expired = (self._expiring, self.last)
         self._expire_at_ms = None
         if self._limits.archive_retention_ms:
@@ -466,7 +468,7 @@ class SessionArchiver:
             reasons = current.reasons or ("no storage whose replica is in sync can archive",)
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
-        each, request = self._next_of(untried), current.request
+        each, request = self._next_replica(untried), current.request
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, each.replica, first, now_ms, is_replacement=True)
         old = (request.first, request.last, request.name)
@@ -476,20 +478,20 @@ class SessionArchiver:
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
+    def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written the object and the manifest; without one, nothing has changed."""
         current, recorded = self._replacement, self.recorded
         assert current is not None
         assert recorded is not None
         if notice.error:
-            self._attempt_failed(notice.error, now_ms)
+            self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt = None
             current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
             expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
             found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
-            self._attempt_failed(
+            self._on_attempt_failed(
                 f"expected a manifest that ends at transaction {expected}, found one that ends "
                 f"at {found}",
                 now_ms,
@@ -500,7 +502,7 @@ class SessionArchiver:
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )
 
-    def _object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
+    def _on_object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
         """ZooKeeper has the manifest with the new object."""
         replica, current.written_by = current.written_by, None
         reasons = current.reasons
@@ -508,7 +510,7 @@ class SessionArchiver:
         name, manifest = current.request.name, recorded.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
-    def attempt_notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
+    def on_attempt_notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
         if attempt is None or (attempt.replica, attempt.number) != (each.replica, notice.attempt):
@@ -519,27 +521,27 @@ class SessionArchiver:
                 pass
             case RangeArchived():
                 if attempt.is_replacement:
-                    self._object_written(attempt, notice, now_ms)
+                    self._on_object_written(attempt, notice, now_ms)
                 elif attempt.is_range and attempt.found is None:  # Only the first result.
                     self._lag.report(notice, now_ms)
-                    self._range_archived(attempt, notice, now_ms)
+                    self._on_range_archived(attempt, notice, now_ms)
             case GarbageCollected():
                 if attempt.is_collection:
-                    self._garbage_collected(notice, now_ms)
+                    self._on_garbage_collected(notice, now_ms)
             case ObjectsExpired():
                 if attempt.expiry is not None:
-                    self._objects_expired(attempt.expiry, notice, now_ms)
+                    self._on_objects_expired(attempt.expiry, notice, now_ms)
             case _:
                 assert_never(notice)
 
-    def _range_archived(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
+    def _on_range_archived(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         if notice.error:
-            self._attempt_failed(notice.error, now_ms)
+            self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._failure_count = None, 0
             self._next_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
-            self._attempt_failed(
+            self._on_attempt_failed(
                 f"expected that the archived range ends at transaction {attempt.first} or later, "
                 f"found {notice.last}",
                 now_ms,
@@ -582,7 +584,7 @@ class SessionArchiver:
                 )
                 return
 
-    def answered(
+    def on_answered(
         self,
         each: ReplicaSession,
         message: StorageMessage,
@@ -591,7 +593,7 @@ class SessionArchiver:
     ) -> None:
         """A replica has returned its lineage: at the recorded mark, or at the end of a range."""
         if not self.is_checked:
-            self._mark_checked(answer, now_ms)
+            self._on_mark_checked(answer, now_ms)
             return
         attempt = self._attempt
         if attempt is None or attempt.found is None or not self._is_current(each, message):
@@ -606,20 +608,20 @@ class SessionArchiver:
             if end is None or end.last != found.last
             else end.chain.hex()
         )
-        self._attempt_failed(
+        self._on_attempt_failed(
             f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
             f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
             now_ms,
         )
 
-    def rejected(
+    def on_rejected(
         self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
     ) -> None:
         """A replica has rejected a request: the attempt has failed (rule 4)."""
         if isinstance(message, SetArchived):
             self._report("archive.failed", replica=each.replica, reason=reason)
         elif self._is_current(each, message):
-            self._attempt_failed(reason, now_ms)
+            self._on_attempt_failed(reason, now_ms)
 
     def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
         """Whether a request is one of the present attempt, and not of an abandoned one."""
@@ -633,11 +635,11 @@ class SessionArchiver:
             isinstance(message, LineageRequest) and found is not None and message.last == found.last
         )
 
-    def _attempt_failed(self, reason: str, now_ms: int) -> None:
+    def _on_attempt_failed(self, reason: str, now_ms: int) -> None:
         assert self._attempt is not None
         attempt, self._attempt = self._attempt, None
         if attempt.is_collection:
-            self._collection_failed(attempt.replica, reason, now_ms)
+            self._on_collection_failed(attempt.replica, reason, now_ms)
             return
         if attempt.expiry is not None:
             self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
@@ -657,18 +659,18 @@ class SessionArchiver:
 
     # ---- the recorded mark
 
-    def metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
+    def on_metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
         """ZooKeeper is known to have this mark."""
         if recorded != self.recorded:
             assert recorded is not None
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
-                self._object_replaced(replacement, recorded)
+                self._on_object_replaced(replacement, recorded)
             elif recorded.last == self.last:
                 self._report(
                     "archive.transactions_expired", first=recorded.first, manifest=recorded.manifest
                 )
-                self._expiry_ended(now_ms)
+                self._on_expiry_ended(now_ms)
             else:
                 self._report(
                     "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
@@ -681,7 +683,7 @@ class SessionArchiver:
             self.wanted = None
         self._consider_checkpoint()
 
-    def batch_submitted(self, batch: Batch) -> None:
+    def on_batch_submitted(self, batch: Batch) -> None:
         """A batch is appended in this session."""
         self._submitted_last = batch.last
         self._submitted_bytes += len(batch.records)

@@ -244,14 +244,14 @@ class PartitionStore:
         self._now_ms = now_ms
         match event:
             case ReplicaResponded() | ReplicaOpened() | ReplicaLost():
-                self._replica_event(event)
+                self._on_replica_event(event)
             case Submit() | ProveMark() | ExpireArchive() | ReplaceInArchive():
                 self._use_session(event)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _PendingRequest.NOTHING:
-                    self._coordinator_event(event)
+                    self._on_coordinator_event(event)
             case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
-                self._owner_command(event)
+                self._on_owner_command(event)
             case Wakeup():
                 self._wake_up()
             case _:
@@ -262,17 +262,17 @@ class PartitionStore:
         self._outbox.clear()
         return effects
 
-    def _replica_event(self, event: ReplicaResponded | ReplicaOpened | ReplicaLost) -> None:
+    def _on_replica_event(self, event: ReplicaResponded | ReplicaOpened | ReplicaLost) -> None:
         session = self._session
         if session is None or event.session_id != session.claim.session_id:
             return
         match event:
             case ReplicaResponded():
-                session.answered(event.replica, event.message, self._now_ms)
+                session.on_answered(event.replica, event.message, self._now_ms)
             case ReplicaOpened():
-                session.opened(event.replica, self._now_ms)
+                session.on_opened(event.replica, self._now_ms)
             case ReplicaLost():
-                session.replica_lost(event.replica, event.reason, self._now_ms)
+                session.on_replica_lost(event.replica, event.reason, self._now_ms)
 
     def _use_session(self, event: Submit | ProveMark | ExpireArchive | ReplaceInArchive) -> None:
         session = self._session
@@ -293,7 +293,7 @@ class PartitionStore:
                 if session is not None and is_open:
                     session.replace(event, self._now_ms)
 
-    def _owner_command(
+    def _on_owner_command(
         self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint
     ) -> None:
         match event:
@@ -363,7 +363,7 @@ class PartitionStore:
         if session.window is not None:
             self._high_water_mark = session.window.committed
         if session.ended is not None:
-            self._session_ended(session, session.ended)
+            self._on_session_ended(session, session.ended)
             return
         if self._waiting is not _PendingRequest.NOTHING or self._retry_at_ms is not None:
             return
@@ -371,7 +371,7 @@ class PartitionStore:
         if states is not None or archived is not None:
             self._write_states(session, states, archived)
 
-    def _session_ended(self, session: StoreSession, ending: SessionEnd) -> None:
+    def _on_session_ended(self, session: StoreSession, ending: SessionEnd) -> None:
         replica = ending.replica
         if ending.promised is not None and replica is not None:
             self._promised[replica] = ending.promised
@@ -386,7 +386,7 @@ class PartitionStore:
                 self._release(ending.reason, for_others=True)
             case EndCause.REJECTED:
                 self._final_rejection = ending.reason if ending.is_final else None
-                self._claim_rejected(ending.reason)
+                self._on_claim_rejected(ending.reason)
             case EndCause.FENCED:
                 self._nodes = None
                 self._claim_after(self._pause_ms())
@@ -481,7 +481,7 @@ class PartitionStore:
             )
         )
 
-    def _coordinator_event(
+    def _on_coordinator_event(
         self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
     ) -> None:
         waiting, self._waiting = self._waiting, _PendingRequest.NOTHING
@@ -492,13 +492,13 @@ class PartitionStore:
                 metadata = EMPTY_METADATA if event.metadata is None else event.metadata
                 versions = event.metadata_version, event.marker_version
                 nodes = PartitionNodes(metadata, versions[0], event.marker, versions[1])
-                self._process_reading(waiting, nodes)
+                self._on_metadata_read(waiting, nodes)
             case MetadataWritten():
                 assert self._writing is not None
                 nodes = self._writing._replace(
                     metadata_version=event.metadata_version, marker_version=event.marker_version
                 )
-                self._metadata_written(nodes)
+                self._on_metadata_written(nodes)
             case MetadataConflict():
                 self._nodes = None
                 check = waiting is _PendingRequest.STATES
@@ -506,9 +506,9 @@ class PartitionStore:
                     _PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK
                 )
             case MetadataUnknown():
-                self._coordinator_unavailable(waiting, event.reason)
+                self._on_coordinator_unavailable(waiting, event.reason)
 
-    def _coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
+    def _on_coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
         """Repeat the request after a pause; an open session continues."""
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._nodes = None
@@ -525,7 +525,7 @@ class PartitionStore:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms
 
-    def _process_reading(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
+    def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
         wrote = self._writing
         if waiting is _PendingRequest.READ:
@@ -533,7 +533,7 @@ class PartitionStore:
             return
         assert wrote is not None
         if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
-            self._metadata_written(nodes)
+            self._on_metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
             self._writing = None
             self._claim(nodes)
@@ -546,7 +546,7 @@ class PartitionStore:
                 SessionEnd(EndCause.FENCED, "another server has claimed a store session")
             )
 
-    def _metadata_written(self, nodes: PartitionNodes) -> None:
+    def _on_metadata_written(self, nodes: PartitionNodes) -> None:
         """A write is known to have succeeded."""
         self._nodes, self._writing = nodes, None
         if self._session is None:
@@ -554,7 +554,7 @@ class PartitionStore:
             return
         if self._session.window is None:
             self._no_quorum_since_ms = None
-        self._session.metadata_written(nodes.metadata.states, nodes.archived, self._now_ms)
+        self._session.on_metadata_written(nodes.metadata.states, nodes.archived, self._now_ms)
 
     # -----------------------------------------------------------------------------------------
     # CAS#1: the claim (A, B)
@@ -574,7 +574,7 @@ class PartitionStore:
             return
         reason = self._final_rejection or rejection(nodes, self._replicas, self._promised)
         if reason is not None:
-            self._claim_rejected(reason)
+            self._on_claim_rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claimed_nodes(nodes, self._generation, self._replicas, nonce)
@@ -603,7 +603,7 @@ class PartitionStore:
             return True
         return False
 
-    def _claim_rejected(self, reason: str) -> None:
+    def _on_claim_rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
         self._report("partition.open_failed", reason=reason)
         self._nodes = None

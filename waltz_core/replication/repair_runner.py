@@ -104,7 +104,7 @@ class RepairRunner:
     # -----------------------------------------------------------------------------------------
     # steps
 
-    def mark_decided(self, mark: TransactionId) -> None:
+    def on_mark_decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
         assert self.goal is None
         self.goal = RepairGoal(mark, self._recovery.known_chain)
@@ -316,13 +316,13 @@ class RepairRunner:
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
-    def connection_lost(self, each: ReplicaSession) -> None:
+    def on_connection_lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
         for correlation_id, running in list(self._running.items()):
             if running.source is each or running.target is each:
                 self._drop(correlation_id)
 
-    def source_rejected(
+    def on_source_rejected(
         self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
     ) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
@@ -341,7 +341,7 @@ class RepairRunner:
         self._avoid_source(correlation_id, each.replica, reason, now_ms)
         return True
 
-    def fill_rejected(
+    def on_fill_rejected(
         self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
         """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
@@ -349,14 +349,14 @@ class RepairRunner:
         if running is None or not isinstance(running.step, FillDamage):
             return False
         assert each.repair is not None
-        if each.repair.fill_rejected(running.step):
+        if each.repair.on_fill_rejected(running.step):
             # The records may be bad: another source may have better ones.
             self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
         else:
             self._drop(correlation_id)
         return True
 
-    def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
+    def on_damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
         """A replica has reported records that it cannot read; `advance` repairs them.
 
         Raises:
@@ -365,7 +365,7 @@ class RepairRunner:
         damaged = decode_damaged_ranges(notice.damaged)
         if each.repair is None:
             return  # Its PREPARED answer will include them.
-        each.repair.damage_found(damaged)
+        each.repair.on_damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
     def _avoid_source(
@@ -392,7 +392,7 @@ class RepairRunner:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def answered(
+    def on_answered(
         self, each: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
     ) -> None:
         """Process the answer to a step.
@@ -408,16 +408,16 @@ class RepairRunner:
         assert target.correlation_id == correlation_id
         if isinstance(step, FetchSourceLineage | FetchCopy):
             try:
-                self._batches_supplied(target, source.replica, step, answer, now_ms)
+                self._on_batches_supplied(target, source.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
                 self._avoid_source(correlation_id, source.replica, str(error), now_ms)
                 return
         else:
-            self._step_done(target, step, answer)
+            self._on_step_done(target, step, answer)
         del self._running[correlation_id]
         target.correlation_id = NO_CORRELATION_ID
 
-    def _batches_supplied(
+    def _on_batches_supplied(
         self,
         target: ReplicaSession,
         source: ReplicaId,
@@ -435,18 +435,18 @@ class RepairRunner:
         assert repair is not None
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
-            repair.copy_fetched(answer, step)
+            repair.on_copy_fetched(answer, step)
             self._fills_from[target.replica] = source
         else:
             assert isinstance(answer, messages.LineageResponse)
-            repair.source_lineage_answered(answer, first=step.first, last=step.last)
+            repair.on_source_lineage(answer, first=step.first, last=step.last)
 
-    def _step_done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
+    def _on_step_done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
         repair = each.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
             assert isinstance(step, FetchOwnLineage)
-            repair.own_lineage_answered(answer, first=step.first, last=step.last)
+            repair.on_own_lineage(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
             assert isinstance(step, AppendCopy)
             expected = step.answer.first + step.answer.count - 1
@@ -455,10 +455,10 @@ class RepairRunner:
                     "copy to a replica: expected that it is synced up to transaction "
                     f"{expected}, found {answer.synced_max}"
                 )
-            repair.copy_appended(step)
+            repair.on_copy_appended(step)
         else:
             assert isinstance(answer, messages.ReplicaEnd)
-            self._log_changed(each, repair, step, answer)
+            self._on_log_changed(each, repair, step, answer)
 
     def _report(
         self, name: str, each: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
@@ -467,7 +467,7 @@ class RepairRunner:
         fields = (("replica", each.replica), ("ids", ranges), ("is_live", each.is_marked))
         self._outbox.append(Report(name, fields))
 
-    def _log_changed(
+    def _on_log_changed(
         self,
         each: ReplicaSession,
         repair: ReplicaRepair,
@@ -476,19 +476,19 @@ class RepairRunner:
     ) -> None:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Truncation):
-            repair.log_truncated(last, chain, step)
+            repair.on_log_truncated(last, chain, step)
         elif isinstance(step, Reset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
                     "reset of a replica: expected that its log ends at transaction "
                     f"{step.last}, found {last}"
                 )
-            repair.log_reset(step)
+            repair.on_log_reset(step)
             self._outbox.append(
                 Report("replica.reset", (("replica", each.replica), ("last", step.last)))
             )
         elif isinstance(step, FillDamage):
-            repair.damage_filled(step)
+            repair.on_damage_filled(step)
             first, count = TransactionId(step.answer.first), step.answer.count
             self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
         else:
@@ -499,8 +499,8 @@ class RepairRunner:
                     f"{step.mark} with chain hash {step.chain.hex()}, found {last} with chain "
                     f"hash {chain.hex()}"
                 )
-            repair.mark_written()
-            each.mark_written(step.mark, step.chain)
+            repair.on_mark_written()
+            each.on_mark_written(step.mark, step.chain)
 
 
 def _request_of(

@@ -306,7 +306,7 @@ class ReplicaRepair:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def own_lineage_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def on_own_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
@@ -314,14 +314,14 @@ class ReplicaRepair:
         if not self._wants_newest:
             self._own = answer
 
-    def source_lineage_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def on_source_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
             _check_not_reconstructed(answer, self._own)
         self._source = answer
 
-    def copy_fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
+    def on_copy_fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
         """The source returned records; they are checked before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
@@ -334,7 +334,7 @@ class ReplicaRepair:
             self._fetched_chain = chain
         self._fetched = answer
 
-    def log_truncated(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
+    def on_log_truncated(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
         """The replica was truncated."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
@@ -348,7 +348,7 @@ class ReplicaRepair:
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
 
-    def log_reset(self, step: Reset) -> None:
+    def on_log_reset(self, step: Reset) -> None:
         """The replica has dropped its records; its log begins after the archived mark."""
         self._forget()
         self.last, self.chain = step
@@ -357,18 +357,18 @@ class ReplicaRepair:
         self.damaged = []
         self._is_aligned = False
 
-    def copy_appended(self, step: AppendCopy) -> None:
+    def on_copy_appended(self, step: AppendCopy) -> None:
         """The replica has the copied batches on disk."""
         assert step.answer.first == self.last + 1
         self.last = TransactionId(self.last + step.answer.count)
         self.chain = step.chain
         self._fetched = None
 
-    def damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
+    def on_damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
         """The replica has reported all known damage; a step under way continues."""
         self.damaged = damaged
 
-    def damage_filled(self, step: FillDamage) -> None:
+    def on_damage_filled(self, step: FillDamage) -> None:
         """The replica has overwritten damaged records."""
         filled_first, filled_last = step.answer.first, step.answer.first + step.answer.count - 1
         left: list[tuple[TransactionId, TransactionId]] = []
@@ -379,7 +379,7 @@ class ReplicaRepair:
                 left.append((TransactionId(max(first, filled_last + 1)), last))
         self.damaged, self._fetched = left, None
 
-    def fill_rejected(self, step: FillDamage) -> bool:
+    def on_fill_rejected(self, step: FillDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
         It may have reported other damage since. If the range can wait it is ignored until it is
@@ -392,7 +392,7 @@ class ReplicaRepair:
         self._fetched = None
         return is_needed
 
-    def mark_written(self) -> None:
+    def on_mark_written(self) -> None:
         """Session and mark are durable: the replica is ready."""
         self.is_set = True
 
@@ -401,7 +401,7 @@ class ReplicaRepair:
         self._forget()
         self._is_aligned = False
 
-    def _logs_aligned(self) -> None:
+    def _on_logs_aligned(self) -> None:
         self._forget()
         self._is_aligned = True
 

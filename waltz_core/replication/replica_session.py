@@ -176,7 +176,7 @@ class ReplicaSession:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))
             self._forget()
 
-    def lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
+    def on_lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
         """The connection was lost: dial again after a pause (about `wait_ms` at least)."""
         self._forget()
         wait_ms = max(wait_ms, self._redial_ms)
@@ -213,7 +213,7 @@ class ReplicaSession:
         self._requests[self._sequence] = SessionRequest(message, now_ms, correlation_id)
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
-    def take(self, answer: StorageMessage) -> SessionRequest:
+    def take_request(self, answer: StorageMessage) -> SessionRequest:
         """Return the request that this answers (rule 1).
 
         Raises:
@@ -239,7 +239,7 @@ class ReplicaSession:
     # -----------------------------------------------------------------------------------------
     # the log
 
-    def mark_written(self, mark: TransactionId, chain: Chain) -> None:
+    def on_mark_written(self, mark: TransactionId, chain: Chain) -> None:
         """Session and mark are durable: appends continue after the mark."""
         assert self.stage is ReplicaStage.REPAIRING
         self.stage = ReplicaStage.READY
@@ -277,7 +277,7 @@ class ReplicaSession:
         assert self.is_marked
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
-    def append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
+    def on_append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
         """The storage has synced (rule 4).
 
         Raises:

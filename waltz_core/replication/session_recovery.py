@@ -197,7 +197,7 @@ class Recovery:
         """
         return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 
-    def answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
+    def on_answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
             return  # It was not in the last session, so it has nothing above its closing mark.

@@ -71,7 +71,7 @@ class Settlement:
         else:
             self._request_unresolved(min(in_doubt.last, self._mark), now_ms)
 
-    def answered(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
+    def on_answered(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
         """Process an answer; the next query or the outcome follows.
 
         Raises:
@@ -103,7 +103,7 @@ class Settlement:
             last = TransactionId(max(last, entry.last))
         self._settle(min(last, in_doubt.last, self._mark))
 
-    def batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
+    def on_batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
         """A replica cannot return the batches in doubt (rule 4); return False if that is an error.
 
         Expired ones are gone for all replicas; others are requested from the next replica first.

@@ -5,7 +5,8 @@
 Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
-    3. The session opens only when ZooKeeper is known to have its states (`metadata_written`; G, H).
+    3. The session opens only when ZooKeeper is known to have its states (`on_metadata_written`; G,
+       H).
     4. Only while ZooKeeper records a replica as engaged, it counts and gets uncommitted batches
        (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
@@ -237,13 +238,13 @@ class StoreSession:
             each.dial()
         self._advance(now_ms)
 
-    def opened(self, replica: ReplicaId, now_ms: int) -> None:
+    def on_opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection is open: fence the replica."""
         each = self.replicas.get(replica)
         if each is None or each.stage is not ReplicaStage.DIALING:
             return
         if each.is_excluded:
-            self._tainted_replica_returned(each, now_ms)
+            self._on_tainted_replica_returned(each, now_ms)
             return
         each.stage = ReplicaStage.PREPARING
         facts = self._facts
@@ -251,7 +252,7 @@ class StoreSession:
         identity = (storage_id, facts.cluster_key, facts.partition_count)
         each.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
-    def replica_lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
+    def on_replica_lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         """A connection was lost, or could not be opened."""
         each = self.replicas.get(replica)
         if each is not None and each.stage is not ReplicaStage.ABSENT:
@@ -259,18 +260,18 @@ class StoreSession:
             self._lose(each, reason, now_ms)
             self._advance(now_ms)
 
-    def answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
+    def on_answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
         """A storage has answered, or has reported damage."""
         each = self.replicas.get(replica)
         if each is None or not each.is_connected:
             return
         try:
             if isinstance(answer, messages.DamageFound):
-                self.repairs.damage_found(each, answer)
+                self.repairs.on_damage_found(each, answer)
             elif isinstance(answer, ARCHIVE_NOTICES):
-                self._archiving.attempt_notified(each, answer, now_ms)
+                self._archiving.on_attempt_notified(each, answer, now_ms)
             else:
-                self._request_answered(each, each.take(answer), answer, now_ms)
+                self._on_request_answered(each, each.take_request(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
             self._reject(each, str(error), now_ms)
         self._advance(now_ms)
@@ -298,7 +299,7 @@ class StoreSession:
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
         if self._archiving.is_used:
-            self._archiving.batch_submitted(batch)
+            self._archiving.on_batch_submitted(batch)
         for each in self.replicas.values():
             if each.stage is _ENGAGED:
                 self._send_from_window(each, now_ms)
@@ -326,7 +327,7 @@ class StoreSession:
         """Return the outcome of such a request; None if there is none yet."""
         return self._archiving.replacement(request)
 
-    def metadata_written(
+    def on_metadata_written(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
     ) -> None:
         """ZooKeeper is known to have these states and this archived mark (rule 3)."""
@@ -335,7 +336,7 @@ class StoreSession:
         assert goal is not None
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
-        self._archiving.metadata_written(archived, now_ms)
+        self._archiving.on_metadata_written(archived, now_ms)
         self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
@@ -461,9 +462,9 @@ class StoreSession:
     ) -> None:
         """Drop a replica; end the session if it counted (rule 6). `wait_ms` is for a rejection."""
         is_counted = self._is_counted(each)
-        self.repairs.connection_lost(each)
+        self.repairs.on_connection_lost(each)
         each.close()
-        each.lost(now_ms, self._rng, wait_ms=wait_ms)
+        each.on_lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
             reason = f"replica {each.replica}: {reason}"
             ending = SessionEnd(EndCause.LEFT, reason, each.replica, rejected_append=wait_ms > 0)
@@ -482,7 +483,7 @@ class StoreSession:
         """
         return self.is_settled and each.stage in _PREPARED
 
-    def _tainted_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
+    def _on_tainted_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A tainted replica has returned: it needs a new session (replica_session.py, rule 3)."""
         each.close()
         earliest_ms = now_ms
@@ -495,46 +496,46 @@ class StoreSession:
                 )
             )
             return
-        each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
+        each.on_lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _request_answered(
+    def _on_request_answered(
         self, each: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
             case messages.Appended() if each.stage in MARKED:
                 assert isinstance(request.message, messages.AppendRaw)
-                each.append_synced(request.message, answer)
+                each.on_append_synced(request.message, answer)
                 if each.stage is _ENGAGED:
                     self._measure(each, request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
-                self._request_nacked(each, request, answer, now_ms)
+                self._on_request_nacked(each, request, answer, now_ms)
             case messages.Prepared():
-                self._replica_prepared(each, answer, now_ms)
+                self._on_replica_prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
                 self._proofs.vote(request.correlation_id, each.replica)
             case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
                 assert self._settlement is not None
-                self._settlement.answered(each, answer, now_ms)
+                self._settlement.on_answered(each, answer, now_ms)
                 self._note_settled()
             case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
-                self._archive_answered(each, request.message, answer, now_ms)
+                self._on_archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
-                self.repairs.answered(each, request.correlation_id, answer, now_ms)
+                self.repairs.on_answered(each, request.correlation_id, answer, now_ms)
 
-    def _archive_answered(
+    def _on_archive_answered(
         self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
     ) -> None:
         if isinstance(answer, messages.LineageResponse):
-            self._archiving.answered(each, message, answer, now_ms)
+            self._archiving.on_answered(each, message, answer, now_ms)
             self._note_checked()
 
-    def _archive_rejected(
+    def _on_archive_rejected(
         self,
         each: ReplicaSession,
         request: SessionRequest,
@@ -546,9 +547,9 @@ class StoreSession:
         if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
-            self._archiving.rejected(each, request.message, reason, now_ms)
+            self._archiving.on_rejected(each, request.message, reason, now_ms)
         elif isinstance(error, BeforeLogStart):
-            self._archiving.log_begins_later(now_ms)
+            self._archiving.on_log_begins_later(now_ms)
             self._note_checked()
         else:
             return False
@@ -561,7 +562,7 @@ class StoreSession:
         else:
             self._note_settled()
 
-    def _request_nacked(
+    def _on_request_nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
     ) -> None:
         error = from_code(nack.error_code, nack.message)
@@ -576,23 +577,25 @@ class StoreSession:
             # It has lost the nonce of its promise, but will accept the next session.
             self.end(SessionEnd(EndCause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
-            self._found_rival(each, reason, now_ms)
-        elif self._archive_rejected(each, request, error, reason, now_ms):
+            self._on_rival_found(each, reason, now_ms)
+        elif self._on_archive_rejected(each, request, error, reason, now_ms):
             pass
         elif self._is_unreadable_doubt(request, error, now_ms):
             self._note_settled()
-        elif self.repairs.fill_rejected(request.correlation_id, each, reason, now_ms):
+        elif self.repairs.on_fill_rejected(request.correlation_id, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
-        elif not self.repairs.source_rejected(request.correlation_id, each, error, reason, now_ms):
+        elif not self.repairs.on_source_rejected(
+            request.correlation_id, each, error, reason, now_ms
+        ):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
     def _is_unreadable_doubt(self, request: SessionRequest, error: WaltzError, now_ms: int) -> bool:
         """Whether the settlement continues without a replica that cannot return its batches."""
         if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
-        return self._settlement.batches_unreadable(error, now_ms)
+        return self._settlement.on_batches_unreadable(error, now_ms)
 
-    def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _on_rival_found(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
         self._rivals.append(each.replica)
         self._reject(each, reason, now_ms)
@@ -605,7 +608,7 @@ class StoreSession:
             )
             self.end(SessionEnd(EndCause.REJECTED, reason, is_final=True))
 
-    def _replica_prepared(
+    def _on_replica_prepared(
         self, each: ReplicaSession, answer: messages.Prepared, now_ms: int
     ) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
@@ -623,7 +626,7 @@ class StoreSession:
             else:
                 self._reject(each, reason, now_ms)
             return
-        self.recovery.answered(each.replica, answer, registered)
+        self.recovery.on_answered(each.replica, answer, registered)
         if each.replica in self.recovery.unknown:
             self._report("replica.untrusted", replica=each.replica, last=answer.synced_max)
         each.stage = ReplicaStage.REPAIRING
@@ -675,7 +678,7 @@ class StoreSession:
             self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
-        self.repairs.mark_decided(mark)
+        self.repairs.on_mark_decided(mark)
         return True
 
     def _open(self, now_ms: int) -> None:
@@ -683,7 +686,7 @@ class StoreSession:
         assert self.window is not None
         claim, mark = self.claim, self.window.committed
         for replica in [name for name in self.replicas if name not in claim.assigned]:
-            self.repairs.connection_lost(self.replicas[replica])
+            self.repairs.on_connection_lost(self.replicas[replica])
             self.replicas.pop(replica).close()
         assert len(self.engaged) >= self.quorum
         self._outbox.append(

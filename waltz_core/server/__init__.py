@@ -18,9 +18,9 @@ Everything except `process` is pure: no clock, no sockets, no tasks.
 Life of an append
     1. A frame arrives. If its connection has room, `clients` accepts it; otherwise the connection
        is not read (`flow`). The request waits in the queue of its connection, its lane (`lanes`).
-    2. When there is a settled store session, and room for more appends in flight, a turn begins
-       (`pipeline.turn`). The lane that was served least goes first. Small requests are taken
-       together, a large one alone.
+    2. When there is a settled store session, and room for more appends in flight, the pipeline
+       takes a slice (`pipeline.process_slice`). The lane that was served least goes first. Small
+       requests are taken together, a large one alone.
     3. `admission` checks the mount, the generation and the checksums. Rows that fail are rejected,
        each with a reason.
     4. The lock table validates the rows in order (`validation`). Accepted rows get IDs, which are
@@ -43,7 +43,7 @@ Life of a mount
 
 Life of a feed
     1. A mount with a feed, and later feed requests, grant ranges of the log to send. Each turn
-       sends one frame to every client that has a grant and is not congested (`Feed.turn`).
+       sends one frame to every client that has a grant and is not congested (`Feed.deliver`).
     2. The headers come from the feed cache. Older ones are fetched from a replica, once for all
        clients at the same position.
     3. If a client does not read, its connection becomes congested: it buffers one megabyte at most,

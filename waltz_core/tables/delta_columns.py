@@ -38,7 +38,7 @@ def check_schema(schema: ArrowSchema) -> None:
     _check_names(schema, "", _RESERVED)
     for part in schema:
         _check_nested(part.type, part.name, 1)
-        if not _is_of_delta(part.type):
+        if not _is_delta_type(part.type):
             raise BadConfig(
                 f"column {part.name!r}: Delta has no type {part.type}. Hint: declare it as int64, "
                 "decimal, text or a timestamp in microseconds."
@@ -78,9 +78,9 @@ def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
         _check_nested(part.type, inner, level + 1)
 
 
-def _is_of_delta(kind: pa.DataType) -> bool:
+def _is_delta_type(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind) or pa.types.is_list(kind) or pa.types.is_map(kind):
-        return all(_is_of_delta(kind.field(each).type) for each in range(kind.num_fields))
+        return all(_is_delta_type(kind.field(each).type) for each in range(kind.num_fields))
     if pa.types.is_timestamp(kind):
         return kind.unit == "us" and kind.tz in (None, "UTC")
     if pa.types.is_decimal(kind):

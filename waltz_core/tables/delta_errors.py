@@ -32,7 +32,7 @@ CREDENTIALS_HINT = (
 PERMISSION_HINT = "Hint: the user of this process needs write permission in the directory."
 
 
-class _Meaning(NamedTuple):
+class _KnownError(NamedTuple):
     """What a text means: the class, the cause (None: the text of the library), and the hint."""
 
     text: re.Pattern[str]
@@ -42,7 +42,7 @@ class _Meaning(NamedTuple):
 
 
 _MEANINGS = tuple(
-    _Meaning(re.compile(text, re.IGNORECASE | re.DOTALL), kind, cause, hint)
+    _KnownError(re.compile(text, re.IGNORECASE | re.DOTALL), kind, cause, hint)
     for text, kind, cause, hint in (
         (
             r"Failed to commit transaction|existing table version",
@@ -116,7 +116,7 @@ _MEANINGS = tuple(
 )
 
 
-def error_of(table: str, error: Exception) -> LibraryError:
+def library_error(table: str, error: Exception) -> LibraryError:
     """Return the error of the project for an error of the library."""
     text = _COLORS.sub("", str(error))
     if found := _FOUND_TWICE.search(text):
@@ -126,11 +126,11 @@ def error_of(table: str, error: Exception) -> LibraryError:
             "columns that determine the partition."
         )
     meaning = next(each for each in _MEANINGS if each.text.search(text))
-    cause = meaning.cause or _shown(text)
+    cause = meaning.cause or _without_colors(text)
     return meaning.kind(". ".join(filter(None, (f"table {table}: {cause}", meaning.hint))))
 
 
-def _shown(text: str) -> str:
+def _without_colors(text: str) -> str:
     """Return the cause that a text states, in one line (rule 2)."""
     if answer := _ANSWER.search(text):
         status, code = answer.groups()

@@ -32,7 +32,7 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
 from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
-from waltz_core.tables.delta_errors import TWO_PARTITIONS, error_of
+from waltz_core.tables.delta_errors import TWO_PARTITIONS, library_error
 from waltz_core.tables.follower import REMOVED, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ArrowTable
@@ -104,11 +104,11 @@ class FollowedDeltaTable:
 
         Raises:
             Superseded: the table exists.
-            Like `error_of`: the library reports an error.
+            Like `library_error`: the library reports an error.
         """
         if self._start is None:
             return
-        with self._reported():
+        with self._translate_errors():
             try:
                 self._table = DeltaTable.create(
                     self._uri,
@@ -131,9 +131,9 @@ class FollowedDeltaTable:
             BadConfig: a column of the table has another type than the declared one, or is not
                 declared, or a partition column has a type that the library changes.
             BadFormat: the table was removed.
-            Like `error_of`: the library reports an error.
+            Like `library_error`: the library reports an error.
         """
-        with self._reported():
+        with self._translate_errors():
             if self._table is None:
                 try:
                     table = DeltaTable(self._uri)
@@ -162,7 +162,7 @@ class FollowedDeltaTable:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
             Superseded: there is a later version than the one that `marks` has read.
-            Like `error_of`: the library reports another error.
+            Like `library_error`: the library reports another error.
         """
         if changes is not None and not changes.num_rows:
             return False
@@ -171,7 +171,7 @@ class FollowedDeltaTable:
         table = self._table
         assert table is not None, "marks() was called"
         before = table.version()
-        with self._reported():
+        with self._translate_errors():
             if changes is None or rows is None:
                 _append(table, _schema_of(table).empty_table(), marks)
                 return True
@@ -264,12 +264,12 @@ class FollowedDeltaTable:
                 )
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Raise errors of the library as errors of the project."""
         try:
             yield
         except (DeltaError, OSError) as error:
-            raise error_of(self._uri, error) from error
+            raise library_error(self._uri, error) from error
 
 
 def _schema_of(table: DeltaTable) -> ArrowSchema:

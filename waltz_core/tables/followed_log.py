@@ -30,7 +30,7 @@ from waltz_core.tables.row_changes import (
     ChangeRules,
     check_rules,
     no_changes,
-    selected_rows,
+    select_rows,
     with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
@@ -120,7 +120,7 @@ class LoggedTable:
     @property
     def stored_rules(self) -> StoredRules:
         """The rules in the form in which the table stores them."""
-        return self._rules.stored(self.headers)
+        return self._rules.stored_rules(self.headers)
 
     @property
     def form(self) -> RangeForm:
@@ -151,7 +151,7 @@ class LoggedTable:
         with errors_of_table(self.place):
             batches = []
             for partition, chunk in chunks:
-                own = partial(selected_rows, after=starts[partition], headers=self.headers)
+                own = partial(select_rows, after=starts[partition], headers=self.headers)
                 for batch in self._columns.batches(chunk, partition, own):
                     check_decrypted(batch)
                     batches.append(batch.select(self._rows.names))

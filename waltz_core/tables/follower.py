@@ -35,7 +35,7 @@ from waltz_core.tables.table_marks import (
     StoredRules,
     TableMarks,
     common_rules,
-    continued,
+    continued_marks,
     next_batch,
 )
 
@@ -229,7 +229,7 @@ class TableProgress(Generic[ChangesT]):
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:
         """Read the newest version; return False if another program has created the table."""
-        return self._is_done(lambda: self._read(log))
+        return self._try_step(lambda: self._read(log))
 
     def check(self, log: LogState) -> None:
         """Check that the log has the transactions after the marks; raises DataLoss."""
@@ -242,16 +242,16 @@ class TableProgress(Generic[ChangesT]):
         A table that has the whole batch needs no commit.
         """
         marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
-        return marks == self.marks or self._is_done(lambda: self._commit(changes, marks))
+        return marks == self.marks or self._try_step(lambda: self._commit(changes, marks))
 
     def finish(self, *, is_end: bool) -> bool:
         """Create a table that is due, and commit marks alone if these are due, too, or at the end.
 
         Return False on a conflict.
         """
-        return self._is_done(lambda: self._finish(is_end=is_end))
+        return self._try_step(lambda: self._finish(is_end=is_end))
 
-    def _is_done(self, step: Callable[[], None]) -> bool:
+    def _try_step(self, step: Callable[[], None]) -> bool:
         """Run a step; return whether no other commit came first."""
         try:
             with errors_of_table(self._place):
@@ -276,15 +276,17 @@ class TableProgress(Generic[ChangesT]):
         self._check_others(state.others)
         seen = state.metadata, state.version
         if seen != self._seen:  # rule 1: also a commit of another follower with this name
-            stored = self._continued(state, log)
+            stored = self._continue_from(state, log)
             if self._seen is None:
-                _log.info("follow.started table=%s marks=%s", self._place, _shown(stored.marks))
+                _log.info(
+                    "follow.started table=%s marks=%s", self._place, _marks_text(stored.marks)
+                )
             self._seen, self._conflicts = seen, 0
             self._stored = self._marks = stored
         self._is_created = not state.is_due
         self._has_marks = state.metadata is not None or state.version is not None
 
-    def _continued(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
+    def _continue_from(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
         is_given = bool(self._given)
         if state.metadata is None:
@@ -299,12 +301,12 @@ class TableProgress(Generic[ChangesT]):
                 common_rules(state.rules, self._name.rules)
             if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start(log)
-        stored = continued(state.metadata, state.version, self._name)
+        stored = continued_marks(state.metadata, state.version, self._name)
         if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
                 f"a start was given, but follower {self._name.follower!r} has written the table "
-                f"up to {_shown(stored.marks)}. Hint: omit the start; the follower continues from "
-                "the marks of the table."
+                f"up to {_marks_text(stored.marks)}. Hint: omit the start; the follower continues "
+                "from the marks of the table."
             )
         return stored
 
@@ -354,7 +356,7 @@ class TableProgress(Generic[ChangesT]):
             self._table.finish()
             is_committed = self._table.apply(None, after)
         if is_committed:
-            _log.debug("follow.committed table=%s marks=%s", self._place, _shown(marks))
+            _log.debug("follow.committed table=%s marks=%s", self._place, _marks_text(marks))
             self._stored = after
             self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
@@ -406,7 +408,7 @@ class Follower(Generic[ChangesT]):
         """
         while True:
             try:
-                if self._turn(until):
+                if self._apply_next(until):
                     return [each.stored for each in self._tables]
             except Unavailable as error:
                 if until is not None:
@@ -414,7 +416,7 @@ class Follower(Generic[ChangesT]):
                 _log.warning("follow.unavailable reason=%s", error)
                 self._log.wait()
 
-    def _turn(self, until: MarkMap | None) -> bool:
+    def _apply_next(self, until: MarkMap | None) -> bool:
         """Apply the next batch, or commit marks alone; return whether the end is reached."""
         if not all(each.read(self._log) for each in self._tables):
             return False
@@ -436,7 +438,7 @@ class Follower(Generic[ChangesT]):
             for each in self._tables:
                 each.check(log)
             starts = self._lowest(log)
-            ends = log.marks if until is None else _limited(log.marks, starts, until)
+            ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report(starts, ends)
             end = next_batch(starts, LogState(ends, log.firsts), self._batch_transactions)
             if end != starts:
@@ -501,7 +503,7 @@ def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
             )
 
 
-def _limited(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:
+def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:
     """Return lower ends of the log: up to `until`, and not below the table marks."""
     before = int(BEFORE_FIRST)
     return {
@@ -510,6 +512,6 @@ def _limited(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:
     }
 
 
-def _shown(marks: MarkMap) -> str:
+def _marks_text(marks: MarkMap) -> str:
     shown = ",".join(f"{partition}:{mark}" for partition, mark in sorted(marks.items())[:20])
     return shown if len(marks) <= 20 else f"{shown},..."

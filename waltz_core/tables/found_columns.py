@@ -72,7 +72,7 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
     types: dict[str, ArrowType] = {part.name: part.type for part in known}
     for row, payload in enumerate(Unpacker([], data_format).decoded(data, where)):
         try:
-            _add(types, payload)
+            _add_payload(types, payload)
         except _Mismatch as error:
             path, expected, found = error.args
             raise BadFormat(
@@ -85,7 +85,7 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
     return pa.table([*log.columns, *columns], schema=pa.schema([*log.schema, *fields]))
 
 
-def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
+def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
     """Add the columns of a payload."""
     for name, value in payload.items():
         if value is None:
@@ -97,7 +97,7 @@ def _add(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED))}", repr(name)
             )
-        grown = _grown(known, value, name)
+        grown = _widen(known, value, name)
         if grown == known:
             continue
         types[name] = grown
@@ -112,53 +112,53 @@ def field_count(types: Iterable[ArrowType]) -> int:
     )
 
 
-def _grown(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
+def _widen(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
     """Return the type of a column after a value (rules 1 to 3)."""
     if level > LEVELS_MAX:
         raise _Mismatch(path[:200], f"at most {LEVELS_MAX} levels of lists and maps", "more")
     if isinstance(value, list):
-        return _grown_list(known, value, path, level)
+        return _widen_list(known, value, path, level)
     if isinstance(value, dict):
-        return _grown_struct(known, value, path, level)
+        return _widen_struct(known, value, path, level)
     found = _TYPES.get(type(value))
     if known is not None and known not in _NAMES and not pa.types.is_nested(known):
         return known  # of a table whose columns were declared: the conversion checks the value
     if found is None or known not in (None, found):
         expected = "a boolean, a number, text, binary, a list or a map" if known is None else ""
         shown = type(value).__name__ if found is None else _NAMES[found]
-        raise _Mismatch(path, expected or _shown(known), shown)
+        raise _Mismatch(path, expected or _type_text(known), shown)
     return found
 
 
-def _grown_list(known: ArrowType | None, value: list[Any], path: str, level: int) -> ArrowType:
+def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int) -> ArrowType:
     if known is not None and not pa.types.is_list(known):
-        raise _Mismatch(path, _shown(known), "a list")
+        raise _Mismatch(path, _type_text(known), "a list")
     item = None if known is None else known.value_type
     for each in value:
         if each is not None:
-            item = _grown(item, each, f"{path}[]", level + 1)
+            item = _widen(item, each, f"{path}[]", level + 1)
     if item is None:
         raise _Mismatch(path, "a value", "a list of nothing, which has no type")
     return pa.list_(item)
 
 
-def _grown_struct(
+def _widen_struct(
     known: ArrowType | None, value: dict[Any, Any], path: str, level: int
 ) -> ArrowType:
     if known is not None and not pa.types.is_struct(known):
-        raise _Mismatch(path, _shown(known), "a map")
+        raise _Mismatch(path, _type_text(known), "a map")
     fields = {} if known is None else {part.name: part.type for part in known}
     for name, each in value.items():
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))
         if each is not None:
-            fields[name] = _grown(fields.get(name), each, f"{path}.{name}", level + 1)
+            fields[name] = _widen(fields.get(name), each, f"{path}.{name}", level + 1)
     if not fields:
         raise _Mismatch(path, "a value", "a map of nothing, which has no type")
     return pa.struct(list(fields.items()))
 
 
-def _shown(kind: ArrowType) -> str:
+def _type_text(kind: ArrowType) -> str:
     if pa.types.is_list(kind):
         return "a list"
     return "a map" if pa.types.is_struct(kind) else _NAMES.get(kind, str(kind))

@@ -91,7 +91,7 @@ class FollowedParquetTable:
 
     def columns(self) -> ArrowSchema:
         """Return the columns of the newest file, without those of the place."""
-        with self._reported():
+        with self._translate_errors():
             return pa.schema([each for each in self._stored_schema() if each.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
@@ -101,7 +101,7 @@ class FollowedParquetTable:
             BadConfig: the directory has other files.
             Unavailable: the store reports an error.
         """
-        with self._reported():
+        with self._translate_errors():
             own = (f"{_WRITING}/", f"{_REMOVED}/")
             others = [each for each in self._names() if not each.startswith(own)]
         if others and not any(map(_COMPLETE.fullmatch, others)):
@@ -132,11 +132,11 @@ class FollowedParquetTable:
                 declared.
             Unavailable: the store reports an error.
         """
-        with self._reported():
+        with self._translate_errors():
             if self._newest < 0:
                 self._remove_writing()
             if self._newest < 0 or not self._is_newest():
-                self._newest = max(self._complete(), default=-1)
+                self._newest = max(self._complete_batches(), default=-1)
             if self._newest < 0:
                 if self._start is None:
                     return None
@@ -177,13 +177,13 @@ class FollowedParquetTable:
 
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
         target, names = f"batch={self._newest + 1}", list(names)
-        with self._reported():
+        with self._translate_errors():
             found = self._store.names(target)
             if f"{target}/{MARKS_FILE}" in found:
                 raise Superseded(f"table {self._uri}: another program has written {target}")
             for name in found:
                 self._store.delete(name)  # rule 2
-            folder = f"{_WRITING}/{_unique()}" if self._store.is_directory else target
+            folder = f"{_WRITING}/{_unique_name()}" if self._store.is_directory else target
             for name in names:
                 self._store.move(f"{_WRITING}/{name}", f"{folder}/{name}")
             self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
@@ -208,13 +208,13 @@ class FollowedParquetTable:
             return
         if self._store.names(_WRITING):
             with suppress(ObjectMissing):  # another follower has removed them
-                self._store.move(_WRITING, f"{_REMOVED}/{_unique()}")
+                self._store.move(_WRITING, f"{_REMOVED}/{_unique_name()}")
         self._store.delete_folder(_REMOVED)
 
     def _names(self) -> list[str]:
         return self._store.names("")
 
-    def _complete(self) -> list[int]:
+    def _complete_batches(self) -> list[int]:
         """Return the numbers of the complete batches."""
         return [int(found[1]) for found in map(_COMPLETE.fullmatch, self._names()) if found]
 
@@ -240,12 +240,12 @@ class FollowedParquetTable:
             rules = rules or (found and found.rules)
             others.append(OtherCommit(number, "APPEND", found.follower if found else None))
             if number == self._newest:
-                numbers = sorted(self._complete(), reverse=True)[1:]
+                numbers = sorted(self._complete_batches(), reverse=True)[1:]
         return TableState(None, None, rules=rules)
 
     def _stored_schema(self) -> ArrowSchema:
         """Return the schema of the newest file; an empty one if there is no file."""
-        for number in sorted(self._complete(), reverse=True):
+        for number in sorted(self._complete_batches(), reverse=True):
             for name in self._store.names(f"batch={number}"):
                 if name.endswith(".parquet"):
                     with self._store.open(name) as file:
@@ -269,19 +269,19 @@ class FollowedParquetTable:
                     "type, or use a new table."
                 )
 
-    def _reported(self) -> AbstractContextManager[None]:
-        return _reported(self._uri, self._store)
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        return _translate_errors(self._uri, self._store)
 
 
 @contextmanager
-def _reported(uri: str, store: ArchiveStore) -> Iterator[None]:
+def _translate_errors(uri: str, store: ArchiveStore) -> Iterator[None]:
     """Raise errors of the store as errors of the table."""
     try:
         yield
     except ObjectMissing as error:
-        raise Superseded(f"table {uri}: {_reason(error)}") from error
+        raise Superseded(f"table {uri}: {_reason_text(error)}") from error
     except (Unavailable, OSError, pa.ArrowException) as error:
-        text = f"table {uri}: {_reason(error)}"
+        text = f"table {uri}: {_reason_text(error)}"
         cause = error.__cause__ if isinstance(error, Unavailable) else error
         if store.is_directory and isinstance(cause, FileNotFoundError):
             raise Superseded(text) from error  # another follower has started (rule 3)
@@ -318,9 +318,9 @@ def _write(
     first = next(parts, None)
     if first is None:
         return []
-    name = f"{_unique()}.parquet"
+    name = f"{_unique_name()}.parquet"
     with (
-        _reported(uri, store),
+        _translate_errors(uri, store),
         store.writing(f"{_WRITING}/{name}") as sink,
         pq.ParquetWriter(sink, schema) as writer,
     ):
@@ -376,9 +376,9 @@ def _url_of(uri: str) -> str:
     return uri if "://" in uri else Path(uri).absolute().as_uri()
 
 
-def _unique() -> str:
+def _unique_name() -> str:
     return uuid.uuid4().hex  # noqa: TID251 - a name on no other server
 
 
-def _reason(error: Exception) -> str:
+def _reason_text(error: Exception) -> str:
     return " ".join(str(error).split()).removeprefix("archive: ")[:300]

@@ -109,11 +109,14 @@ class ChangesFunction:
         Raises:
             BadRequest: the function has raised an error, or its result is not valid.
         """
-        found = _called(self.name, rows)
+        found = _call_function(self.name, rows)
         expected = {*self.columns.names, *_PLACE, DELETED}
         if set(found.schema.names) != expected:
-            raise _bad_result(
-                self.name, rows, f"the columns {_listed(expected)}", _listed(found.schema.names)
+            raise _bad_result_error(
+                self.name,
+                rows,
+                f"the columns {_names_text(expected)}",
+                _names_text(found.schema.names),
             )
         fields = [*self.columns, *(rows.schema.field(name) for name in _PLACE), _DELETED_FIELD]
         columns = []
@@ -121,7 +124,7 @@ class ChangesFunction:
             column = found[part.name]
             if column.type not in (part.type, pa.null()):
                 expected_type = f"type {part.type} of column {part.name!r}"
-                raise _bad_result(self.name, rows, expected_type, str(column.type))
+                raise _bad_result_error(self.name, rows, expected_type, str(column.type))
             columns.append(column.cast(part.type))
         _check_transactions(self.name, found, rows)
         return pa.table(columns, schema=pa.schema(fields))
@@ -155,7 +158,7 @@ class ChangeRules:
                 f"found both. Hint: let the function return a boolean column {DELETED!r}."
             )
 
-    def stored(self, headers: Iterable[int] | None) -> StoredRules:
+    def stored_rules(self, headers: Iterable[int] | None) -> StoredRules:
         """Return the form in which a table stores these rules and the headers of its log."""
         return StoredRules(
             tuple(sorted(self.key)),
@@ -268,7 +271,7 @@ def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     return rows if is_new.all() else rows.filter(pa.array(is_new))
 
 
-def selected_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
+def select_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
     """Return the transactions of a partition after a mark, with some headers; with none, all."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
@@ -312,12 +315,12 @@ def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
         if changes[name].null_count:
             row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
             raise BadFormat(
-                f"{_where(changes, row)}: expected a value in key column {name!r}, found "
+                f"{_row_text(changes, row)}: expected a value in key column {name!r}, found "
                 "null. Hint: correct the key, or select the transactions of the table by header."
             )
 
 
-def _where(changes: ArrowTable, row: int) -> str:
+def _row_text(changes: ArrowTable, row: int) -> str:
     partition, transaction = (changes[name][row].as_py() for name in _PLACE)
     return f"partition {partition}, transaction {transaction}"
 
@@ -339,13 +342,13 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
             "changes function: expected 'module:function', such as 'shop.accounts:changes', found "
             f"{name!r}"
         )
-    found = _called(name, schema.empty_table()).schema
+    found = _call_function(name, schema.empty_table()).schema
     columns = pa.schema([part for part in found if part.name not in (*_PLACE, DELETED)])
     if not columns.names:
         raise BadRequest(
             f"changes function {name}: expected columns of the table in its result without "
-            f"transactions, found {_listed(found.names)}. Hint: return a table with all columns "
-            "even if there are no transactions, for example "
+            f"transactions, found {_names_text(found.names)}. Hint: return a table with all "
+            "columns even if there are no transactions, for example "
             "pyarrow.Table.from_pylist(rows, schema=...)."
         )
     try:
@@ -355,7 +358,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
     return ChangesFunction(name, columns)
 
 
-def _called(name: str, rows: ArrowTable) -> ArrowTable:
+def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     """Return what a changes function returned, with `_deleted`, after checks of its own columns."""
     function = load_function(
         name,
@@ -367,48 +370,49 @@ def _called(name: str, rows: ArrowTable) -> ArrowTable:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BadRequest(
-            f"changes function {name}{_of(rows)}: expected a table, found "
+            f"changes function {name}{_rows_text(rows)}: expected a table, found "
             f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         ) from error
     if not isinstance(found, pa.Table):
-        raise _bad_result(name, rows, "a pyarrow.Table", type(found).__name__)
+        raise _bad_result_error(name, rows, "a pyarrow.Table", type(found).__name__)
     names = found.schema.names
     if len(set(names)) < len(names):
-        raise _bad_result(name, rows, "different names of columns", str(names))
+        raise _bad_result_error(name, rows, "different names of columns", str(names))
     for each in _PLACE:
         kind = rows.schema.field(each).type
         if each not in names or found[each].type != kind:
-            shown = found[each].type if each in names else f"the columns {_listed(names)}"
-            raise _bad_result(name, rows, f"a column {each!r} of type {kind}", str(shown))
+            shown = found[each].type if each in names else f"the columns {_names_text(names)}"
+            raise _bad_result_error(name, rows, f"a column {each!r} of type {kind}", str(shown))
     if DELETED not in names:
         return found.append_column(_DELETED_FIELD, pa.array(np.zeros(len(found), dtype=np.bool_)))
     if found[DELETED].type != pa.bool_() or found[DELETED].null_count:
         shown = f"{found[DELETED].type} or nulls"
-        raise _bad_result(name, rows, f"true or false in column {DELETED!r}", shown)
+        raise _bad_result_error(name, rows, f"true or false in column {DELETED!r}", shown)
     return found
 
 
 def _check_transactions(name: str, found: ArrowTable, rows: ArrowTable) -> None:
     """Check that changes are those of the transactions of a call."""
     if any(found[each].null_count for each in _PLACE):
-        raise _bad_result(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
+        raise _bad_result_error(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
     strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
     if strange.num_rows:
         expected = "changes only for transactions that the function was given"
-        raise _bad_result(name, rows, expected, _where(strange, 0))
+        raise _bad_result_error(name, rows, expected, _row_text(strange, 0))
 
 
-def _bad_result(name: str, rows: ArrowTable, expected: str, found: str) -> BadRequest:
+def _bad_result_error(name: str, rows: ArrowTable, expected: str, found: str) -> BadRequest:
     return BadRequest(
-        f"result of the changes function {name}{_of(rows)}: expected {expected}, found {found}"
+        f"result of the changes function {name}{_rows_text(rows)}: expected {expected}, "
+        f"found {found}"
     )
 
 
-def _of(rows: ArrowTable) -> str:
-    return f" for transactions from {_where(rows, 0)} on" if rows.num_rows else ""
+def _rows_text(rows: ArrowTable) -> str:
+    return f" for transactions from {_row_text(rows, 0)} on" if rows.num_rows else ""
 
 
-def _listed(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
@@ -437,11 +441,11 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     )
     several = groups.filter(pc.not_equal(groups["partition_min"], groups["partition_max"]))
     if several.num_rows:
-        raise _in_two_partitions(ordered, several.slice(0, 1), key)
+        raise _two_partitions_error(ordered, several.slice(0, 1), key)
     return ordered.take(groups["place_max"].sort())
 
 
-def reduced(
+def reduce_batches(
     batches: Iterable[pa.RecordBatch],
     rules: ChangeRules,
     schema: pa.Schema,
@@ -488,7 +492,7 @@ def no_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
 
 
 def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
-    """Return the last changes of a part so far and of more rows; raises like `reduced`."""
+    """Return the last changes of a part so far and of more rows; raises like `reduce_batches`."""
     changes = last_changes(changes_of(rows, rules), rules.key)
     if not found.num_rows:
         return changes
@@ -496,14 +500,14 @@ def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> Arr
     return last_changes(both, rules.key)
 
 
-def _in_two_partitions(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
+def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
     values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
     is_of_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
         is_of_key &= pc.equal(changes[name], value).to_numpy()
     of_key = changes.filter(pa.array(is_of_key))
     places = [
-        _where(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
+        _row_text(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
         for side in ("min", "max")
     ]
     shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())

@@ -113,50 +113,50 @@ def decode(metadata: str | None) -> TableMarks | None:
         return None
     body = value[_MEMBER]
     if len(value) > 1 or not isinstance(body, dict) or sorted(body) != sorted(_FIELDS):
-        raise _bad(f"an object {_MEMBER!r} with {', '.join(_FIELDS)}", value)
+        raise _bad_marks_error(f"an object {_MEMBER!r} with {', '.join(_FIELDS)}", value)
     follower, cluster, marks, rules = (body[name] for name in _FIELDS)
     if not isinstance(follower, str) or not follower:
-        raise _bad("a name of the follower", follower)
+        raise _bad_marks_error("a name of the follower", follower)
     if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
-        raise _bad("a cluster's key with 32 hexadecimal digits", cluster)
+        raise _bad_marks_error("a cluster's key with 32 hexadecimal digits", cluster)
     if not isinstance(marks, dict):
-        raise _bad("an object of marks by partition", marks)
+        raise _bad_marks_error("an object of marks by partition", marks)
     return TableMarks(
         follower,
         cluster,
-        dict(map(_decoded_mark, marks, marks.values())),
-        _decoded_rules(rules),
+        dict(map(_decode_mark, marks, marks.values())),
+        _decode_rules(rules),
     )
 
 
-def _decoded_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
+def _decode_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
     if not isinstance(rules, dict) or not rules.keys() <= set(StoredRules._fields):
-        raise _bad(f"an object of rules with {', '.join(StoredRules._fields)}", rules)
+        raise _bad_marks_error(f"an object of rules with {', '.join(StoredRules._fields)}", rules)
     found: dict[str, Any] = {}
     for name, value in rules.items():
         parts = value if isinstance(value, list) else [value]
         if not all(type(part) in (str, int) for part in parts):
-            raise _bad(f"texts or numbers for rule {name!r}", value)
+            raise _bad_marks_error(f"texts or numbers for rule {name!r}", value)
         found[name] = tuple(parts) if isinstance(value, list) else value
     return StoredRules(**found)
 
 
-def _decoded_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value
+def _decode_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value
     if not _PARTITION.fullmatch(name) or int(name) > _PARTITION_MAX:
-        raise _bad("a partition", name)
+        raise _bad_marks_error("a partition", name)
     if type(mark) is not int or not BEFORE_FIRST <= mark <= _ID_MAX:
-        raise _bad(f"a mark of partition {name}, -1 or a transaction ID", mark)
+        raise _bad_marks_error(f"a mark of partition {name}, -1 or a transaction ID", mark)
     return int(name), mark
 
 
-def _bad(expected: str, found: object) -> BadFormat:
+def _bad_marks_error(expected: str, found: object) -> BadFormat:
     return BadFormat(
         f"metadata of the table: expected {expected}, found {found!r:.200}. Hint: another "
         "program, or a later version of Waltz, may have written it."
     )
 
 
-def continued(metadata: str | None, version: int | None, start: TableMarks) -> TableMarks:
+def continued_marks(metadata: str | None, version: int | None, start: TableMarks) -> TableMarks:
     """Return the marks from which a follower continues a table.
 
     Args:
@@ -204,14 +204,14 @@ def common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
     for name, old, new in zip(StoredRules._fields, stored, given, strict=True):
         if old != new:
             raise BadConfig(
-                f"{name}: expected {_shown(old)}, as in the commits of the table, found "
-                f"{_shown(new)}. Hint: pass the rules with which the table was created, or build "
-                "a new table with other ones."
+                f"{name}: expected {_rule_text(old)}, as in the commits of the table, found "
+                f"{_rule_text(new)}. Hint: pass the rules with which the table was created, or "
+                "build a new table with other ones."
             )
     return stored
 
 
-def _shown(rule: object) -> str:
+def _rule_text(rule: object) -> str:
     parts = rule if isinstance(rule, tuple) else () if rule is None else (rule,)
     return ", ".join(map(str, parts)) or "none"
 
@@ -242,10 +242,10 @@ def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
                 f"first available one in the log is {first}: those in between have expired. "
                 "Hint: build the table again."
             )
-    return divided_by_lag(begin, log.marks, count_max)
+    return divide_by_lag(begin, log.marks, count_max)
 
 
-def divided_by_lag(starts: MarkMap, ends: MarkMap, count_max: int) -> dict[int, int]:
+def divide_by_lag(starts: MarkMap, ends: MarkMap, count_max: int) -> dict[int, int]:
     """Return lower ends, so that they cover at most `count_max` transactions in total.
 
     The number is divided by the lag of each partition, so that all catch up at about the same time.

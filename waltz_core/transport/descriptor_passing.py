@@ -83,7 +83,7 @@ def is_offered(name: str) -> bool:
         made.setblocking(False)  # noqa: FBT003 - its only parameter
         try:
             made.connect(_abstract(name))
-            return _user_of(made) in _trusted()
+            return _user_of(made) in _trusted_users()
         except OSError:
             return False
 
@@ -101,7 +101,7 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
         try:
             made.connect(_abstract(name))
             user = _user_of(made)  # of the listening process
-            if user not in _trusted():
+            if user not in _trusted_users():
                 raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
             made.sendall(request)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
@@ -120,7 +120,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
     loop = asyncio.get_running_loop()
     with closing(caller):
         user = _user_of(caller)
-        if user not in _trusted():
+        if user not in _trusted_users():
             _log.info(
                 "segment.sharing_denied error=%s", f"user {user} is not the user of this process"
             )
@@ -146,7 +146,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
             os.close(descriptor)
 
 
-def _trusted() -> tuple[int, int]:
+def _trusted_users() -> tuple[int, int]:
     return os.geteuid(), _ROOT
 
 

@@ -51,8 +51,8 @@ class Listener:
         self._limits = limits
         self._owner = LinkOwner(
             on_ready=on_connection,
-            on_lost=self._link_lost,
-            on_made=self._link_made,
+            on_lost=self._on_link_lost,
+            on_made=self._on_link_opened,
             limits=limits,
         )
         self._links: dict[Link, None] = {}
@@ -98,7 +98,7 @@ class Listener:
         )
         return link.as_protocol()
 
-    def _link_made(self, link: Link) -> None:
+    def _on_link_opened(self, link: Link) -> None:
         if self._is_closed:  # It was accepted before, and is reported only now.
             link.abort("shutting down")
             return
@@ -115,6 +115,6 @@ class Listener:
             return
         self._links[link] = None
 
-    def _link_lost(self, link: Link) -> None:
+    def _on_link_lost(self, link: Link) -> None:
         self._links.pop(link, None)
         self._limits.remove(link)

@@ -297,10 +297,10 @@ class Link:
         """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
         return None if self.access is None else self.access.denial(request, self.version)
 
-    def feeds_ended(self, partition_id: int) -> None:
+    def on_feeds_ended(self, partition_id: int) -> None:
         """The feeds of a partition have ended, and do not count for the limit any more."""
         if self._throttle is not None:
-            self._throttle.feeds_ended(partition_id)
+            self._throttle.on_feeds_ended(partition_id)
 
     def filter_permitted(self, requests: list[Message]) -> list[Message]:
         """Return the requests that are permitted; answer the others (rule 8)."""
@@ -315,9 +315,9 @@ class Link:
                 self.send(authentication.rejected_answer(request, self.version, error))
         return permitted
 
-    def audited(self, request: Message) -> "AuditedRequest | None":
+    def audit_request(self, request: Message) -> "AuditedRequest | None":
         """Return a peer's request for the audit log; None: it need not be written."""
-        return None if self.access is None else self.access.audited(request)
+        return None if self.access is None else self.access.audit_request(request)
 
     # ------------------------------------------------------------------ receiving
 
@@ -378,9 +378,9 @@ class Link:
         else:
             self._transport.writelines(buffers)
         self._count_sent(sum(map(len, buffers)))
-        throttle = None if self.access is None else self._limiting()
+        throttle = None if self.access is None else self._active_throttle()
         if throttle is not None:
-            throttle.sent(message)
+            throttle.on_sent(message)
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages in order with one system call; see `send`."""
@@ -398,9 +398,9 @@ class Link:
         assert self._transport is not None
         self._transport.write(frames)
         self._count_sent(len(frames))
-        throttle = self._limiting()
+        throttle = self._active_throttle()
         if throttle is not None:
-            throttle.feed_sent(len(frames))
+            throttle.on_feed_sent(len(frames))
 
     def _count_sent(self, size_bytes: int) -> None:
         assert self._transport is not None
@@ -438,12 +438,12 @@ class Link:
 
     # ------------------------------------------------------------------ private
 
-    def _connection_made(self, transport: asyncio.Transport) -> None:
+    def _on_connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.address = tcp.peer_address(transport)
         if self._owner.access is not None:
             certificate = transport.get_extra_info("peercert")
-            self.access = self._owner.access.opened(certificate, self.address, self.abort)
+            self.access = self._owner.access.add_connection(certificate, self.address, self.abort)
             self._connection.bytes_max_of_peer = self._frame_bytes_max
         self._owner.on_made(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
@@ -454,9 +454,9 @@ class Link:
             high=WRITE_BACKLOG_BYTES_HIGH, low=WRITE_BACKLOG_BYTES_LOW
         )
         transport.write(self._connection.first_bytes())
-        self._set_timer(HELLO_S_MAX, self._hello_is_late)
+        self._set_timer(HELLO_S_MAX, self._on_hello_timeout)
 
-    def _connection_lost(self, error: Exception | None) -> None:
+    def _on_connection_lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
             reason = tls.failure_text(error) if error else ""
             self.closed_reason = f"connection lost: {reason}" if error else "closed by the peer"
@@ -472,12 +472,12 @@ class Link:
         if self._throttle is not None:
             self._throttle.stop()
         if self._owner.access is not None and self.access is not None:
-            self._owner.access.closed(self.access)
+            self._owner.access.remove_connection(self.access)
         self._owner.on_lost(self)
         if self._on_closed is not None:
             self._on_closed(self.closed_reason)
 
-    def _bytes_received(self, count: int) -> None:
+    def _on_bytes_received(self, count: int) -> None:
         self.bytes_received += count
         incomplete_bytes = self.incomplete_bytes
         events = self._connection.buffer_updated(count)
@@ -487,7 +487,7 @@ class Link:
         if not events or self.is_closed:
             return
         if isinstance(events[0], HelloReceived):
-            self._hello_received()
+            self._on_hello_received()
             del events[0]
         failed: RemoteProtocolError | None = None
         if events and isinstance(events[-1], ProtocolFailed):
@@ -530,7 +530,7 @@ class Link:
             if tls.is_new_failure(self.host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
             if self.access is not None and credential is not None:
-                self.access.token_rejected(credential, str(error))
+                self.access.on_token_rejected(credential, str(error))
             self._reject(first, error)
             return []
         except Overloaded as error:
@@ -564,19 +564,19 @@ class Link:
         if self.access is not None:
             self.access.take_token(credential.token)
 
-    def _hello_received(self) -> None:
-        self._set_timer(_TICK_S if self.access is None else UNAUTHORIZED_S_MAX, self._tick)
+    def _on_hello_received(self) -> None:
+        self._set_timer(_TICK_S if self.access is None else UNAUTHORIZED_S_MAX, self._on_tick)
         self._owner.on_ready(self)
 
     def _pass_on(self, messages: list[Message], count: int) -> None:
         """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""
-        throttle = self._limiting()
+        throttle = self._active_throttle()
         if throttle is None:
             self._hand_over(messages, count)
         else:
             throttle.receive(messages)
 
-    def _limiting(self) -> Throttle | None:
+    def _active_throttle(self) -> Throttle | None:
         """Return its throttle; None while the principal has had no limits."""
         has_limits = self.access is not None and self.access.quota is not None
         if self._throttle is None and has_limits:
@@ -605,7 +605,7 @@ class Link:
         self._update_reading()
         return taken
 
-    def _congestion_changed(self, *, is_congested: bool) -> None:
+    def _on_congestion_changed(self, *, is_congested: bool) -> None:
         if is_congested:
             self._drained.clear()
         else:
@@ -635,10 +635,10 @@ class Link:
             transport.pause_reading()
         self._is_reading = is_wanted
 
-    def _hello_is_late(self) -> None:
+    def _on_hello_timeout(self) -> None:
         self.abort(f"expected the hello message of the peer within {HELLO_S_MAX} s")
 
-    def _tick(self) -> None:
+    def _on_tick(self) -> None:
         """Enforce rules 5, 6 and 9, every `_TICK_S`."""
         if self.is_unauthorized:
             self.abort(f"the connection was still unauthorized after {UNAUTHORIZED_S_MAX} s")
@@ -670,7 +670,7 @@ class Link:
         self._tick_sent = self.bytes_sent
         self._tick_received = self.bytes_received
         self._tick_was_inside_frame = is_inside_frame
-        self._set_timer(_TICK_S, self._tick)
+        self._set_timer(_TICK_S, self._on_tick)
 
     def _set_timer(self, delay_s: float | None, call: Callable[[], None] | None) -> None:
         if self._timer is not None:
@@ -687,25 +687,25 @@ class _LinkProtocol(asyncio.BufferedProtocol):
         self._link = link
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._link._connection_made(cast("asyncio.Transport", transport))
+        self._link._on_connection_made(cast("asyncio.Transport", transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._link._connection_lost(exc)
+        self._link._on_connection_lost(exc)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._link._connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._link._bytes_received(nbytes)
+        self._link._on_bytes_received(nbytes)
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
-        self._link._congestion_changed(is_congested=True)
+        self._link._on_congestion_changed(is_congested=True)
 
     def resume_writing(self) -> None:
-        self._link._congestion_changed(is_congested=False)
+        self._link._on_congestion_changed(is_congested=False)
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from waltz_core.transport import client_hello, tcp, tls
-from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeTurns
+from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeQueue
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class TlsPort:
             burst=context.handshake_burst_max,
             per_s=context.handshakes_per_s_max,
         )
-        self._turns = HandshakeTurns(self._loop.call_later)
+        self._queue = HandshakeQueue(self._loop.call_later)
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
@@ -177,7 +177,7 @@ class TlsPort:
             if not turn.done():  # it is not late
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
-                self._turns.add(host, turn, lambda: tcp.has_closed(accepted))
+                self._queue.add(host, turn, lambda: tcp.has_closed(accepted))
 
         self._loop.add_reader(accepted, is_readable)
         try:

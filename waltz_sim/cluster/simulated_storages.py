@@ -217,7 +217,7 @@ class SimStorage(Process):
         """Whether it holds the partition, and is a replica of the last session."""
         assert self.engine is not None
         metadata = self._cluster.coordinator.metadata
-        is_held = self._cluster.partition_id in self.engine.assigned()
+        is_held = self._cluster.partition_id in self.engine.assigned_partitions()
         return is_held and metadata is not None and self.replica in metadata.states
 
     def receive_assignment(self) -> None:

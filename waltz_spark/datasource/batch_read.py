@@ -115,7 +115,7 @@ def tasks_of(
             found = found.objects_between(span.first, span.last)
         else:
             found = None
-        owners, replicas = layout.of(span.partition), sources[span.partition]
+        owners, replicas = layout.for_partition(span.partition), sources[span.partition]
         tasks.append(ReadTask(owners, replicas, *span, found, begins.get(span.partition)))
     return tasks
 

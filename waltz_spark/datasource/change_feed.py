@@ -89,7 +89,7 @@ class _Transactions(NamedTuple):
     payload: list[pa.Array]
     is_whole: npt.NDArray[np.bool_]
 
-    def at(self, chosen: pa.Array) -> "_Transactions":
+    def filter(self, chosen: pa.Array) -> "_Transactions":
         return _Transactions(
             {name: column.filter(chosen) for name, column in self.log.items()},
             self.stored.filter(chosen),
@@ -176,7 +176,7 @@ class ChangeFeed:
             if self._options.on_corrupt is OnCorrupt.FAIL:
                 row = int(np.argmin(is_change))
                 self._fail(found, row, is_delete=bool(deleted[row]))
-            found, deleted = found.at(pa.array(is_change)), deleted[is_change]
+            found, deleted = found.filter(pa.array(is_change)), deleted[is_change]
         return _Changes(found, deleted, self._digests(found))
 
     def _transactions(self, batch: pa.RecordBatch) -> _Transactions:

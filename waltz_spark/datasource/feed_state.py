@@ -176,7 +176,7 @@ def cached_state(file: Path) -> FeedState | None:
     """
     for _ in range(2):
         try:
-            return _opened(file)
+            return _open_state(file)
         except (sqlite3.Error, OSError) as error:
             # The lower byte of an extended code is the code.
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
@@ -195,7 +195,7 @@ def discard(file: Path, error: Exception) -> None:
         file.unlink(missing_ok=True)
 
 
-def _opened(file: Path) -> FeedState:
+def _open_state(file: Path) -> FeedState:
     """Open a file, lock it (rule 3), and check that it is a state of this version (rule 4)."""
     # It does not wait for another task, which has its lock for a long time.
     database = sqlite3.connect(file, timeout=0, isolation_level=None)

@@ -33,7 +33,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ClusterInfo, ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.tables.table_marks import divided_by_lag
+from waltz_core.tables.table_marks import divide_by_lag
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.feed_read import query_of_task
@@ -105,10 +105,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
-        is_other = not self._continues(StreamOffset(begin, cluster))
+        is_other = not self._has_log_of(StreamOffset(begin, cluster))
         lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
-            again = self._restarted(lost, StreamOffset(begin, cluster), marks)
+            again = self._restart_marks(lost, StreamOffset(begin, cluster), marks)
             return encode({**begin, **again}, self._cluster_key)
         begin = check_available(self._options, begin, self._firsts, _STREAM)
         ends = marks
@@ -117,7 +117,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = {each: min(mark, marks[each]) for each, mark in self._target.items()}
             ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
-            ends = divided_by_lag(begin, ends, limit.max_rows)
+            ends = divide_by_lag(begin, ends, limit.max_rows)
         return encode(ends, self._cluster_key)
 
     @without_stack
@@ -145,7 +145,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
         return StreamOffset(marks, cluster)
 
-    def _restarted(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
+    def _restart_marks(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
         """Return the start of partitions of another log (rule 4).
 
         Raises:
@@ -165,7 +165,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
-    def _continues(self, offset: StreamOffset) -> bool:
+    def _has_log_of(self, offset: StreamOffset) -> bool:
         """Whether the cluster that was queried last has the log of an offset (rule 3)."""
         if offset.cluster in (None, self._cluster_key.hex()):
             return True
@@ -235,7 +235,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if _partitions_past(held, sources):
             client, sources = self._query(list(held), linearizable=True)
         past, key = _partitions_past(held, sources), client.cluster().key
-        is_other = not self._continues(StreamOffset(ends, cluster))
+        is_other = not self._has_log_of(StreamOffset(ends, cluster))
         if lost := [each for each in held if each in past or is_other]:
             if options.fail_on_data_loss:
                 what = self._other_cluster_text(cluster, key)

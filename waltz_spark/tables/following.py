@@ -28,7 +28,7 @@ from waltz_core.tables.row_changes import (
     check_rules,
     parse_condition,
 )
-from waltz_core.tables.table_marks import TableMarks, continued
+from waltz_core.tables.table_marks import TableMarks, continued_marks
 from waltz_spark.api import option_texts
 from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
@@ -184,7 +184,9 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
         position = LogPosition(client_of(connect), interval_s=interval_s)
-        opened = [_opened(session, connect, name, each, options) for name, each in given.items()]
+        opened = [
+            _check_table(session, connect, name, each, options) for name, each in given.items()
+        ]
         log: SparkFollowedLog | SharedSparkFollowedLog
         if tables is None:
             log = _log_of_one(session, position, opened[0])
@@ -197,7 +199,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
                 TableProgress(
                     each.target,
                     each.place,
-                    TableMarks(follower, cluster, marks, each.rules.stored(each.headers)),
+                    TableMarks(follower, cluster, marks, each.rules.stored_rules(each.headers)),
                 )
                 for each in opened
             ],
@@ -212,7 +214,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     return by_table if table is None else by_table[table]
 
 
-class _Opened(NamedTuple):
+class _CheckedTable(NamedTuple):
     """A table of a call; `declared` are the columns of its transactions."""
 
     place: str
@@ -240,13 +242,13 @@ def _given_tables(
     return tables
 
 
-def _opened(
+def _check_table(
     session: SparkSession,
     connect: str,
     place: str,
     table: Table,
     options: Mapping[str, object],
-) -> _Opened:
+) -> _CheckedTable:
     """Return a table of a call, checked."""
     with errors_of_table(place):
         headers = tuple(table.headers)
@@ -262,10 +264,12 @@ def _opened(
         columns = None if declared is None else table_columns(declared, rules)
         reads = _read_options(connect, declared, headers, options)
         target = open_table(session, place, table.format, columns, rules)
-    return _Opened(place, declared, rules, headers, reads, target)
+    return _CheckedTable(place, declared, rules, headers, reads, target)
 
 
-def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) -> SparkFollowedLog:
+def _log_of_one(
+    session: SparkSession, position: LogPosition, table: _CheckedTable
+) -> SparkFollowedLog:
     known: StructType | Callable[[], StructType] | None = table.declared
     if known is None:
         assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
@@ -274,7 +278,7 @@ def _log_of_one(session: SparkSession, position: LogPosition, table: _Opened) ->
 
 
 def _log_of_several(
-    session: SparkSession, position: LogPosition, tables: Sequence[_Opened]
+    session: SparkSession, position: LogPosition, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
     found = []
     for each in tables:
@@ -284,7 +288,7 @@ def _log_of_several(
                 "declare the columns of each."
             )
         found.append(SharedTable(each.place, each.declared, each.rules, each.headers, each.reads))
-    options = _without(tables[0].reads, *_PAYLOADS, "headers")
+    options = _without_options(tables[0].reads, *_PAYLOADS, "headers")
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
@@ -338,7 +342,7 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     rules = _rules(given, df.schema)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
-    name = TableMarks(follower, cluster, {}, rules.stored(None))
+    name = TableMarks(follower, cluster, {}, rules.stored_rules(None))
     with table_session(df.sparkSession) as session:
         target = open_merged_table(session, table, format, columns, rules)
         conflicts = 0
@@ -364,7 +368,7 @@ def _upsert_once(
     # Two actions use them: the marks, and the MERGE.
     changes = last_of_tasks(parts, rules.key).persist()
     try:
-        with target.reported():
+        with target.translate_errors():
             rows = changes.groupBy("partition").agg(F.max("transaction_id")).collect()
         if not rows:
             target.finish()
@@ -389,7 +393,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
             "Hint: use another table."
         )
     check_others(state.others, name)
-    return continued(state.metadata, state.version, name)
+    return continued_marks(state.metadata, state.version, name)
 
 
 def _rules(table: Table, rows: StructType | None) -> ChangeRules:
@@ -443,11 +447,11 @@ def _read_options(
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
     if columns and all(name in parse_read(found).log_columns for name in columns.names):
-        return _without(found, *_PAYLOADS)  # the table has columns of the log only
+        return _without_options(found, *_PAYLOADS)  # the table has columns of the log only
     return found
 
 
-def _without(options: Mapping[str, str], *names: str) -> dict[str, str]:
+def _without_options(options: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if name not in names}
 
 

@@ -21,7 +21,7 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.tables.followed_log import changes_in, check_decrypted
 from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
-from waltz_spark.tables.spark_errors import reported
+from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
 # What tasks return: the columns first, then changes (rule 2).
@@ -29,7 +29,7 @@ _PARTS = "task int, columns binary, changes binary"
 _PART_BYTES = 8 * 1024 * 1024
 
 
-class _Disagree(Exception):
+class _SchemaConflict(Exception):
     """Tasks have found two types for a column, or too many columns together."""
 
 
@@ -61,7 +61,7 @@ class FindingRead:
                 found = changes_in(parts_of(rows), self.rules, self.known, self.data_format)
                 names = [name for name in found.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
-                yield from _packed(number, found.select(names))
+                yield from _encode_changes(number, found.select(names))
 
 
 def decrypted_rows(
@@ -73,18 +73,18 @@ def decrypted_rows(
         yield batch.select(columns)
 
 
-def _packed(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:
+def _encode_changes(task: int, changes: pa.Table) -> Iterator[pa.RecordBatch]:
     columns = pa.schema(list(changes.schema)[: -len(LOG_COLUMNS)])
-    yield _part(task, columns.serialize().to_pybytes(), None)
+    yield _part_row(task, columns.serialize().to_pybytes(), None)
     count = max(1, changes.num_rows * _PART_BYTES // max(1, changes.nbytes))
     for rows in changes.combine_chunks().to_batches(count):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, rows.schema) as stream:
             stream.write_batch(rows)
-        yield _part(task, None, sink.getvalue().to_pybytes())
+        yield _part_row(task, None, sink.getvalue().to_pybytes())
 
 
-def _part(task: int, columns: bytes | None, changes: bytes | None) -> pa.RecordBatch:
+def _part_row(task: int, columns: bytes | None, changes: bytes | None) -> pa.RecordBatch:
     arrays = [
         pa.array([task], pa.int32()),
         *(pa.array([x], pa.binary()) for x in (columns, changes)),
@@ -124,7 +124,7 @@ class FoundChanges:
         self._session = session
         self._parts: DataFrame | None = None
 
-    def of(self, read: FindingRead) -> DataFrame:
+    def changes(self, read: FindingRead) -> DataFrame:
         """Return the changes of tasks: the last one of each key and task.
 
         Raises:
@@ -133,12 +133,12 @@ class FoundChanges:
             Like the read: the log cannot be read.
         """
         try:
-            columns = self._run(read)
-        except (BadFormat, BadConfig, _Disagree):
+            columns = self._run_tasks(read)
+        except (BadFormat, BadConfig, _SchemaConflict):
             columns = read.known
             for task in read.tasks:  # rule 1
-                columns = self._run(replace(read, tasks=[task], known=columns))
-            columns = self._run(replace(read, known=columns))
+                columns = self._run_tasks(replace(read, tasks=[task], known=columns))
+            columns = self._run_tasks(replace(read, known=columns))
         assert self._parts is not None, "the tasks have run"
         place = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
         deleted = pa.field(DELETED, pa.bool_(), nullable=False)
@@ -152,18 +152,18 @@ class FoundChanges:
             self._parts.unpersist()
             self._parts = None
 
-    def _run(self, read: FindingRead) -> pa.Schema:
+    def _run_tasks(self, read: FindingRead) -> pa.Schema:
         """Run the tasks, and return all columns."""
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PARTS).persist()
-        with reported("the log", self._session):
+        with translate_errors("the log", self._session):
             found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
         known = read.known
         for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
             known = _with_columns(known, pa.ipc.read_schema(pa.py_buffer(columns)))
         if field_count(part.type for part in known) > COLUMNS_MAX:
-            raise _Disagree
+            raise _SchemaConflict
         return known
 
 
@@ -173,18 +173,18 @@ def spark_schema(schema: pa.Schema) -> StructType:
 
 
 def _with_columns(known: pa.Schema, more: pa.Schema) -> pa.Schema:
-    return pa.schema(list(_common(pa.struct(list(known)), pa.struct(list(more)))))
+    return pa.schema(list(_common_type(pa.struct(list(known)), pa.struct(list(more)))))
 
 
-def _common(known: pa.DataType, more: pa.DataType) -> pa.DataType:
+def _common_type(known: pa.DataType, more: pa.DataType) -> pa.DataType:
     """Return the type with the fields of both types, those of the first one first."""
     if known == more:
         return known
     if pa.types.is_list(known) and pa.types.is_list(more):
-        return pa.list_(_common(known.value_type, more.value_type))
+        return pa.list_(_common_type(known.value_type, more.value_type))
     if not (pa.types.is_struct(known) and pa.types.is_struct(more)):
-        raise _Disagree
+        raise _SchemaConflict
     fields = {part.name: part.type for part in known}
     for part in more:
-        fields[part.name] = _common(fields.get(part.name, part.type), part.type)
+        fields[part.name] = _common_type(fields.get(part.name, part.type), part.type)
     return pa.struct(list(fields.items()))

@@ -35,9 +35,9 @@ from waltz_spark.tables.merge_statement import (
     check_names,
     merge_actions,
     parts_of_name,
-    quoted,
+    quote,
 )
-from waltz_spark.tables.spark_errors import ICEBERG, reported
+from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 
 _PROPERTY = "waltz.marks"
 _SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
@@ -62,7 +62,7 @@ _NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT
 _SNAPSHOTS_LIMIT = 20  # to read at first; the newest one of the follower is among them
 
 
-class _Head(NamedTuple):
+class _BranchHead(NamedTuple):
     """The newest snapshot of a branch."""
 
     snapshot: int
@@ -123,7 +123,7 @@ class MergedIcebergTable:
         """
         if self._start is None:
             return
-        with self.reported():
+        with self.translate_errors():
             self._session.conf.set(_SETTING, encode(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
@@ -139,7 +139,7 @@ class MergedIcebergTable:
             BadConfig: the session has no Iceberg, or a column of the table has another type than
                 the declared one, or is not declared.
         """
-        with self.reported():
+        with self.translate_errors():
             try:
                 self._session.sql(f"REFRESH TABLE {self._name}")
                 branches = self._branches()
@@ -173,10 +173,10 @@ class MergedIcebergTable:
         first = changes.persist() if changes is not None and self._start is not None else None
         try:
             if first is not None:
-                with self.reported():
+                with self.translate_errors():
                     first.count()  # it fails before the table exists
             self.finish()
-            with self.reported():
+            with self.translate_errors():
                 return self._is_committed(changes, marks)
         finally:
             if first is not None:
@@ -201,9 +201,9 @@ class MergedIcebergTable:
         if head is None or head.parent != begin:
             raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
         catalog, *rest = parts_of_name(self._name)
-        table = ".".join(map(quoted, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        table = ".".join(map(quote, rest)).replace("\\", "\\\\").replace("'", "\\'")
         self._session.sql(
-            f"CALL {quoted(catalog)}.system.fast_forward(table => '{table}', "
+            f"CALL {quote(catalog)}.system.fast_forward(table => '{table}', "
             f"branch => 'main', to => '{self._branch}')"
         ).collect()
         self._drop_branches()
@@ -247,14 +247,17 @@ class MergedIcebergTable:
         )
         return dict(map(tuple, found.collect()))
 
-    def _heads(self) -> dict[str, _Head]:
+    def _heads(self) -> dict[str, _BranchHead]:
         """Return the newest snapshot of each branch, with its parent."""
         found = self._session.sql(
             "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
             f"FROM {self._name}.refs r JOIN {self._name}.snapshots s "
             "ON r.snapshot_id = s.snapshot_id WHERE r.type = 'BRANCH'"
         )
-        return {row["name"]: _Head(row["snapshot_id"], row["parent_id"]) for row in found.collect()}
+        return {
+            row["name"]: _BranchHead(row["snapshot_id"], row["parent_id"])
+            for row in found.collect()
+        }
 
     def _drop_branches(self) -> None:
         """Drop the branches of earlier runs, which would keep their snapshots from expiring.
@@ -300,14 +303,14 @@ class MergedIcebergTable:
         """Add the declared columns that the table lacks (rule 5)."""
         if self._new_columns:
             columns = ", ".join(
-                f"{quoted(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns
+                f"{quote(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns
             )
             self._session.sql(f"ALTER TABLE {self._name} ADD COLUMNS ({columns})")
             self._new_columns = []
 
-    def reported(self) -> contextlib.AbstractContextManager[None]:
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raise errors of Spark, its tasks and Iceberg as errors of the project."""
-        return reported(f"table {self._name}", self._session, ICEBERG)
+        return translate_errors(f"table {self._name}", self._session, ICEBERG)
 
 
 def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks) -> TableState:
@@ -345,6 +348,6 @@ def _type_in_sql(kind: DataType) -> str:
     if isinstance(kind, MapType):
         return f"MAP<{_type_in_sql(kind.keyType)}, {_type_in_sql(kind.valueType)}>"
     if isinstance(kind, StructType):
-        fields = ", ".join(f"{quoted(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
+        fields = ", ".join(f"{quote(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
         return f"STRUCT<{fields}>"
     return kind.simpleString()

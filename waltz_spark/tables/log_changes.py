@@ -35,7 +35,7 @@ from waltz_core.tables.row_changes import (
     changes_of,
     check_rules,
     parts_of,
-    reduced,
+    reduce_batches,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
@@ -122,7 +122,7 @@ class SparkFollowedLog:
         tasks = reader.partitions()
         if self._known is not None:
             known = arrow_schema(self._known())
-            found = self._found.of(
+            found = self._found.changes(
                 FindingRead(reader, tasks, self._rules, known, self._data_format)
             )
         else:
@@ -158,7 +158,7 @@ class TaskRead:
     def _changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         """Yield the last changes; without a key the changes of each part, so memory is bounded."""
         if self.rules.key:
-            yield reduced(rows, self.rules, self.schema)
+            yield reduce_batches(rows, self.rules, self.schema)
         else:
             yield from (changes_of(part, self.rules) for part in parts_of(rows))
 
@@ -178,7 +178,7 @@ class FrameReduction:
         if self.rules.function is not None:  # Spark's timestamps are in the session's time zone
             parts = (pa.Table.from_batches([batch]).cast(self.schema) for batch in rows)
             rows = (batch for part in parts for batch in part.to_batches())
-        found = reduced(rows, self.rules, self.schema, self.after)
+        found = reduce_batches(rows, self.rules, self.schema, self.after)
         yield from found.select(self.columns).to_batches()
 
 

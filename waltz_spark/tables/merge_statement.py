@@ -45,21 +45,21 @@ def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumn
         key: the key columns.
         place: the columns of the place.
     """
-    names = {quoted(name): f"source.{quoted(name)}" for name in columns}
-    names |= {quoted(name): f"source.{column}" for column, name in place._asdict().items()}
-    is_key = (f"target.{each} = source.{each}" for each in map(quoted, key))
+    names = {quote(name): f"source.{quote(name)}" for name in columns}
+    names |= {quote(name): f"source.{column}" for column, name in place._asdict().items()}
+    is_key = (f"target.{each} = source.{each}" for each in map(quote, key))
     return (  # names are quoted
         f"{' AND '.join(is_key)} "  # noqa: S608
-        f"WHEN MATCHED AND {_checked(f'source.{DELETED}', key, place)} THEN DELETE "
+        f"WHEN MATCHED AND {_checked_condition(f'source.{DELETED}', key, place)} THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
         f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
         f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
     )
 
 
-def _checked(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
+def _checked_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
     """Return a condition, which fails with the key if the row is of another partition."""
-    shown = ", ', ', ".join(f"CAST(source.{quoted(name)} AS STRING)" for name in key)
+    shown = ", ', ', ".join(f"CAST(source.{quote(name)} AS STRING)" for name in key)
     places = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
         for partition, transaction in (
@@ -122,7 +122,7 @@ def parts_of_name(text: str) -> list[str]:
     return [part[1:-1].replace("``", "`") if part.startswith("`") else part for part in parts]
 
 
-def quoted(name: str) -> str:
+def quote(name: str) -> str:
     """Return a name as an identifier of SQL."""
     escaped = name.replace("`", "``")
     return f"`{escaped}`"

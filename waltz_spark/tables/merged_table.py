@@ -43,9 +43,9 @@ from waltz_spark.tables.merge_statement import (
     check_names,
     merge_actions,
     parts_of_name,
-    quoted,
+    quote,
 )
-from waltz_spark.tables.spark_errors import NULL_TEXT, reported
+from waltz_spark.tables.spark_errors import NULL_TEXT, translate_errors
 
 _METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
@@ -90,7 +90,7 @@ class MergedDeltaTable:
                 "with characters other than letters, digits and _ needs backticks: "
                 "shop.`accounts-2`."
             )
-        self._sql = f"delta.{quoted(name)}" if self._is_path else name
+        self._sql = f"delta.{quote(name)}" if self._is_path else name
         self._is_checked = False
         self._stored = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # of a table that the first `apply` creates
@@ -118,7 +118,7 @@ class MergedDeltaTable:
         if self._start is None:
             return
         start = self._start
-        with self.reported():
+        with self.translate_errors():
             self._set_identifier(start, start.version)
             empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE.fields()]))
             writer = empty.write.format("delta").mode("error")
@@ -136,7 +136,7 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta, or a column of the table has another type than the
                 declared one, or is not declared.
         """
-        with self.reported():
+        with self.translate_errors():
             commits, found = self._newest_commits(follower)
             if not commits:
                 if self._start is None:
@@ -162,11 +162,11 @@ class MergedDeltaTable:
         first = changes.persist() if changes is not None and self._start is not None else None
         try:
             if first is not None:
-                with self.reported():
+                with self.translate_errors():
                     first.count()  # it fails before the table exists
                 self._schema = schema
             self.finish()
-            with self.reported():
+            with self.translate_errors():
                 is_committed = self._is_merged(changes, schema, marks)
         finally:
             if first is not None:
@@ -212,7 +212,7 @@ class MergedDeltaTable:
         checked = {}
         for part in changes.schema:
             if part.name in self._partition_columns and isinstance(part.dataType, StringType):
-                text, place = F.col(quoted(part.name)), map(F.col, ("partition", "transaction_id"))
+                text, place = F.col(quote(part.name)), map(F.col, ("partition", "transaction_id"))
                 start = F.format_string(f"{NULL_TEXT}%d, transaction %d", *place)
                 rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
                 error = F.raise_error(F.concat(start, *rest)).cast("string")
@@ -233,7 +233,7 @@ class MergedDeltaTable:
                 f"table {self._name}: expected a key column {new[0].name!r}, found "
                 f"{', '.join(self._stored.names)}"
             )
-        columns = ", ".join(f"{quoted(part.name)} {part.dataType.simpleString()}" for part in new)
+        columns = ", ".join(f"{quote(part.name)} {part.dataType.simpleString()}" for part in new)
         self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
         self._stored = self._frame().schema
 
@@ -318,9 +318,9 @@ class MergedDeltaTable:
                 )
         self._is_checked = True
 
-    def reported(self) -> contextlib.AbstractContextManager[None]:
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raise errors of Spark, its tasks and Delta as errors of the project."""
-        return reported(f"table {self._name}", self._session)
+        return translate_errors(f"table {self._name}", self._session)
 
 
 def _commit(row: Row) -> DeltaCommit:

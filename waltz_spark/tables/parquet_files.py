@@ -17,7 +17,7 @@ from waltz_core.tables.parquet_table import FollowedParquetTable, with_place, wr
 from waltz_core.tables.row_changes import ChangeRules, parts_of
 from waltz_core.tables.table_marks import TableMarks
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.spark_errors import reported
+from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
 _FILES = "name string"
@@ -66,7 +66,7 @@ class SparkParquetTable:
         """
         if changes is None:
             return self._table.apply(None, marks)
-        with reported(f"table {self._write.uri}", changes.sparkSession, library=None):
+        with translate_errors(f"table {self._write.uri}", changes.sparkSession, library=None):
             names = [row["name"] for row in changes.mapInArrow(self._write, _FILES).collect()]
         if names:
             self._table.publish(names, marks)

@@ -22,7 +22,7 @@ from waltz_core.tables.row_changes import (
     check_rules,
     no_changes,
     parts_of,
-    selected_rows,
+    select_rows,
     with_changes,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
@@ -81,17 +81,17 @@ class SharedTable:
             BadConfig, BadRequest: they do not fit the columns.
         """
         with errors_of_table(self.place):
-            rows = self.rows()
+            rows = self.row_schema()
             check_rules(self.rules, arrow_schema(rows))
             WaltzDataSource(self.options).reader(with_reasons(rows, self.options))
 
-    def rows(self) -> StructType:
+    def row_schema(self) -> StructType:
         """Return the columns of its transactions."""
         return read_schema(self.declared, self.rules)
 
-    def shape(self) -> BatchColumns:
+    def batch_columns(self) -> BatchColumns:
         """Return how its transactions are decoded."""
-        return BatchColumns(parse_read(self.options), with_reasons(self.rows(), self.options))
+        return BatchColumns(parse_read(self.options), with_reasons(self.row_schema(), self.options))
 
 
 class SharedSparkFollowedLog:
@@ -191,9 +191,9 @@ class SharedRead:
 
     def _changes(self, task: ReadTask) -> list[ArrowTable]:
         """Return the last changes of each table in a task."""
-        shapes = [each.shape() for each in self.tables]
+        shapes = [each.batch_columns() for each in self.tables]
         columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
-        kinds = [arrow_schema(each.rows()) for each in self.tables]
+        kinds = [arrow_schema(each.row_schema()) for each in self.tables]
         found = [
             no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
         ]
@@ -204,7 +204,7 @@ class SharedRead:
                 after = self.starts[at][task.partition]
                 with errors_of_table(table.place):
                     rows = [
-                        shape.project(selected_rows(batch, after, table.headers))
+                        shape.project(select_rows(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
                     readable = decrypted_rows(rows, kinds[at].names)

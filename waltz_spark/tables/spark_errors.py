@@ -75,7 +75,9 @@ _TEMPORARY = re.compile(
 
 
 @contextmanager
-def reported(what: str, session: SparkSession, library: Library | None = DELTA) -> Iterator[None]:
+def translate_errors(
+    what: str, session: SparkSession, library: Library | None = DELTA
+) -> Iterator[None]:
     """Raise errors of Spark as errors of the project.
 
     Args:
@@ -97,7 +99,7 @@ def _error_of(
 ) -> WaltzError | None:
     if _CONSTRAINT.search(text):
         return None  # rule 3
-    if of_row := _raised(text, what):
+    if of_row := _error_of_row(text, what):
         return of_row
     if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
         return Superseded(f"{what}: another commit came first ({conflict[0]})")
@@ -112,7 +114,7 @@ def _error_of(
     return None
 
 
-def _raised(text: str, what: str) -> BadRequest | None:
+def _error_of_row(text: str, what: str) -> BadRequest | None:
     """Return the error of a row for which our statements raise one."""
     if twice := _FOUND_TWICE.search(text):
         return BadRequest(

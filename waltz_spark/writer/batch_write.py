@@ -47,7 +47,7 @@ from waltz_spark.worker_errors import without_stack
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
 from waltz_spark.writer.recompute import load_recompute
-from waltz_spark.writer.results import check_column_types, keep, write_again
+from waltz_spark.writer.results import check_column_types, keep_results, write_summary_again
 from waltz_spark.writer.rows_hash import RowsHash
 from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 
@@ -151,7 +151,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         write, days = self._job.write, self._job.options.retention_days
         named = None if write is None or not self._job.is_named else NamedWrite(write, days)
         finish(self._job, messages, named)
-        forget(self._job, [] if write is None or named is not None else [write])
+        remove_writes(self._job, [] if write is None or named is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Log what is in the log; a log cannot undo appends."""
@@ -182,7 +182,7 @@ def finish(
     """
     tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
-        _repeat(job, tasks, named)
+        _report_repeated(job, tasks, named)
         return
     if named is not None and any(task.is_repeated for task in tasks):
         _check_no_task_is_left(job, named.write, len(messages))
@@ -196,7 +196,9 @@ def finish(
         # The writer that commits a micro-batch is not the one of its tasks.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
-        keep(paths[0], [task.file for task in tasks if task.file is not None], name, summary)
+        keep_results(
+            paths[0], [task.file for task in tasks if task.file is not None], name, summary
+        )
     if named is not None:
         keep_ms = named.keep_days * DAY_MS
         ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
@@ -209,7 +211,7 @@ def finish(
     )
 
 
-def _repeat(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
+def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
     """Report a write that was done before and had the same rows; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
@@ -228,7 +230,7 @@ def _repeat(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
     if path is not None:
-        write_again(path, summary | {"already_committed": True})
+        write_summary_again(path, summary | {"already_committed": True})
 
 
 def _check_no_task_is_left(job: WriteJob, write: str, task_count: int) -> None:
@@ -253,7 +255,7 @@ def _rows_of(tasks: list[TaskResult]) -> RowsHash:
     return functools.reduce(RowsHash.plus, (task.rows for task in tasks), RowsHash())
 
 
-def forget(job: WriteJob, writes: list[str]) -> None:
+def remove_writes(job: WriteJob, writes: list[str]) -> None:
     """Remove writes that are not needed any more, and some expired ones (rule 2)."""
     if not job.options.exactly_once:
         return
@@ -283,7 +285,7 @@ def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -
     rejected = sum(task.rejected for task in tasks)
     own = sum(
         _is_conflict_within_write(runs.get(partition, []), conflict)
-        for partition, conflict in _all(tasks)
+        for partition, conflict in _all_runs(tasks)
     )
     return {
         "committed": sum(task.committed for task in tasks),
@@ -296,7 +298,7 @@ def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -
     }
 
 
-def _all(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
+def _all_runs(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
     for task in tasks:
         yield from task.conflicts
 

@@ -121,7 +121,7 @@ class EarlierRows:
         """Whether no later row can make the write fail, except by its locks (rule 5)."""
         return not self._others and self.count == 0
 
-    def missing(
+    def missing_rows(
         self, batches: Iterable[ShapedRows], there: list[FinalRows]
     ) -> Iterator[ShapedRows]:
         """Yield the rows to append; add the outcomes of the others to `there` (rule 5).

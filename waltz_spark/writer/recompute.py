@@ -135,14 +135,14 @@ class Recomputer:
             mark = int(self._client.high_water_mark(partition, linearizable=True))
         rows: list[int] = []
         parts = [rejected.source.slice(0, 0)]
-        marks, since = self._since_of_marks(rejected, mark)
+        marks, since = self._load_since(rejected, mark)
         for own in marks:
             places = np.flatnonzero(rejected.marks == own)
             newer = since.slice(own - marks[0])  # ids are dense
             found, part = self._call(rejected.take(places), newer)
             rows.extend(places[found].tolist())
             parts.append(part)
-        return self._recomputed(_one_batch(parts), partition, mark, rows)
+        return self._place_rows(_one_batch(parts), partition, mark, rows)
 
     def _call(self, rejected: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute or ""
@@ -153,7 +153,7 @@ class Recomputer:
             raise
         return _check_answer(answer, rejected.source, name, self._options.identity_columns)
 
-    def _since_of_marks(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
+    def _load_since(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
         """Return the marks from which rows are recomputed, and the transactions since the first."""
         marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
@@ -171,7 +171,7 @@ class Recomputer:
             del marks[0]
         return [], pa.table({})
 
-    def _recomputed(
+    def _place_rows(
         self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]
     ) -> RecomputedRows:
         """Return the append columns of new rows, and the rows with the input's columns (rule 2)."""

@@ -104,7 +104,7 @@ class ResultDirectory(NamedTuple):
     path: str
 
 
-def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
+def open_results(results_path: str, *, is_read: bool = False) -> ResultDirectory:
     """Open `resultsPath`; create the directory, unless `is_read`.
 
     Raises:
@@ -127,7 +127,7 @@ class ResultFile:
 
     def __init__(self, results_path: str, name: str, *, rejected_status: str) -> None:
         self._rejected_status = rejected_status
-        self._place = open_place(results_path)
+        self._place = open_results(results_path)
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
@@ -143,7 +143,7 @@ class ResultFile:
         self._writer.write_batch(batch)
 
     def close(self) -> str | None:
-        """Finish the file; return the name for `keep`, or None without rows."""
+        """Finish the file; return the name for `keep_results`, or None without rows."""
         if self._writer is None:
             return None
         self._writer.close()
@@ -152,7 +152,7 @@ class ResultFile:
     def close_of_failed(self) -> None:
         """Finish the file and make it visible: the job of a failed task keeps nothing."""
         if self.close() is not None:
-            _show(self._place, self.name)
+            _make_visible(self._place, self.name)
 
 
 def file_name(task: int, attempt: int, write: str) -> str:
@@ -165,31 +165,33 @@ def is_result_of(name: str, write: str) -> bool:
     return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
 
-def keep(results_path: str, names: list[str], write: str, summary: dict[str, object]) -> None:
+def keep_results(
+    results_path: str, names: list[str], write: str, summary: dict[str, object]
+) -> None:
     """Keep the named files of a write, delete those of its other attempts (rule 1)."""
-    place = open_place(results_path)
+    place = open_results(results_path)
     for name in names:
         with suppress(FileNotFoundError):  # of an executor with another local directory
-            _show(place, name)
+            _make_visible(place, name)
     wanted = set(names)
     selector = fs.FileSelector(place.path)
     for entry in place.system.get_file_info(selector):
         name = entry.base_name
         if is_result_of(name.removeprefix(_HIDDEN), write) and name not in wanted:
             place.system.delete_file(entry.path)
-    _conclude(place, summary)
+    _write_summary(place, summary)
 
 
-def _show(place: ResultDirectory, name: str) -> None:
+def _make_visible(place: ResultDirectory, name: str) -> None:
     place.system.move(f"{place.path}/{_HIDDEN}{name}", f"{place.path}/{name}")
 
 
-def write_again(results_path: str, summary: dict[str, object]) -> None:
+def write_summary_again(results_path: str, summary: dict[str, object]) -> None:
     """Write the summary of a write that was done before, with the directory of its results."""
-    _conclude(open_place(results_path), summary)
+    _write_summary(open_results(results_path), summary)
 
 
-def _conclude(place: ResultDirectory, summary: dict[str, object]) -> None:
+def _write_summary(place: ResultDirectory, summary: dict[str, object]) -> None:
     for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS, "")):
         with place.system.open_output_stream(f"{place.path}/{name}") as stream:
             stream.write(text.encode())

@@ -32,8 +32,8 @@ from waltz_spark.writer.batch_write import (
     UNFINISHED_DAYS,
     NamedWrite,
     finish,
-    forget,
     new_job,
+    remove_writes,
 )
 from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 
@@ -90,7 +90,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
         named = None if write is None else NamedWrite(write, keep_days, _HINT)
         finish(self._job, messages, named)
-        forget(self._job, before)
+        remove_writes(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Log what is in the log; the stream will find it there when it continues."""

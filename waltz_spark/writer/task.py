@@ -134,7 +134,7 @@ class WriteJob:
                 path = self.options.results_path
                 written = TaskResult(write=self.write, was_done=True, results_path=path)
                 shaper = self._shaper(claim.marks, task, wants_identity=False)
-                for _ in self._shaped(batches, shaper, written):
+                for _ in self._shape_batches(batches, shaper, written):
                     pass  # it is counted (rule 2), and Spark expects the whole input to be read
                 return written
             self._check_partitions(claim)
@@ -209,10 +209,10 @@ class WriteJob:
                 options.results_path, self._file_name(*place), rejected_status=rejected_status
             )
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
-        shaped = self._shaped(batches, shaper, written)
+        shaped = self._shape_batches(batches, shaper, written)
         began = time.monotonic()
         there: list[FinalRows] = []
-        sent = self._appender(client, shaper).send(already.missing(shaped, there))
+        sent = self._appender(client, shaper).send(already.missing_rows(shaped, there))
         for answered in _with_existing(sent, there, written):
             written.count(answered)
             if results is not None:
@@ -239,7 +239,7 @@ class WriteJob:
             first_turn=task,
         )
 
-    def _shaped(
+    def _shape_batches(
         self, batches: Iterator[pa.RecordBatch], shaper: RowShaper, written: TaskResult
     ) -> Iterator[ShapedRows]:
         for batch in batches:

@@ -52,7 +52,11 @@ GRANTS = Grants(
 def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     principal, requirement, permitted
 ):
-    found = {each for each in range(-1, 12) if not GRANTS.of(principal).missing(requirement, each)}
+    found = {
+        each
+        for each in range(-1, 12)
+        if not GRANTS.for_principal(principal).missing_verb(requirement, each)
+    }
     assert found == permitted
 
 
@@ -70,13 +74,13 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
     ],
 )
 def test_each_scope_requires_the_verb_for_its_partitions(principal, requirement, missing):
-    assert GRANTS.of(principal).missing(requirement, None) is missing
+    assert GRANTS.for_principal(principal).missing_verb(requirement, None) is missing
 
 
 def granted(verb=READ, partitions=()):
     return Grants(
         Permissions(1, "ops", 0, bytes(32), grants=(Grant("ann", False, verb, partitions),))
-    ).of("ann")
+    ).for_principal("ann")
 
 
 @pytest.mark.parametrize(
@@ -94,18 +98,18 @@ def granted(verb=READ, partitions=()):
 def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlier, now, is_covered):
     assert granted(READ, now).covers(granted(READ, earlier)) is is_covered
     assert not granted(APPEND, now).covers(granted(READ, earlier))
-    assert granted(READ, now).covers(GRANTS.of("stranger"))
+    assert granted(READ, now).covers(GRANTS.for_principal("stranger"))
 
 
 def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted():
     """A request can name four million."""
-    granted = GRANTS.of("ann")
+    granted = GRANTS.for_principal("ann")
     assert list(granted.partitions_to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
     assert list(granted.partitions_to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
-    assert list(GRANTS.of("stranger").partitions_to_check(all_of(READ), (3, 3))) == [3]
+    assert list(GRANTS.for_principal("stranger").partitions_to_check(all_of(READ), (3, 3))) == [3]
 
 
 def test_grants_of_a_principal_and_its_groups_are_joined():
     grants = [Grant("ann", False, READ, ((4, 6),)), Grant("team", True, READ, ((0, 3), (8, 9)))]
     permissions = Permissions(1, "o", 0, bytes(32), groups={"team": ("ann",)}, grants=(*grants,))
-    assert Grants(permissions).of("ann").partitions == {READ: ((0, 6), (8, 9))}
+    assert Grants(permissions).for_principal("ann").partitions == {READ: ((0, 6), (8, 9))}

@@ -92,7 +92,7 @@ def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
     quota = quota_of(bytes_per_s=512)
     assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]
     assert begin(quota, START_NS) == SECOND_NS
-    quota.sent(1_024, START_NS)
+    quota.charge_sent(1_024, START_NS)
     assert begin(quota, START_NS + 3 * SECOND_NS) == SECOND_NS
     assert dataclasses.astuple(quota.usage.take()) == (4 * 512 + 1_024, 4, 2, 0)
     assert quota.usage == Usage()
@@ -114,17 +114,17 @@ def test_a_greedy_principal_gets_its_limit_and_no_more(per_s):
 def test_connections_and_feeds_over_the_limit_are_rejected():
     quota = quota_of(connections=2, feeds=1)
     for each in ("a", "b"):
-        quota.connect(each)
+        quota.add_connection(each)
     with pytest.raises(Overloaded, match="etl exceeds its limit of 2 connections at") as caught:
-        quota.connect("c")
+        quota.add_connection("c")
     assert caught.value.retry_after_ms > 0
     assert quota.begin_feed((1, 7), "a") is None
     assert quota.begin_feed((1, 7), "b") is None  # the same feed has moved
     assert "exceeds its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
     quota.end_feed((1, 7), "a")  # it is not that of this connection any more
     assert quota.begin_feed((2, 7), "a") is not None
-    quota.leave("b")
-    quota.connect("c")
+    quota.remove_connection("b")
+    quota.add_connection("c")
     assert quota.begin_feed((2, 7), "a") is None
     quota.end_feed((2, 7), "a")
     assert quota.begin_feed((3, 7), "a") is None
@@ -133,12 +133,12 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
 def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
     quota = quota_of(connections=3, feeds=3)
     for number, each in enumerate(("a", "b", "c")):
-        quota.connect(each)
+        quota.add_connection(each)
         quota.begin_feed((number, 7), each)
     assert list(quota.excess()) == []
-    quota.change(PrincipalLimits(connections=2))
+    quota.set_limits(PrincipalLimits(connections=2))
     assert list(quota.excess()) == ["c"]
-    quota.change(PrincipalLimits(feeds=1))
+    quota.set_limits(PrincipalLimits(feeds=1))
     assert list(quota.excess()) == ["b", "c"]
 
 
@@ -151,28 +151,28 @@ def test_the_limits_of_the_asterisk_are_defaults():
         "etl": PrincipalLimits(bytes_per_s=9, feeds=2),
     }
     quotas = learned(Quotas(), limits)
-    assert quotas.of("etl", 0).limits == PrincipalLimits(9, None, 5, 2)
-    assert quotas.of("anonymous", 0).limits == PrincipalLimits(7, None, 5, None)
+    assert quotas.quota_of("etl", 0).limits == PrincipalLimits(9, None, 5, 2)
+    assert quotas.quota_of("anonymous", 0).limits == PrincipalLimits(7, None, 5, None)
     only = learned(Quotas(), {"etl": PrincipalLimits(feeds=2)})
-    assert only.of("ann", 0) is None
-    assert Quotas().of("etl", 0) is None  # before the first revision
+    assert only.quota_of("ann", 0) is None
+    assert Quotas().quota_of("etl", 0) is None  # before the first revision
 
 
 def test_servers_have_no_quota():
     limits, groups = {"*": PrincipalLimits(1), "s1": PrincipalLimits(1)}, {"servers": ("s1",)}
     grants = (Grant("servers", True, REPLICATE, ((0, 0),)),)
     quotas = learned(Quotas(), limits, grants, groups=groups)
-    assert quotas.of("s1", 0) is None
-    assert quotas.of("s2", 0) is not None
+    assert quotas.quota_of("s1", 0) is None
+    assert quotas.quota_of("s2", 0) is not None
 
 
 def test_a_revision_changes_the_limits_that_differ():
     quotas = learned(Quotas(), {"etl": PrincipalLimits(512, 1)})
-    quota = quotas.of("etl", START_NS)
+    quota = quotas.quota_of("etl", START_NS)
     for _ in range(2):
         begin(quota, START_NS)
     learned(quotas, {"etl": PrincipalLimits(512, 1)}, revision=2)
-    assert quotas.of("etl", START_NS) is quota
+    assert quotas.quota_of("etl", START_NS) is quota
     assert begin(quota, START_NS, waited_ns=1) is not None
     assert isinstance(begin(quota, START_NS, waited_ns=1), Overloaded)
     learned(quotas, {"etl": PrincipalLimits(512, 100)}, revision=3)
@@ -181,23 +181,23 @@ def test_a_revision_changes_the_limits_that_differ():
     learned(quotas, {"etl": PrincipalLimits(1_000_000, 100)}, revision=4)
     assert begin(quota, START_NS) == 0
     learned(quotas, {}, revision=5)
-    assert quotas.of("etl", START_NS) is None
+    assert quotas.quota_of("etl", START_NS) is None
 
 
 def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
     quotas = learned(Quotas(), {"*": PrincipalLimits(appends_per_s=1)})
-    quota = quotas.of("etl", START_NS)
-    quota.connect("a")
+    quota = quotas.quota_of("etl", START_NS)
+    quota.add_connection("a")
     for _ in range(2):
         begin(quota, START_NS)
-    quota.leave("a")
+    quota.remove_connection("a")
     for number in range(QUOTAS_MAX + 1):
-        quotas.of(f"p{number}", START_NS + SECOND_NS)
-    assert quotas.of("etl", START_NS + SECOND_NS) is quota
+        quotas.quota_of(f"p{number}", START_NS + SECOND_NS)
+    assert quotas.quota_of("etl", START_NS + SECOND_NS) is quota
     # When it is full again, it may be forgotten.
     for number in range(QUOTAS_MAX + 1):
-        quotas.of(f"q{number}", START_NS + 2 * SECOND_NS)
-    assert quotas.of("etl", START_NS + 2 * SECOND_NS) is not quota
+        quotas.quota_of(f"q{number}", START_NS + 2 * SECOND_NS)
+    assert quotas.quota_of("etl", START_NS + 2 * SECOND_NS) is not quota
 
 
 # ---- labels
@@ -214,7 +214,7 @@ def test_the_first_principals_with_a_grant_have_a_label_each():
     quotas = learned(Quotas(), limits, grants, groups={"team": members})
     names = ("p0", *members, "last", "without-grant")
     for each in names:
-        quotas.of(each, 0).connect(each)
+        quotas.quota_of(each, 0).add_connection(each)
     labels = [*("p0", *members)[:LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
     others = len(names) - LABELS_MAX
@@ -225,7 +225,7 @@ def test_a_revision_moves_a_principal_to_its_new_label():
     limits = {"*": PrincipalLimits(connections=3)}
     grants = (Grant("etl", False, READ, None),)
     quotas = learned(Quotas(), limits, grants)
-    quota = quotas.of("etl", 0)
+    quota = quotas.quota_of("etl", 0)
     begin(quota, START_NS)
     assert quotas.usage["etl"].appends == 1
     learned(quotas, limits, (), revision=2)

@@ -42,18 +42,18 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
 
 def test_damage_is_known_until_the_same_place_was_read():
     access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
-    access.was_read((0, 7), "object 7")
-    access.was_read((1, 7), "object 8")
-    access.was_read((0, 8), "")
+    access.on_place_read((0, 7), "object 7")
+    access.on_place_read((1, 7), "object 8")
+    access.on_place_read((0, 8), "")
     assert access.read_damage == "object 8"
-    access.was_read((1, 7), "")
+    access.on_place_read((1, 7), "")
     assert access.read_damage == "object 7"
-    access.was_read((0, 7), "")
+    access.on_place_read((0, 7), "")
     assert access.read_damage == ""
     for number in range(DAMAGE_MAX + 1):
-        access.was_read((2, number), f"object {number}")
+        access.on_place_read((2, number), f"object {number}")
     for number in range(1, DAMAGE_MAX + 1):
-        access.was_read((2, number), "")
+        access.on_place_read((2, number), "")
     assert access.read_damage == "", "the first one was dropped"
 
 

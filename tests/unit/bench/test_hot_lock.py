@@ -31,7 +31,7 @@ async def written(client, counts) -> dict[int, int]:
 def test_the_log_has_to_be_a_chain(counts, wrong):
     @on_virtual_loop
     async def scenario():
-        async with memory_cluster() as cluster, cluster.client().opened() as client:
+        async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await (await client.append(b"of another client", partition=0))
             acknowledged = await written(client, counts)
             assert await hot_lock._check(client, RUN, 0, acknowledged) == wrong
@@ -46,7 +46,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
 def test_an_author_that_is_behind_reads_what_it_has_not_seen():
     @on_virtual_loop
     async def scenario():
-        async with memory_cluster() as cluster, cluster.client().opened() as client:
+        async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await written(client, [(1, -1), (2, 0)])
             await (await client.append(b"of another client", partition=0))
             assert await hot_lock._read(client, RUN, CounterView(0, -1, -1), 2) == CounterView(

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.commands import work_of
+from tests.commands import function_of
 from waltz_core.cli.change_commands import Command
 from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -16,7 +16,7 @@ from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
 OLD = "127.0.0.1:1"
-replace_storage = work_of(cluster_changes.replace_storage)
+replace_storage = function_of(cluster_changes.replace_storage)
 CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
 
 
@@ -38,7 +38,7 @@ async def run(subcommand, protocol, address_name="address", **words):
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
-            result = await work_of(subcommand)(
+            result = await function_of(subcommand)(
                 Command(coordinator, Line()), admin_port=None, **words
             )
         finally:

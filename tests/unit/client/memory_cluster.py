@@ -92,7 +92,7 @@ class OpenedClient(AsyncWaltzClient):
     """A client that is opened and closed by `async with client.opened()`."""
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator["OpenedClient"]:
+    async def open_during(self) -> AsyncIterator["OpenedClient"]:
         await self.open()
         try:
             yield self
@@ -121,9 +121,9 @@ class MemoryServer:
         )
 
     async def follow(self) -> None:
-        await self.coordinator.follow_servers(self._assigned)
+        await self.coordinator.follow_servers(self._on_servers_changed)
 
-    def _assigned(self, view) -> None:
+    def _on_servers_changed(self, view) -> None:
         mine = view.partitions_of(self.server_id)
         for number in [each for each in self.partitions if each not in mine]:
             self.partitions.pop(number)[1].post(replication.ReleaseOwnership())
@@ -155,7 +155,7 @@ class MemoryServer:
             for message in messages:
                 self.received.append(type(message).__name__)
                 if isinstance(message, ClientIdRequest):
-                    self._cluster._group.create_task(self._issue(link, message))
+                    self._cluster._group.create_task(self._issue_client_id(link, message))
                     continue
                 hosted = self.partitions.get(message.req_id.partition_id)
                 if hosted is None:
@@ -175,7 +175,7 @@ class MemoryServer:
 
         link.start(take, gone)
 
-    async def _issue(self, link: net.Link, message: ClientIdRequest) -> None:
+    async def _issue_client_id(self, link: net.Link, message: ClientIdRequest) -> None:
         client_id = await self.coordinator.issued_ids.next()
         link.send(ClientIdResponse(message.req_id, client_id, NO_PROOF))
 
@@ -261,7 +261,7 @@ class MemoryCluster:
         self._tasks.pop(server.server_id).cancel()
         await server.stop()
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until every partition is owned and open."""
         async with asyncio.timeout(HANG_S):
             while True:
@@ -310,7 +310,7 @@ async def memory_cluster(
         try:
             for _ in range(server_count):
                 await cluster.add_server()
-            await cluster.settled()
+            await cluster.wait_until_settled()
             yield cluster
         finally:
             for server in cluster.servers:
@@ -325,7 +325,7 @@ async def two_clients(
     """Yield a cluster and two clients of it."""
     async with (
         memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client(second).opened() as two,
+        cluster.client().open_during() as one,
+        cluster.client(second).open_during() as two,
     ):
         yield cluster, one, two

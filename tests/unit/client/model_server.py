@@ -365,10 +365,10 @@ class ModelWorld:
         if self.lags is not None:
             self.lags = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]
-            self.fed = [self.passed(row) for row in rows]
+            self.fed = [self.requested_row(row) for row in rows]
             self.step(stream_events.Resume(TransactionId(len(self.fed) - 1)))
 
-    def passed(self, row: ReqId) -> ReqId | None:
+    def requested_row(self, row: ReqId) -> ReqId | None:
         return row if not self.header_values or header_of(row) in self.header_values else None
 
     def subscribe_again(self) -> None:
@@ -451,4 +451,4 @@ class ModelWorld:
                 else:
                     assert row not in where, (token, i, outcome.reasons[i])
                     assert outcome.transaction_ids[i] == BEFORE_FIRST
-        assert self.fed == [self.passed(row) for row in self.log[: len(self.fed)]]
+        assert self.fed == [self.requested_row(row) for row in self.log[: len(self.fed)]]

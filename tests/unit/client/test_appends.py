@@ -43,7 +43,7 @@ class Author:
 
     def lose(self, token, reason=RowOutcomeCode.NO_SPACE):
         outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)
-        self.appends.submission_settled(token, outcome)
+        self.appends.on_submission_settled(token, outcome)
 
 
 async def until(condition):
@@ -179,7 +179,7 @@ async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
         detail="etl is over a limit",
         retry_after_ms=700,
     )
-    author.appends.submission_settled(1, outcome)
+    author.appends.on_submission_settled(1, outcome)
     error = future.exception()
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_ms == 700
@@ -223,7 +223,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     author.append()
     author.lose(2)
     behind = author.append_batch(order)
-    author.appends.submission_settled(
+    author.appends.on_submission_settled(
         1, BatchOutcome.uniform(2, RowOutcomeCode.LOST, high_water_mark=0)
     )
     assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
@@ -254,7 +254,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for number in range(9):
         author.append(b"%d" % number)
-    author.appends.rejected(1, errors.TooLarge("nine rows"))
+    author.appends.on_rejected(1, errors.TooLarge("nine rows"))
     parts = [
         decode_append(submission.content, rows_max=9, bytes_max=1 << 20)
         for submission in author.sent[1:]

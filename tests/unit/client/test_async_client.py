@@ -54,7 +54,10 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 
 @on_virtual_loop
 async def test_a_client_describes_its_cluster():
-    async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=3) as cluster,
+        cluster.client().open_during() as client,
+    ):
         assert client.cluster() == ClusterInfo("test", KEY.bytes, 3)
         assert client.partition_count == 3
         assert client.client_id is None  # a client that only reads needs none
@@ -65,7 +68,7 @@ async def test_a_client_describes_its_cluster():
 
 @on_virtual_loop
 async def test_invalid_calls_are_reported_in_one_sentence():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
             await client.high_water_mark(2)
         with pytest.raises(errors.UnknownPartition):
@@ -97,7 +100,10 @@ class FixedPartition(TransactionContext):
 
 @on_virtual_loop
 async def test_a_client_of_some_partitions_uses_no_others():
-    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+    async with (
+        memory_cluster(partition_count=4) as cluster,
+        cluster.client().open_during() as whole,
+    ):
         await (await whole.append(b"x", partition=2))
         at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
         async with at as client:
@@ -113,7 +119,10 @@ async def test_a_client_of_some_partitions_uses_no_others():
 @on_virtual_loop
 async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
     locks = {partition_of(lock("it", n), 4): lock("it", n) for n in range(100)}
-    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as whole:
+    async with (
+        memory_cluster(partition_count=4) as cluster,
+        cluster.client().open_during() as whole,
+    ):
         at = AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, client_id=7, partitions=[3, 1])
         async with at as client:
             await (await client.append(b"x", write_locks=[locks[3]]))
@@ -140,7 +149,10 @@ async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
 
 @on_virtual_loop
 async def test_the_partitions_of_a_client_must_exist():
-    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as whole:
+    async with (
+        memory_cluster(partition_count=2) as cluster,
+        cluster.client().open_during() as whole,
+    ):
         for wrong, error in (([2], errors.UnknownPartition), ([], errors.BadConfig)):
             with pytest.raises(error):
                 await AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=wrong)
@@ -158,7 +170,7 @@ async def test_a_root_without_a_cluster_names_the_command():
 
 @on_virtual_loop
 async def test_a_fork_of_a_client_is_reported():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:  # no code of the parent's loop may run here
@@ -179,7 +191,7 @@ async def test_a_fork_of_a_client_is_reported():
 
 @on_virtual_loop
 async def test_many_appends_share_a_frame_and_a_few_go_alone():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
         server.received.clear()
@@ -195,7 +207,7 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
 @on_virtual_loop
 async def test_rows_are_gathered_while_others_are_in_progress():
     with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
-        async with memory_cluster() as cluster, cluster.client().opened() as client:
+        async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await client.mount([0])
             server = cluster.servers[0]
             server.partitions[0].store.is_holding = True
@@ -215,7 +227,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
 
 @on_virtual_loop
 async def test_rows_do_not_wait_long_for_a_slow_answer():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
@@ -231,7 +243,10 @@ async def test_rows_do_not_wait_long_for_a_slow_answer():
 
 @on_virtual_loop
 async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
-    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=4) as cluster,
+        cluster.client().open_during() as client,
+    ):
         name = lock("account", 7)
         await (await client.append(b"x", append_locks=[name]))
         assert len(cluster.logs[partition_of(name, 4)].rows()) == 1
@@ -242,7 +257,7 @@ async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
 
 @on_virtual_loop
 async def test_an_invalid_mark_is_reported_by_the_call():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         sentence = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
         with pytest.raises(errors.BadRequest, match=sentence):
             await client.append(b"a", partition=0, client_high_water_mark=[0])
@@ -263,7 +278,7 @@ async def test_an_invalid_mark_is_reported_by_the_call():
 
 @on_virtual_loop
 async def test_a_batch_reports_every_row():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
         outcome = await (await client.append_batch(0, payload, 3, client_high_water_mark=-1))
         assert outcome.transaction_ids.tolist() == [0, -1, 1]
@@ -280,7 +295,7 @@ async def test_a_batch_reports_every_row():
 @on_virtual_loop
 async def test_a_full_window_waits_and_drops_nothing():
     config = replace(IN_MEMORY_CONFIG, in_flight_count_max=10)
-    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+    async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
@@ -299,7 +314,7 @@ async def test_batches_stay_within_the_servers_row_limit():
     limits = PartitionLimits(lock_slot_count=10_007, lock_load_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
-        cluster.client().opened() as client,
+        cluster.client().open_during() as client,
     ):
         futures = [await client.append(b"x", partition=0) for _ in range(100)]
         assert sorted([await future for future in futures]) == list(range(100))
@@ -311,7 +326,7 @@ async def test_batches_stay_within_the_servers_row_limit():
 
 @on_virtual_loop
 async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
         store = server.partitions[0].store
@@ -331,13 +346,13 @@ async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported(
 @on_virtual_loop
 async def test_without_a_server_an_append_fails_definitely():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
-    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+    async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         await client.mount()
-        assert client.waits_for() == "the servers have not answered yet"
+        assert client.pending_reason() == "the servers have not answered yet"
         await cluster.stop_server(cluster.servers[0])
         await until(lambda: not client._partitions[0].is_ready)
         future = await client.append(b"x", partition=0)
-        assert client.waits_for().startswith("partition 0 is not mounted: ")
+        assert client.pending_reason().startswith("partition 0 is not mounted: ")
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
         with pytest.raises(errors.Unavailable, match="within 1000 ms:"):
@@ -347,7 +362,7 @@ async def test_without_a_server_an_append_fails_definitely():
 @on_virtual_loop
 async def test_a_stream_that_has_failed_waits_for_no_server():
     """Otherwise its server counts as silent, and ZooKeeper is watched without need."""
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         partition = client._partitions[0]
         step = partition.stream.step
@@ -380,13 +395,13 @@ async def test_closing_waits_for_pending_appends_and_reports_unknown_outcomes():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
     async with memory_cluster() as cluster:
         client = cluster.client(config)
-        async with client.opened():
+        async with client.open_during():
             futures = [await client.append(b"x", partition=0) for _ in range(100)]
         assert [future.result() for future in futures] == list(range(100))
         with pytest.raises(errors.UsageError, match="closed"):
             await client.append(b"x")
         await client.close()
-        async with cluster.client(config).opened() as client:
+        async with cluster.client(config).open_during() as client:
             await client.mount([0])
             cluster.servers[0].partitions[0].store.is_holding = True
             future = await client.append(b"x", partition=0)
@@ -480,7 +495,7 @@ async def test_concurrent_contexts_lose_no_update():
 
 @on_virtual_loop
 async def test_a_context_without_data_is_rejected():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         context = Counting({"value": 0})
         context.execute = lambda builder: True
         with pytest.raises(errors.BadRequest, match="the transaction data"):
@@ -490,7 +505,7 @@ async def test_a_context_without_data_is_rejected():
 
 @on_virtual_loop
 async def test_retries_end_with_their_limit():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
         context = Counting({"value": 0})
         context.retries_max = 2
@@ -510,7 +525,7 @@ async def test_retries_end_with_their_limit():
 
 @on_virtual_loop
 async def test_a_context_waits_at_most_its_timeout():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Applying()
         callbacks.poison[0] = 1  # the feed stops at the first transaction
         await client.subscribe(callbacks)
@@ -529,7 +544,7 @@ async def test_a_context_waits_at_most_its_timeout():
 
 @on_virtual_loop
 async def test_data_is_fetched_with_its_neighbors():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
         found = []
@@ -555,7 +570,7 @@ async def test_data_is_fetched_with_its_neighbors():
 )
 @on_virtual_loop
 async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1))
         callbacks = Applying()
         callbacks.policy = policy
@@ -568,7 +583,7 @@ async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
 
 @on_virtual_loop
 async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
         callbacks = Applying(mark=70)
         await client.subscribe(callbacks, [0])
@@ -583,7 +598,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
 @on_virtual_loop
 async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
     config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
-    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+    async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         go_on = asyncio.Event()
 
         class Slow(Applying):
@@ -739,7 +754,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 
 @on_virtual_loop
 async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         for i in range(10):
             payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))
             await (await client.append_batch(0, payload, 100, client_high_water_mark=-1))
@@ -764,7 +779,7 @@ async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends
 
 @on_virtual_loop
 async def test_a_range_past_the_end_of_the_log_is_an_error():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
         with pytest.raises(errors.DataLoss, match=r"expected transactions 1\.\.5"):
             async for _ in client.read_range(0, 0, 5):
@@ -777,7 +792,7 @@ async def test_a_range_past_the_end_of_the_log_is_an_error():
 
 @on_virtual_loop
 async def test_reads_continue_without_absent_replicas():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
         with mock.patch.object(client.directory, "groups") as asked:
             replicas = await client.replicas(0)
@@ -797,7 +812,7 @@ async def test_replicas_of_the_clients_group_are_nearby():
     async with memory_cluster() as cluster:
         made = cluster.client(replace(IN_MEMORY_CONFIG, group=7))
         with mock.patch.object(made.directory, "groups", side_effect=groups) as asked:
-            async with made.opened() as ours:
+            async with made.open_during() as ours:
                 (replica,) = (await ours.replicas(0)).replicas
                 assert (await ours.replicas(0)).nearby == (replica,)
                 sets = await ours.replica_sets([0, 1], group=8)
@@ -815,14 +830,14 @@ async def test_replicas_of_the_clients_group_are_nearby():
 async def test_large_answers_use_a_separate_connection():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
-        async with cluster.client().opened() as client:
+        async with cluster.client().open_during() as client:
             for partition in range(8):
                 await (await client.append(b"x", partition=partition))
             assert len(server.links) == 1
             (stream,) = server.links
             for partition in range(8):
                 assert [c.count async for c in client.read_range(partition, 0, 0)] == [1]
-                assert await client.requests.data(partition, 0) == b"x"
+                assert await client.requests.fetch_data(partition, 0) == b"x"
             assert len(server.links) == 2
             # Marks and flushes are short: nothing large is before them.
             await client.high_water_marks(linearizable=True)
@@ -843,14 +858,14 @@ async def test_large_answers_use_a_separate_connection():
                 assert not stuck.done()
                 bulk.resume_reading()
             assert stuck.result() == [1]
-        async with cluster.client().opened() as reader:
+        async with cluster.client().open_during() as reader:
             async for _ in reader.read_range(0, 0, 0):
                 assert len(server.links) == 1  # none for appends where nothing is appended
 
 
 @on_virtual_loop
 async def test_of_two_writers_with_one_id_the_later_attempt_wins():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount()
         layout = client.layout()
         newer = AsyncWaltzClient.at(
@@ -883,7 +898,7 @@ class Computing(Counting):
 
 @on_virtual_loop
 async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         context = Computing({"value": 0})
         async with asyncio.TaskGroup() as tasks:
@@ -912,7 +927,7 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
 @on_virtual_loop
 async def test_a_flush_waits_for_earlier_appends_only():
     """A service that always has an append under way would wait without end."""
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         is_flushed = False
 

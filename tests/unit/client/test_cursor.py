@@ -19,16 +19,16 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
     cursor = FeedCursor(ahead_max)
     cursor.start_after(mark)
     cursor.start_at_end(mark)
-    cursor.mount_succeeded()
+    cursor.on_mount_succeeded()
     return cursor
 
 
 def test_no_feed_batch_is_accepted_before_a_subscription():
     cursor = FeedCursor(10)
-    assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
+    assert cursor.accept_batch(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.take_request_mark() is None
     cursor.start_after(None)
-    assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
+    assert cursor.accept_batch(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.start_at_end(4) == 4
     assert cursor.start_at_end(9) == 4
 
@@ -37,26 +37,26 @@ def test_records_before_the_start_do_not_count_as_lag():
     mark = 1_000_000
     cursor = FeedCursor(ahead_max=3)
     cursor.start_after(mark)
-    cursor.mount_succeeded()
+    cursor.on_mount_succeeded()
     assert cursor.take_request_mark() == mark
     latest = FeedCursor(ahead_max=3)
     latest.start_after(None)
     assert latest.start_at_end(mark) == mark
-    latest.mount_succeeded()
+    latest.on_mount_succeeded()
     assert latest.take_request_mark() == mark
 
 
 def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     message = feed_batch(req(-1), 0, *ROWS[:2])
     avoided_links = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
-    assert "found 40" in fed(BEFORE_FIRST).take(avoided_links)
+    assert "found 40" in fed(BEFORE_FIRST).accept_batch(avoided_links)
 
 
 def test_a_cursor_requests_more_once_when_half_is_applied():
     cursor = fed(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None
-    cursor.take(feed_batch(req(-1), 0, *ROWS[:3]))
+    cursor.accept_batch(feed_batch(req(-1), 0, *ROWS[:3]))
     cursor.is_suspended = True
     assert cursor.take_request_mark() is None
     assert not cursor.note_applied(0)  # not before it is half way
@@ -69,7 +69,7 @@ def test_a_cursor_requests_more_once_when_half_is_applied():
 def test_a_lagging_cursor_accepts_no_feed_batch_until_it_resumes():
     cursor = fed(4)
     cursor.is_lagging = True
-    assert cursor.take(feed_batch(req(-1), 5, *ROWS)) is None
+    assert cursor.accept_batch(feed_batch(req(-1), 5, *ROWS)) is None
     assert cursor.take_request_mark() is None
     with pytest.raises(AssertionError):
         cursor.resume(3)
@@ -108,7 +108,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
     while at < len(values):
         first = drawn.draw(st.integers(max(0, at - 5), at))
         last = drawn.draw(st.integers(at, len(values) - 1))
-        stretch = cursor.take(filtered(first, values[first : last + 1], wanted))
+        stretch = cursor.accept_batch(filtered(first, values[first : last + 1], wanted))
         assert (stretch.first, stretch.last) == (at, last)
         assert len(stretch.headers) == 20 * len(stretch.ids)
         found += [
@@ -117,7 +117,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
                 stretch.ids, struct.iter_unpack(">16si", stretch.headers), strict=True
             )
         ]
-        assert cursor.take(filtered(first, values[first : last + 1], wanted)) is None
+        assert cursor.accept_batch(filtered(first, values[first : last + 1], wanted)) is None
         at = last + 1
     assert found == [(i, value) for i, value in enumerate(values) if value in wanted]
 
@@ -126,7 +126,7 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
 def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     picked = struct.pack(">2i", *offsets)
     message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
-    assert "2 offsets" in cursor_of(7, 8).take(message)
+    assert "2 offsets" in cursor_of(7, 8).accept_batch(message)
 
 
 @given(
@@ -138,7 +138,7 @@ def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
 def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, values, surplus):
     picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
-    taken = cursor_of(7, 8).take(message)
+    taken = cursor_of(7, 8).accept_batch(message)
     rises = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
     of_some = rises and len(offsets) == len(values) and not surplus
     of_all = not picked and len(values) == count
@@ -150,5 +150,5 @@ def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, val
 
 
 def test_an_unrequested_filter_is_rejected():
-    taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
+    taken = cursor_of().accept_batch(filtered(0, [7, 0, 7], (7,)))
     assert "found 40" in taken

@@ -50,7 +50,10 @@ async def read_all(client, partitions):
 @on_virtual_loop
 async def test_all_partitions_share_one_budget_while_they_catch_up():
     bytes_max = 50_000
-    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=4) as cluster,
+        cluster.client().open_during() as client,
+    ):
         client.subscriptions.data_budget = DataBudget(bytes_max)
         for partition in range(4):
             await write(client, partition)
@@ -60,7 +63,10 @@ async def test_all_partitions_share_one_budget_while_they_catch_up():
 
 @on_virtual_loop
 async def test_applied_data_is_not_kept():
-    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=2) as cluster,
+        cluster.client().open_during() as client,
+    ):
         for partition in range(2):
             await write(client, partition)
         callbacks = await read_all(client, 2)
@@ -74,7 +80,10 @@ async def test_applied_data_is_not_kept():
 
 @on_virtual_loop
 async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
-    async with memory_cluster(partition_count=1) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=1) as cluster,
+        cluster.client().open_during() as client,
+    ):
         await write(client, 0)
         may_go_on = asyncio.Event()
 

@@ -67,6 +67,6 @@ async def test_submitted_functions_are_in_the_log():
         builder.set_transaction_data(word)
         return True
 
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         assert await (await client.submit(say("one"))) == 0
         assert [MSGPACK.deserialize(row[2]) for row in cluster.logs[1].rows()] == ["one"]

@@ -33,12 +33,12 @@ def directory_of(zookeeper):
 
 
 def test_a_task_gets_the_owner_of_its_own_partition_only():
-    assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
-    assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
+    assert LAYOUT.for_partition(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
+    assert LAYOUT.for_partition(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
 def test_newer_layouts_are_learned_without_a_request_and_passed_on():
-    directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
+    directory = FixedDirectory(LAYOUT.for_partition(0), connect_timeout_ms=1)
     reported = []
     in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
     before = directory.owners

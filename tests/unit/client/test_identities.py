@@ -138,7 +138,10 @@ async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, mon
     """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
     client = WireProtocol.CLIENT
     monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))
-    async with memory_cluster(partition_count=1) as cluster, cluster.client().opened() as opened:
+    async with (
+        memory_cluster(partition_count=1) as cluster,
+        cluster.client().open_during() as opened,
+    ):
         await opened.mount()
         assert opened.client_id == 1
         server = cluster.servers[0]

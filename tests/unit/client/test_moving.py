@@ -106,7 +106,7 @@ async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
             way.port = door.sockets[0].getsockname()[1]
             await server.coordinator.register_server(descriptor(server, way))
             made.append(way)
-        await cluster.settled()
+        await cluster.wait_until_settled()
         yield made
         for way in made:
             for passage in way.passages:
@@ -124,7 +124,7 @@ async def two_servers(
     async with (
         memory_cluster(server_count=2) as cluster,
         ways(cluster) as there,
-        cluster.client(config).opened() as client,
+        cluster.client(config).open_during() as client,
     ):
         yield cluster, there, client
 
@@ -140,7 +140,7 @@ async def move(cluster: MemoryCluster, there: list[Proxy], to: MemoryServer) -> 
             await server.coordinator.prefer(descriptor(server, way))
     await to.coordinator.prefer(descriptor(to, there[cluster.servers.index(to)], 0))
     await until(lambda: 0 in to.partitions and to.partitions[0].partition.is_open)
-    await cluster.settled()
+    await cluster.wait_until_settled()
 
 
 MOVES = pytest.mark.parametrize("moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"])
@@ -279,7 +279,7 @@ async def placed_client(
     async def connect(*_place: object, **_options: object) -> Coordinator:
         return cluster.zookeeper.coordinator(ROOT)
 
-    async with cluster.client().opened() as other:
+    async with cluster.client().open_during() as other:
         layout = other.layout()
     with mock.patch.object(zookeeper_session, "connect", connect):
         async with OpenedClient.at(layout, config) as client:
@@ -298,7 +298,9 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
     async with (
         memory_cluster(server_count=2) as cluster,
         ways(cluster) as there,
-        placed_client(cluster, config) if is_placed else cluster.client(config).opened() as client,
+        placed_client(cluster, config)
+        if is_placed
+        else cluster.client(config).open_during() as client,
     ):
         await (await client.append(b"a", partition=0))
         way = there[cluster.servers.index(cluster.owner(0))]
@@ -307,7 +309,7 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
         way.is_frozen = True
         asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Data have a separate connection, which does not exist yet.
-            "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
+            "dialed": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
             "asked": lambda: client.high_water_mark(0),
             "appended": lambda: appended(client, b"b"),
         }

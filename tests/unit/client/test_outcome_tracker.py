@@ -52,9 +52,9 @@ def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
     assert tracker.find(req(5)) is pending
     assert tracker.find(req(5, generation=1)) is None
     assert tracker.find(req(6)) is None
-    assert tracker.answered(committed(req(5, generation=1), 10)) is None
-    assert tracker.answered(committed(req(5), 10))[0] is pending
-    assert tracker.answered(committed(req(5), 10)) is None
+    assert tracker.on_answered(committed(req(5, generation=1), 10)) is None
+    assert tracker.on_answered(committed(req(5), 10))[0] is pending
+    assert tracker.on_answered(committed(req(5), 10)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -67,7 +67,7 @@ def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
     tracker = a_tracker()
     sent(tracker, 1, 1, rows=rows)
     with pytest.raises(errors.RemoteProtocolError):
-        tracker.answered(result(req(1), *[row] * rows, mark=9))
+        tracker.on_answered(result(req(1), *[row] * rows, mark=9))
     assert len(tracker) == 1
 
 
@@ -75,7 +75,7 @@ def test_the_log_takes_precedence_over_an_answer():
     tracker = a_tracker()
     sent(tracker, 1, 1, rows=2)
     tracker.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
-    _, outcome = tracker.answered(result(req(1), *[(-1, RowOutcomeCode.LOST, -1)] * 2, mark=9))
+    _, outcome = tracker.on_answered(result(req(1), *[(-1, RowOutcomeCode.LOST, -1)] * 2, mark=9))
     assert outcome.reasons.tolist() == [RowOutcomeCode.LOST, RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 21]
     assert outcome.high_water_mark == 21

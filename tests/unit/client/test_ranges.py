@@ -144,7 +144,7 @@ def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="expected 4 lengths, found"):
-        in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
+        in_virtual_time(link.request_locations(P, query, session_id=SessionId(1), timeout_s=5))
 
 
 def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():

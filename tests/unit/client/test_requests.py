@@ -119,7 +119,7 @@ def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
         return mark(4)(request)
 
     cluster = Cluster(owner=stale)
-    chunk = in_virtual_time(cluster.requests.range(0, RangeQuery(5, 9)))
+    chunk = in_virtual_time(cluster.requests.fetch_range(0, RangeQuery(5, 9)))
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
@@ -155,7 +155,7 @@ async def test_a_request_is_not_repeated_without_a_move():
         asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
         while not cluster.asked:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
-        cluster.requests.owners_changed({0: Owner("owner", 2), 1: Owner("other", 2)})
+        cluster.requests.on_owners_changed({0: Owner("owner", 2), 1: Owner("other", 2)})
         await asyncio.sleep(0)
         cluster.may_answer.set()
         assert await asking == 7

@@ -44,45 +44,46 @@ def scenario(caplog):
 
 def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(scenario):
     silent_servers = scenario.silent_servers
-    assert scenario.at(101, silent_servers.silence_detected, SERVER, 1, since_s=99.5) == [
+    assert scenario.at(101, silent_servers.on_silence_detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} silent_s=1.5")
     ]
     for now_s in range(102, 110):
         assert (
-            scenario.at(now_s, silent_servers.silence_detected, SERVER, 1, since_s=now_s - 1) == []
+            scenario.at(now_s, silent_servers.on_silence_detected, SERVER, 1, since_s=now_s - 1)
+            == []
         )
     assert scenario.doubts == 9
-    assert scenario.at(300, silent_servers.data_received, SERVER, 1) == [
+    assert scenario.at(300, silent_servers.on_data_received, SERVER, 1) == [
         ("INFO", f"server.responsive server={SERVER} after_s=200.5")
     ]
-    assert scenario.at(301, silent_servers.data_received, SERVER, 1) == []
+    assert scenario.at(301, silent_servers.on_data_received, SERVER, 1) == []
 
 
 def test_a_closed_silent_connection_is_reported_with_the_reason(scenario):
-    scenario.at(101, scenario.silent_servers.silence_detected, SERVER, 1, since_s=100)
-    assert scenario.at(104, scenario.silent_servers.wait_ended, SERVER, 1, "reset by peer") == [
+    scenario.at(101, scenario.silent_servers.on_silence_detected, SERVER, 1, since_s=100)
+    assert scenario.at(104, scenario.silent_servers.on_wait_ended, SERVER, 1, "reset by peer") == [
         ("INFO", f"server.silent_until_closed server={SERVER} after_s=4.0 reason=reset by peer")
     ]
-    assert scenario.at(105, scenario.silent_servers.wait_ended, SERVER, 1, "reset by peer") == []
+    assert scenario.at(105, scenario.silent_servers.on_wait_ended, SERVER, 1, "reset by peer") == []
 
 
 def test_a_server_that_was_not_silent_is_not_reported(scenario):
-    assert scenario.at(100, scenario.silent_servers.data_received, SERVER, 1) == []
-    assert scenario.at(100, scenario.silent_servers.wait_ended, SERVER, 1, "closed") == []
+    assert scenario.at(100, scenario.silent_servers.on_data_received, SERVER, 1) == []
+    assert scenario.at(100, scenario.silent_servers.on_wait_ended, SERVER, 1, "closed") == []
 
 
 def test_the_silence_of_a_server_is_that_of_all_its_connections(scenario):
     silent_servers = scenario.silent_servers
-    assert scenario.at(101, silent_servers.silence_detected, SERVER, 1, since_s=100)
-    assert scenario.at(102, silent_servers.silence_detected, SERVER, 2, since_s=101) == []
-    assert scenario.at(103, silent_servers.data_received, SERVER, 3) == [], (
+    assert scenario.at(101, silent_servers.on_silence_detected, SERVER, 1, since_s=100)
+    assert scenario.at(102, silent_servers.on_silence_detected, SERVER, 2, since_s=101) == []
+    assert scenario.at(103, silent_servers.on_data_received, SERVER, 3) == [], (
         "it was never silent there"
     )
-    assert scenario.at(104, silent_servers.wait_ended, SERVER, 1, "closed") == []
-    assert scenario.at(105, silent_servers.data_received, SERVER, 2) == [
+    assert scenario.at(104, silent_servers.on_wait_ended, SERVER, 1, "closed") == []
+    assert scenario.at(105, silent_servers.on_data_received, SERVER, 2) == [
         ("INFO", f"server.responsive server={SERVER} after_s=5.0")
     ]
-    assert scenario.at(106, silent_servers.silence_detected, "host-2:15180", 1, since_s=105), (
+    assert scenario.at(106, silent_servers.on_silence_detected, "host-2:15180", 1, since_s=105), (
         "another server"
     )
 
@@ -91,8 +92,8 @@ def test_repeated_failures_are_reported_at_intervals(scenario):
     reported = []
     for now_s in range(100, 100 + 2 * int(LOG_INTERVAL_S) + 1, 5):
         if scenario.at(
-            now_s, scenario.silent_servers.silence_detected, SERVER, 0, since_s=now_s - 1
+            now_s, scenario.silent_servers.on_silence_detected, SERVER, 0, since_s=now_s - 1
         ):
             reported.append(now_s)
-        scenario.at(now_s + 1, scenario.silent_servers.wait_ended, SERVER, 0, "no hello")
+        scenario.at(now_s + 1, scenario.silent_servers.on_wait_ended, SERVER, 0, "no hello")
     assert reported == [100, 100 + LOG_INTERVAL_S, 100 + 2 * LOG_INTERVAL_S]

@@ -66,7 +66,10 @@ async def write(client, partition, count):
 
 @on_virtual_loop
 async def test_partitions_are_paused_and_resumed_from_their_mark():
-    async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=3) as cluster,
+        cluster.client().open_during() as client,
+    ):
         callbacks = Shared()
         assert client.partitions == ()
         await client.subscribe(callbacks, [0, 1])
@@ -90,7 +93,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 
 @on_virtual_loop
 async def test_after_subscribing_the_mark_is_that_of_the_application():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
         callbacks = Shared()
         callbacks.seen[0].append(2)
@@ -101,7 +104,7 @@ async def test_after_subscribing_the_mark_is_that_of_the_application():
 
 @on_virtual_loop
 async def test_a_feed_from_the_latest_starts_at_the_given_mark():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
         callbacks = Shared()
         callbacks.seen[0].append(LATEST)
@@ -132,7 +135,7 @@ async def test_applied_transactions_count_before_a_slow_run_ends():
                 at_second.set()
                 await self.may_go_on.wait()
 
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 10)
         callbacks = Slow()
         callbacks.may_go_on.clear()
@@ -144,7 +147,7 @@ async def test_applied_transactions_count_before_a_slow_run_ends():
 
 @on_virtual_loop
 async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
         await write(client, 0, 100)
         callbacks.may_go_on.clear()
@@ -161,7 +164,7 @@ async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
 
 @on_virtual_loop
 async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
         callbacks.poison.add((0, 2))
         await client.subscribe(callbacks, [0])
@@ -176,7 +179,7 @@ async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
 
 @on_virtual_loop
 async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
         callbacks.policy = PoisonPolicy.RETRY
         callbacks.poison.add((0, 0))
@@ -237,7 +240,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
 
 @on_virtual_loop
 async def test_invalid_partitions_and_filters_are_reported():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
         callbacks = Shared()
@@ -259,7 +262,7 @@ async def test_invalid_partitions_and_filters_are_reported():
 
 @on_virtual_loop
 async def test_set_partitions_in_a_callback_is_a_usage_error():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
         class Impatient(Shared):
             async def apply_transaction(self, transaction):
@@ -307,7 +310,7 @@ class ReadsData(Shared):
 
 @on_virtual_loop
 async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advances():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
         callbacks = ReadsData()
         await client.subscribe(callbacks, [0], headers=[7, 9])
@@ -325,7 +328,7 @@ async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advan
 
 @on_virtual_loop
 async def test_a_filtered_feed_catches_up_in_filtered_ranges():
-    async with memory_cluster() as cluster, cluster.client(SHORT_TIMEOUTS).opened() as client:
+    async with memory_cluster() as cluster, cluster.client(SHORT_TIMEOUTS).open_during() as client:
         rows = 2_000
         for number in range(5):
             payload = batch_of(*[b"x" * 20] * rows, header=number)
@@ -441,7 +444,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
         async def apply_transaction(self, transaction):
             raise asyncio.CancelledError
 
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Cancelling()
         await client.subscribe(callbacks, [0])
         await write(client, 0, 2)
@@ -552,14 +555,14 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 @on_virtual_loop
 async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
         await client.subscribe(callbacks, [0])
 
         def no_thread(_partition_id):
             raise RuntimeError("can't start new thread")
 
-        client.subscriptions.data = no_thread
+        client.subscriptions.data_cache = no_thread
         applier = client._partitions[0].applier
         applier._consumer._source_of = no_thread
         await write(client, 0, 1)
@@ -570,7 +573,7 @@ async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
 
 @on_virtual_loop
 async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
         async def never(*_, **__):
             await asyncio.Event().wait()
@@ -614,7 +617,7 @@ class WithoutMark:
 
 @on_virtual_loop
 async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         text = (
             "WithoutMark: expected a method client_high_water_mark, found none. Hint: "
             "derive the class from AsyncCallbacks"
@@ -639,7 +642,10 @@ class AskedForLong(Shared):
 
 @on_virtual_loop
 async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied():
-    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
+    async with (
+        memory_cluster(partition_count=2) as cluster,
+        cluster.client().open_during() as client,
+    ):
         await write(client, 0, 3)
         callbacks = AskedForLong()
         async with asyncio.TaskGroup() as tasks:
@@ -657,7 +663,7 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
 
 @on_virtual_loop
 async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 3)
         callbacks = AskedForLong()
         async with asyncio.TaskGroup() as tasks:
@@ -705,7 +711,7 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
 
 @on_virtual_loop
 async def test_a_context_completes_although_the_feed_failed_to_start():
-    async with memory_cluster() as cluster, cluster.client().opened() as client:
+    async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
         class Broken(AskedForLong):
             async def client_high_water_mark(self, partition):

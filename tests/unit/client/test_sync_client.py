@@ -195,7 +195,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
             asked.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(client._client.requests, "range", never)
+        monkeypatch.setattr(client._client.requests, "fetch_range", never)
         chunks = client.read_range(0, 0, 0)
         main = threading.get_ident()
 
@@ -239,7 +239,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
             monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client._client.requests, "range", never)
+        monkeypatch.setattr(client._client.requests, "fetch_range", never)
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
         reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
         reader.start()

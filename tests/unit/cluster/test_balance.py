@@ -77,7 +77,7 @@ def test_a_limited_number_moves_at_a_time_and_then_stays():
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))
     moves = balancer.plan_moves(owners, (), loads, [1, 2], 0)
     assert len(moves) == 5
-    balancer.partitions_moved(moves, 0)
+    balancer.on_partitions_moved(moves, 0)
     hot = {**dict.fromkeys(owners, 1.0), **dict.fromkeys(moves, 10_000.0)}
     assert (
         not balancer.plan_moves({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS - 1).keys()
@@ -121,7 +121,7 @@ def test_repeated_planning_ends(cluster):
         moves = balancer.plan_moves(owners, preferred, loads, servers, now_ms)
         if not moves:
             return
-        balancer.partitions_moved(moves, now_ms)
+        balancer.on_partitions_moved(moves, now_ms)
         owners = {**owners, **moves}
     raise AssertionError(f"still moving: {moves}")
 
@@ -156,7 +156,7 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
     loads = {0: 85, 1: 85, 2: 85, 3: 300}
     assert balancer.plan_moves(owners, (), loads, (1, 2), 0) == {}
     assert balancer.plan_moves(owners, (), loads, (1, 2), 15_000) == {2: 1}
-    balancer.partitions_moved([2], 15_000)
+    balancer.on_partitions_moved([2], 15_000)
     owners[2] = 1
     assert balancer.plan_moves(owners, (), loads, (1, 2), 30_000) == {}
     late = {0: 148, 1: 140, 2: 300, 3: 67}
@@ -216,7 +216,7 @@ class Cluster:
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}
             self.assignment = move_partitions(self.assignment, moves)
-            self._balancer.partitions_moved(moves, self.now_ms)
+            self._balancer.on_partitions_moved(moves, self.now_ms)
             for its in self.assignment.servers.values():
                 for p, generation in its.items():
                     assert generation == generations[p] + (p in moves)

@@ -65,7 +65,7 @@ def begun_again_before_the_change(session, monkeypatch, other, principal=None):
     Its nodes then have the versions of the earlier ones.
     """
     real, coordinator = session.write, other
-    registry = other.writes.of(principal) if principal else other.writes
+    registry = other.writes.for_principal(principal) if principal else other.writes
 
     async def write(operations):
         monkeypatch.undo()
@@ -98,7 +98,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
     await other.writes.begin("w", MARKS, 5)
     begun_again_before_the_change(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
-        await its.writes.of("mine").enter("w", 0, "r", its.next_client_id)
+        await its.writes.for_principal("mine").enter("w", 0, "r", its.next_client_id)
     assert (await other.writes.read("w")) == WriteState({0: 99}, 5, principal="other")
 
 
@@ -107,7 +107,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
     """Both would have a proof of it, and the other's next attempt would not find its rows."""
     world, paused, its = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
-    mine = its.writes.of("mine")
+    mine = its.writes.for_principal("mine")
     await mine.begin("w", MARKS, 5)
     first = await mine.enter("w", 0, "r", its.next_client_id)
     begun_again_before_the_change(paused, monkeypatch, other, "other")

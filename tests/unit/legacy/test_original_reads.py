@@ -129,7 +129,7 @@ async def test_a_feed_that_breaks_is_restarted(cluster):
         async for chunk in client.read_range(0, 0, COUNT - 1):
             found += [each.data for each in chunk.rows()]
             if len(found) < 600:
-                await asyncio.to_thread(cluster.do, cluster.servers[0].cut)
+                await asyncio.to_thread(cluster.call, cluster.servers[0].cut)
         assert found == [b"%d" % i for i in range(COUNT)]
 
 
@@ -150,6 +150,6 @@ async def failed_read(cluster, expected):
 async def test_an_unreadable_range_is_reported_at_the_timeout(cluster):
     cluster.partition(0).poisoned.add(7)
     await failed_read(cluster, "TransactionNotFoundException")
-    await asyncio.to_thread(cluster.do, lambda: cluster.servers[0].release_ownership(0))
+    await asyncio.to_thread(cluster.call, lambda: cluster.servers[0].release_ownership(0))
     found = await failed_read(cluster, "is not ready for partition 0")
     assert isinstance(found, errors.NotOwned)

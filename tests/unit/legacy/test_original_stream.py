@@ -74,7 +74,7 @@ class Table:
     def prove(self, *, is_owner=True):
         self.translated.clear()
         number = self.proofs.pop()
-        self.do(self.partition.ownership_proven(number, is_owner=is_owner, now_ms=self.now_ms))
+        self.do(self.partition.on_ownership_proven(number, is_owner=is_owner, now_ms=self.now_ms))
         return list(self.translated)
 
     def wake(self):

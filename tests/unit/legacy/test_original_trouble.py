@@ -62,11 +62,11 @@ async def append_all(client, count, **named):
 
 async def stop_answers(cluster):
     """Have the storages answer nothing."""
-    await asyncio.to_thread(cluster.do, cluster.partition(0).may_commit.clear)
+    await asyncio.to_thread(cluster.call, cluster.partition(0).may_commit.clear)
 
 
 async def on_server(cluster, call):
-    return await asyncio.to_thread(cluster.do, call)
+    return await asyncio.to_thread(cluster.call, call)
 
 
 @on_loop
@@ -115,7 +115,7 @@ async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
     async with client_of(cluster) as client:
         future = await client.append(b"late", partition=0)
         await until(lambda: cluster.servers[0].answered.count(11) > 1)
-        await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
+        await on_server(cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 1))
         assert await future == 0
 
 
@@ -129,7 +129,7 @@ async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_part
     async with client_of(cluster) as client, asyncio.TaskGroup() as group:
         asked = group.create_task(client.high_water_mark(0, linearizable=True))
         await until(lambda: cluster.servers[0].answered.count(11) > 1)
-        await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
+        await on_server(cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 1))
         assert await asked == 3
 
 
@@ -226,7 +226,9 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
             # What is in the log stays in the log, whichever server serves it.
             cluster.fill(0, 3)
             cluster.owners[0] = (0, 2)
-            await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 2))
+            await on_server(
+                cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 2)
+            )
             directory.stale_owners = None
             directory.changed(directory.owners)
             later = [await client.append(b"original", partition=0) for _ in range(3)]

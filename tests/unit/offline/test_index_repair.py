@@ -101,7 +101,7 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     disk.overwrite(SEGMENT, start, bytes(size))
     disk.flip(INDEX, 128 + 8 * wrong_entry + 7)
     found = repair_index(disk, SEGMENT, dry_run=False)
-    assert (found.entries, found.wrong) == (13, 1)
+    assert (found.entries, found.difference_count) == (13, 1)
     assert found.kept > 1
     assert disk.content(INDEX) == good
 

@@ -251,7 +251,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
     world = sample_log()
     record = world.records[4]
     assert record in path.read_bytes()
-    assert verified(other).findings.wrong == 0
+    assert verified(other).findings.error_count == 0
     # A record that is right by itself, of the right ID and size, that was never in this log.
     made = make_record(4, bytes(len(record) - 40))
     patch(path, path.read_bytes().index(record), made)
@@ -406,7 +406,7 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
         verified(storage, partitions=[3])
     findings = verified(storage, partitions=[2], limit=1).findings
-    assert (len(findings.kept), findings.wrong, findings.omitted_count) == (1, 3, 2)
+    assert (len(findings.kept), findings.error_count, findings.omitted_count) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])
@@ -424,7 +424,7 @@ def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     with pytest.raises(DiskFailed, match="a running storage uses this directory"):
         verified(storage)
     file.close()
-    assert verified(storage).findings.wrong == 0
+    assert verified(storage).findings.error_count == 0
 
 
 def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):

@@ -5,7 +5,7 @@ import shlex
 
 import click
 
-from tests.commands import parsed
+from tests.commands import parse_command
 
 # Words in capitals are filled in by people.
 FILLED_IN = {
@@ -33,6 +33,6 @@ def check_understood(line: str) -> None:
             assert program in OTHER_PROGRAMS, line
             continue
         try:
-            parsed(words)
+            parse_command(words)
         except click.UsageError as error:
             raise AssertionError(f"not understood: {line}: {error.format_message()}") from None

@@ -62,9 +62,9 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
 def test_replicas_that_were_not_engaged_do_not_count():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(HistoryOrigin.RECORDED, states)
-    recovery.answered(C, prepared(99), OWN_ID)
+    recovery.on_answered(C, prepared(99), OWN_ID)
     assert recovery.decide() is None
-    recovery.answered(A, prepared(4), OWN_ID)
+    recovery.on_answered(A, prepared(4), OWN_ID)
     assert recovery.decide() == 4
     assert recovery.unknown == [B]
 
@@ -72,19 +72,19 @@ def test_replicas_that_were_not_engaged_do_not_count():
 def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
-    recovery.answered(A, prepared(-1), OWN_ID)
-    recovery.answered(B, prepared(-1, session=4), OWN_ID)
+    recovery.on_answered(A, prepared(-1), OWN_ID)
+    recovery.on_answered(B, prepared(-1, session=4), OWN_ID)
     assert recovery.decide() is None
-    recovery.answered(C, prepared(0), OWN_ID)
+    recovery.on_answered(C, prepared(0), OWN_ID)
     assert recovery.decide() == 0
 
 
 def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
-    recovery.answered(A, prepared(9, suspect=True), OWN_ID)
-    recovery.answered(A, prepared(9), OWN_ID)
-    recovery.answered(B, prepared(9), OWN_ID)
-    recovery.answered(B, prepared(8), OWN_ID)
+    recovery.on_answered(A, prepared(9, suspect=True), OWN_ID)
+    recovery.on_answered(A, prepared(9), OWN_ID)
+    recovery.on_answered(B, prepared(9), OWN_ID)
+    recovery.on_answered(B, prepared(8), OWN_ID)
     assert recovery.unknown == [A, B, C]
 
 
@@ -142,10 +142,10 @@ def test_an_adoption_is_remembered_until_it_is_done():
     metadata = PartitionMetadata(1, 1, states)
     assert history_origin_of(metadata, marker(MarkerState.NEW)) is HistoryOrigin.ADOPTED
     recovery = Recovery(HistoryOrigin.ADOPTED, states)
-    recovery.answered(A, prepared(-1, session=-1), OWN_ID)
-    recovery.answered(B, prepared(-1, session=-1), OWN_ID)
+    recovery.on_answered(A, prepared(-1, session=-1), OWN_ID)
+    recovery.on_answered(B, prepared(-1, session=-1), OWN_ID)
     assert recovery.decide() is None
-    recovery.answered(C, prepared(-1, session=-1), OWN_ID)
+    recovery.on_answered(C, prepared(-1, session=-1), OWN_ID)
     assert recovery.decide() == -1
 
 
@@ -156,7 +156,7 @@ def test_an_adoption_is_remembered_until_it_is_done():
 def test_an_opening_records_the_state_of_each_replica():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(HistoryOrigin.RECORDED, states)
-    recovery.answered(A, prepared(9), OWN_ID)
+    recovery.on_answered(A, prepared(9), OWN_ID)
     assert recovery.decide() == 9
     assert recovery.opening_states(6, [A, B, C, D], [A]) == {
         A: ReplicaState(6, UNRESOLVED),

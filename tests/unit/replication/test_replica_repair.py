@@ -70,32 +70,32 @@ def take(repair, one, source, step):
     prefix = (9, 1, 0)
     match step:
         case FetchOwnLineage(first, last):
-            repair.own_lineage_answered(
+            repair.on_own_lineage(
                 ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
             )
         case FetchSourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
-            repair.source_lineage_answered(answer, first=first, last=last)
+            repair.on_source_lineage(answer, first=first, last=last)
         case Truncation():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
-            repair.log_truncated(answer.synced_max, answer.chain, step)
+            repair.on_log_truncated(answer.synced_max, answer.chain, step)
         case Reset():
             ok(one.handle(wire.ResetLog(*prefix, *step)))
-            repair.log_reset(step)
+            repair.on_log_reset(step)
         case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
-            repair.copy_fetched(ok(source.handle(request)), step)
+            repair.on_copy_fetched(ok(source.handle(request)), step)
         case AppendCopy(answer, _):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
-            repair.copy_appended(step)
+            repair.on_copy_appended(step)
         case FillDamage(answer):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.Repair(*prefix, *fields)))
-            repair.damage_filled(step)
+            repair.on_damage_filled(step)
         case SetMark():
             ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
-            repair.mark_written()
+            repair.on_mark_written()
 
 
 def ok(answer):
@@ -308,31 +308,31 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
 def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
-    repair.damage_found([(1, 4)])
+    repair.on_damage_found([(1, 4)])
     fetch = repair.fill_step((1, 4))
     take(repair, one, source, fetch)
     fill = repair.fill_step((1, 4))
     assert (fill.answer.first, fill.answer.count) == (1, 2)
-    repair.damage_found([(0, 0), (2, 7)])
+    repair.on_damage_found([(0, 0), (2, 7)])
     # What was fetched does not begin where the damage begins now, so it is fetched again.
     assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
-    repair.damage_filled(fill)
+    repair.on_damage_filled(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
-    repair.damage_found([(0, 5)])
-    repair.damage_filled(fill)
+    repair.on_damage_found([(0, 5)])
+    repair.on_damage_filled(fill)
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
 def test_rejected_records_leave_the_damage_that_was_reported_since():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
-    repair.damage_found([(1, 2), (4, 4)])
+    repair.on_damage_found([(1, 2), (4, 4)])
     take(repair, one, source, repair.fill_step((1, 2)))
     fill = repair.fill_step((1, 2))
-    repair.fill_rejected(fill)
+    repair.on_fill_rejected(fill)
     assert repair.damaged == [(4, 4)]
-    repair.damage_found([(0, 2), (4, 4)])
-    repair.fill_rejected(fill)
+    repair.on_damage_found([(0, 2), (4, 4)])
+    repair.on_fill_rejected(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
@@ -347,7 +347,7 @@ def test_only_the_rest_of_truncated_damage_is_requested():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {5}
     repair = repair_of(one)
-    repair.damage_found([(5, 6)])  # as a storage reports adjacent records
+    repair.on_damage_found([(5, 6)])  # as a storage reports adjacent records
     steps = walk(
         repair, one, source, RepairGoal(5, source.chain), can_fill=lambda _, last: last <= 5
     )
@@ -434,9 +434,9 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
-            repair.source_lineage_answered(answer, first=step.first, last=step.last)
+            repair.on_source_lineage(answer, first=step.first, last=step.last)
         with pytest.raises(RemoteProtocolError):
-            repair.own_lineage_answered(answer, first=step.first, last=step.last)
+            repair.on_own_lineage(answer, first=step.first, last=step.last)
 
 
 def without_batches(one, first, last):
@@ -486,7 +486,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
     ):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
-        repair.log_truncated(4, bytes(16), step)
+        repair.on_log_truncated(4, bytes(16), step)
 
 
 # ---- sources whose log begins above 0 (rule 7)

@@ -31,19 +31,19 @@ def connected(one, stage=ReplicaStage.PREPARING):
 
 def marked(one, mark=-1, chain=GENESIS_CHAIN):
     connected(one, ReplicaStage.REPAIRING)
-    one.mark_written(mark, chain)
+    one.on_mark_written(mark, chain)
 
 
 def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
     waits = []
     for _ in range(8):
         connected(one)
-        one.lost(1000, Random(1))
+        one.on_lost(1000, Random(1))
         waits.append(one.redial_at_ms - 1000)
     assert waits[0] <= LIMITS.redial_ms_min
     assert LIMITS.redial_ms_max // 2 <= waits[-1] <= LIMITS.redial_ms_max
     marked(one)
-    one.lost(1000, Random(1))
+    one.on_lost(1000, Random(1))
     assert one.redial_at_ms - 1000 <= LIMITS.redial_ms_min
 
 
@@ -62,7 +62,7 @@ def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
 def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields, tainted):
     connected(one)
     one.send_request(kind, *fields, now_ms=1)
-    one.lost(2, Random(1))
+    one.on_lost(2, Random(1))
     assert one.is_excluded is tainted
 
 
@@ -75,7 +75,7 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
         assert not one.is_lagging
         one.append_from_window(window.add(make_batch(first, [1], 7), 5, 1), 1)
     assert one.is_lagging
-    one.take(wire.Appended(5, 1, 2, 0))
+    one.take_request(wire.Appended(5, 1, 2, 0))
     assert not one.is_lagging
 
 
@@ -86,5 +86,5 @@ def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
     one.append_from_window(window.add(make_batch(1, [2], 7), 5, 1), 1)
     for sequence in (1, 2):
         answer = wire.Appended(5, sequence, 2, 1)
-        one.append_synced(one.take(answer).message, answer)
+        one.on_append_synced(one.take_request(answer).message, answer)
         assert one.synced_last == 1

@@ -41,9 +41,9 @@ def lineage(*entries):
 def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
     past, replica = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    past.answered(replica, lineage((9, 9, 8, 777)), 0)
-    past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
-    past.answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
+    past.on_answered(replica, lineage((9, 9, 8, 777)), 0)
+    past.on_answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
+    past.on_answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
     assert replica.supplier == [(9, 9), (4, 8), (4, 6)]
     assert past.outcome == SessionSettled(9, 6, 777)
 
@@ -52,7 +52,7 @@ def test_an_answer_without_batches_is_rejected():
     past, replica = settlement_of(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
-        past.answered(replica, lineage(), 0)
+        past.on_answered(replica, lineage(), 0)
     assert past.outcome is None
 
 
@@ -60,10 +60,10 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
     past, replica = settlement_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    past.answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
-    past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
+    past.on_answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.on_answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
-    past.answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.on_answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
     assert (replica.supplier, other.supplier) == ([(4, 8), (4, 5)], [(4, 8)])
     assert past.outcome == SessionSettled(9, 8, 0)
 
@@ -72,7 +72,7 @@ def test_a_session_without_the_batches_at_any_replica_is_not_settled():
     past, replica = settlement_of(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
-        past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
+        past.on_answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
 
 
@@ -80,12 +80,12 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
     past, replica = settlement_of(9, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert replica.supplier == [(4, 8)]
-    assert past.batches_unreadable(BeforeLogStart("gone"), 0)
+    assert past.on_batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome == SessionSettled(9, 3, 0, has_expired=True)
 
 
 def test_a_stamp_below_the_start_of_a_log_causes_no_unknown_outcome():
     past, _ = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    assert not past.batches_unreadable(BeforeLogStart("gone"), 0)
+    assert not past.on_batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome is None

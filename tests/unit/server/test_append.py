@@ -83,7 +83,7 @@ class World:
             SessionId(self.session), GENERATION, TransactionId(mark), GENESIS_CHAIN, unbroken
         )
         last = TransactionId(mark if settled is None else settled)
-        return self.pipeline.settled(opened, last, unbroken=unbroken)
+        return self.pipeline.on_session_settled(opened, last, unbroken=unbroken)
 
     def single(
         self,
@@ -144,17 +144,17 @@ class World:
 
     def share(self) -> None:
         """Make the throttle assume that a small request has met another client's large ones."""
-        self.throttle.large_batch_started(ConnectionId(99), self.now_ms)
-        self.throttle.large_batches_forgotten()
-        self.throttle.small_request_started(B, self.now_ms)
+        self.throttle.on_large_batch_started(ConnectionId(99), self.now_ms)
+        self.throttle.on_large_batches_forgotten()
+        self.throttle.on_small_request_started(B, self.now_ms)
 
     @property
     def wants_turn(self) -> bool:
-        at_ms = self.pipeline.turn_at_ms(self.now_ms)
+        at_ms = self.pipeline.due_ms(self.now_ms)
         return at_ms is not None and at_ms <= self.now_ms
 
     def turn(self, wall_ms: int = 1_000) -> list[AppendOutcome]:
-        out = self.pipeline.turn(now_ms=self.now_ms, wall_ms=wall_ms)
+        out = self.pipeline.process_slice(now_ms=self.now_ms, wall_ms=wall_ms)
         self.submitted += [each.batch for each in out if isinstance(each, SubmitBatch)]
         return out
 
@@ -173,7 +173,7 @@ class World:
         return batch
 
     def turn_when_paced(self) -> list[AppendOutcome]:
-        at_ms = self.pipeline.turn_at_ms(self.now_ms)
+        at_ms = self.pipeline.due_ms(self.now_ms)
         assert at_ms is not None
         self.now_ms = at_ms
         return self.turn()
@@ -186,7 +186,7 @@ class World:
                 chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
             )
         last = self.submitted[-1].last
-        return self.pipeline.committed(last, chain, now_ms=self.now_ms)
+        return self.pipeline.on_committed(last, chain, now_ms=self.now_ms)
 
 
 def results(
@@ -264,7 +264,7 @@ def test_commit_stamps_never_decrease() -> None:
 def test_commit_stamps_continue_from_the_last_owners() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
-    world.pipeline.settled(opened, TransactionId(4), unbroken=False, stamp_ms=900)
+    world.pipeline.on_session_settled(opened, TransactionId(4), unbroken=False, stamp_ms=900)
     world.single()
     world.turn(wall_ms=400)
     world.single()
@@ -569,7 +569,7 @@ def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
     world.now_ms = 4
     world.commit()
     assert not world.wants_turn
-    at_ms = world.pipeline.turn_at_ms(4)
+    at_ms = world.pipeline.due_ms(4)
     assert at_ms is not None
     assert 4 < at_ms <= 4 + PAUSE_MS_MAX
     # Small requests take their turns meanwhile.
@@ -589,7 +589,7 @@ def test_large_requests_of_a_closed_session_delay_no_request() -> None:
     world.piece()
     at_ms = PAUSE_MS_MAX  # the pause after `share` has been committed is over
     assert world.throttle.large_allowed_at_ms(at_ms) > at_ms
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert world.throttle.large_allowed_at_ms(at_ms) == at_ms
     world.open(-1, settled=-1)
 
@@ -687,7 +687,7 @@ def test_all_pieces_after_a_lost_one_are_lost() -> None:
     world = World()
     flood = flooded(world)
     lost = world.submitted[0].last + 1
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {}
     refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
     world.now_ms += PAUSE_MS_MAX
@@ -699,7 +699,7 @@ def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
     flood = flooded(world)
     world.commit()
     mark = world.submitted[-1].last
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert results(world.open(mark)) == {}
     world.submitted.clear()
     out: list[AppendOutcome] = []
@@ -770,7 +770,7 @@ def test_a_flush_does_not_wait_for_later_requests() -> None:
     chain = GENESIS_CHAIN
     batch = world.submitted[0]
     chain = next_chain(chain, batch.first, batch.last, SessionId(1), batch.record_crcs)
-    out = world.pipeline.committed(TransactionId(0), chain, now_ms=0)
+    out = world.pipeline.on_committed(TransactionId(0), chain, now_ms=0)
     assert [each for each in out if isinstance(each, BarrierReached)] == []
     out = world.commit()
     assert [each.token for each in out if isinstance(each, BarrierReached)] == [2, 3]
@@ -801,10 +801,10 @@ def test_a_flush_waits_for_earlier_requests_only() -> None:
 
 def test_a_barrier_waits_only_for_batches_in_flight() -> None:
     world = World()
-    assert world.pipeline.barrier(1) == [BarrierReached(1)]
+    assert world.pipeline.add_barrier(1) == [BarrierReached(1)]
     world.single()
     world.turn()
-    assert world.pipeline.barrier(2) == []
+    assert world.pipeline.add_barrier(2) == []
     world.single()
     assert world.commit()[-1] == BarrierReached(2)
 
@@ -821,8 +821,8 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
     waiting = world.single(BOB, write=[2])
     behind = world.single(BOB, write=[1])
     world.turn()
-    world.pipeline.barrier(9)
-    world.pipeline.closed()
+    world.pipeline.add_barrier(9)
+    world.pipeline.on_session_closed()
     assert world.turn() == []
     out = world.open(0, settled=0)
     assert results(out) == {
@@ -844,7 +844,7 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     for _ in range(2):
         world.single()
         world.turn()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     out = world.open(1, unbroken=unbroken)
     kept = [each.entry.last for each in out if isinstance(each, BatchCommitted)]
     assert kept == ([0, 1] if unbroken else [])
@@ -855,7 +855,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     world = World()
     world.single(write=[5])
     world.turn()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     world.open(-1, settled=-1, unbroken=True)
     world.submitted.clear()
     behind = world.single()
@@ -871,7 +871,7 @@ def test_a_lost_append_does_not_reject_its_retry_even_after_others() -> None:
     world.turn()
     world.single(write=[5])
     world.turn()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     world.open(0, settled=0)
     world.submitted.clear()
     again = world.single(BOB, write=[5], mark=-1)
@@ -881,7 +881,7 @@ def test_a_lost_append_does_not_reject_its_retry_even_after_others() -> None:
 
 def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
     world = World()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     world.open(7, settled=-1, unbroken=False)
     behind = world.single(write=[5], mark=6)
     assert results(world.turn()) == {behind: [(-1, LOCK, 7)]}
@@ -894,7 +894,7 @@ def test_a_request_may_be_settled_in_the_middle() -> None:
     world = World()
     rows = world.batch([b"a", b"b", b"c", b"d"], write=[[1], [1], [2], [2]])
     world.turn()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert results(world.open(0, settled=0)) == {
         rows: [(0, COMMITTED, -1), (-1, LOCK, 0), (-1, LOST, -1), (-1, LOST, -1)]
     }
@@ -940,7 +940,7 @@ def test_a_commit_with_another_chain_than_the_logs_is_a_bug() -> None:
     world.single()
     world.turn()
     with pytest.raises(AssertionError):
-        world.pipeline.committed(TransactionId(0), GENESIS_CHAIN, now_ms=0)
+        world.pipeline.on_committed(TransactionId(0), GENESIS_CHAIN, now_ms=0)
 
 
 def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
@@ -966,7 +966,7 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     assert not world.wants_turn
     end, before = LogEnd(TransactionId(5), GENESIS_CHAIN), bytes([7] * 16)
     block = encode(TransactionId(3), end, before, struct.pack(">i", 2))
-    lock_loader.blocks_fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
+    lock_loader.on_blocks_fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
     assert world.wants_turn
     (batch,) = world.turns()
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
@@ -978,7 +978,7 @@ def test_the_wait_for_the_lock_table_is_limited() -> None:
     world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
-    assert world.pipeline.turn_at_ms(0) == HELD_MS_MAX
+    assert world.pipeline.due_ms(0) == HELD_MS_MAX
     world.now_ms = HELD_MS_MAX
     assert world.wants_turn
     (batch,) = world.turns()

@@ -55,10 +55,10 @@ class Link:
     def denial(self, request):
         return self.denied.get(type(request))
 
-    def audited(self, _request):
+    def audit_request(self, _request):
         return None
 
-    def feeds_ended(self, partition_id) -> None:
+    def on_feeds_ended(self, partition_id) -> None:
         self.ended_feeds.append(partition_id)
 
     def start(self, received, closed, drained) -> None:
@@ -337,7 +337,7 @@ class Expiry(ExpireRequest):
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     """Its outcome is found by its `id`, which another request could get otherwise."""
     backend, link, audited = Backend(), Link(), Audited()
-    link.access, link.audited = MayBegin(), lambda _request: audited
+    link.access, link.audit_request = MayBegin(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)

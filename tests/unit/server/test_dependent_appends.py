@@ -128,7 +128,7 @@ def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     world, _ = in_flight()
     world.after(0, client=BOB)
     world.turn()
-    assert world.pipeline.barrier(1) == []
+    assert world.pipeline.add_barrier(1) == []
     assert BarrierReached(1) not in world.commit()
     assert len(world.turns()) == 1
     assert BarrierReached(1) in world.commit()
@@ -262,13 +262,13 @@ def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
     assert list(predecessor_ids(world.turn())) == losers[:1]
-    at_ms = world.pipeline.turn_at_ms(world.now_ms)
+    at_ms = world.pipeline.due_ms(world.now_ms)
     assert at_ms == world.now_ms + NOTIFY_MS_MIN
     world.now_ms = at_ms
     assert list(predecessor_ids(world.turn())) == losers[1:]
     world.now_ms += HELD_MS_MAX
     world.turn()
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_predecessors_of_another_session_are_not_followed():
@@ -276,7 +276,7 @@ def test_predecessors_of_another_session_are_not_followed():
     world.follow(BOB)
     assert predecessor_ids(world.turn())
     session = world.session
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert results(world.open(-1, settled=-1)) == {winner: [(-1, LOST, -1)]}
     world.submitted.clear()
     world.mounts.begin(ALICE, A, 2)
@@ -293,7 +293,7 @@ def test_predecessors_of_another_session_are_not_followed():
 
 def test_a_session_with_an_old_number_is_not_followed():
     world, _ = in_flight()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     world.session -= 1  # as when ZooKeeper's data were put back
     world.open(-1, settled=-1)
     world.submitted.clear()
@@ -343,9 +343,9 @@ def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
-    token = world.pipeline.barrier(1)
+    token = world.pipeline.add_barrier(1)
     assert token == []
-    assert world.pipeline.closed() == []
+    assert world.pipeline.on_session_closed() == []
     assert not world.wants_turn
     out = world.open(mark, settled=mark, unbroken=mark == 0)
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
@@ -368,7 +368,7 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
     waiting = [world.follow(), world.follow(BOB), world.follow()]
     assert list(predecessor_ids(world.turn())) == waiting[:1]
     world.pipeline.close(B)
-    assert results(world.pipeline.closed()) == {waiting[2]: [(-1, LOCK, -1)]}
+    assert results(world.pipeline.on_session_closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 
 
 def gathered_while_another_waits() -> Authors:
@@ -387,7 +387,9 @@ def gathered_while_another_waits() -> Authors:
     return world
 
 
-@pytest.mark.parametrize(("end", "submitted"), [("hold_submissions", [0, 1]), ("closed", [0])])
+@pytest.mark.parametrize(
+    ("end", "submitted"), [("hold_submissions", [0, 1]), ("on_session_closed", [0])]
+)
 def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(end, submitted):
     world = gathered_while_another_waits()
     getattr(world.pipeline, end)()
@@ -411,7 +413,7 @@ def test_a_dependent_append_does_not_overtake_earlier_ones():
 
 def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     world, winner = in_flight()
-    world.pipeline.closed()
+    world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}
     again = world.follow(BOB, data=b"again")
     world.turn()

@@ -56,7 +56,7 @@ def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 1
         ),
         HeaderCache(remembered_from),
     )
-    made.advanced(SessionId(1), TransactionId(mark))
+    made.on_mark_advanced(SessionId(1), TransactionId(mark))
     return made
 
 
@@ -91,15 +91,15 @@ def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
 
 def turns(each: Feed) -> list[object]:
     out: list[object] = []
-    while each.wants_turn:
-        out += each.turn()
+    while each.has_work:
+        out += each.deliver()
     return out
 
 
 def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
     each = feed(24)
     mount(each, 1, -1, 24)
-    assert frames(list(each.turn()), 1) == [(0, 10)]
+    assert frames(list(each.deliver()), 1) == [(0, 10)]
     rest = turns(each)
     assert frames(rest, 1) == [(10, 10), (20, 5)]
     assert isinstance(rest[-1], MountCaughtUp)
@@ -115,7 +115,7 @@ def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
 def test_a_mount_is_not_fed_beyond_its_request() -> None:
     each = feed(4)
     mount(each, 1, -1, 4)
-    each.advanced(SessionId(1), TransactionId(9))
+    each.on_mark_advanced(SessionId(1), TransactionId(9))
     assert frames(turns(each), 1) == [(0, 5)]
     assert grant(each, 1, 4)
     assert frames(turns(each), 1) == [(5, 5)]
@@ -127,7 +127,7 @@ def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> No
     turns(each)
     assert grant(each, 1, 1)
     assert not grant(each, 1, 1)
-    each.advanced(SessionId(2), TransactionId(9))
+    each.on_mark_advanced(SessionId(2), TransactionId(9))
     out = turns(each)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
@@ -141,7 +141,7 @@ def test_feeds_of_many_clients_are_served_round_robin() -> None:
     clients = range(1, FRAMES_PER_TURN_MAX + 11)
     for client in clients:
         mount(each, client, -1, 0)
-    first = list(each.turn())
+    first = list(each.deliver())
     served = [client for client in clients if frames(first, client)]
     assert len(served) == FRAMES_PER_TURN_MAX
     second = turns(each)
@@ -156,12 +156,12 @@ def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
         mount(each, 1, -1, -1)
         turns(each)
         assert grant(each, 1, -1)
-        each.connection_congested(ConnectionId(1))
+        each.on_connection_congested(ConnectionId(1))
         each.close(ConnectionId(1))
     mount(each, 1, -1, -1)
     turns(each)
     assert grant(each, 1, -1)
-    each.advanced(SessionId(1), TransactionId(0))
+    each.on_mark_advanced(SessionId(1), TransactionId(0))
     assert frames(turns(each), 1) == [(0, 1)]
 
 
@@ -175,7 +175,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert each.lag_max() == 0
     # A client that requests no more lags, until it disconnects.
     assert grant(each, 1, 24)
-    each.advanced(SessionId(1), TransactionId(30))
+    each.on_mark_advanced(SessionId(1), TransactionId(30))
     turns(each)
     assert each.lag_max() == 6
     each.close(ConnectionId(2))
@@ -186,11 +186,13 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
     each = feed(30, remembered_from=20)
     for client in (1, 2):
         mount(each, client, 4, 30)
-    out = each.turn()
+    out = each.deliver()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
     assert turns(each) == []
     got = list(
-        each.headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN))
+        each.on_headers_fetched(
+            FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)
+        )
     )
     assert frames(got, 1) == frames(got, 2) == [(5, 10)]
     (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
@@ -201,9 +203,9 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
 def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 6)
-    each.turn()
+    each.deliver()
     stretch = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
-    (frame, reached) = each.headers_fetched(stretch)
+    (frame, reached) = each.on_headers_fetched(stretch)
     assert isinstance(frame, SendToClient)
     assert isinstance(frame.message, FeedBatch)
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
@@ -215,9 +217,9 @@ def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
 def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 30)
-    each.turn()
+    each.deliver()
     each.close(ConnectionId(1))
-    assert each.headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
+    assert each.on_headers_fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
     assert each.count == 0
 
 
@@ -226,14 +228,14 @@ def test_abandoning_returns_the_waiting_requests() -> None:
     mount(each, 1, -1, 4)
     mount(each, 2, 4, 4)
     mount(each, 3, 4, 4)
-    each.connection_congested(ConnectionId(1))
+    each.on_connection_congested(ConnectionId(1))
     turns(each)
     assert grant(each, 3, 4)
     waiting = each.abandon()
     assert [type(question.message) for question in waiting] == [MountRequest, FeedRequest]
     assert [question.connection for question in waiting] == [1, 3]
     assert each.count == 0
-    each.advanced(SessionId(2), TransactionId(9))
+    each.on_mark_advanced(SessionId(2), TransactionId(9))
     assert turns(each) == []
 
 
@@ -300,5 +302,5 @@ def test_a_feed_request_continues_a_filtered_feed() -> None:
     filtered(each, 1, 4, 4, 7)
     turns(each)
     assert grant(each, 1, 4)
-    each.advanced(SessionId(1), TransactionId(9))
+    each.on_mark_advanced(SessionId(1), TransactionId(9))
     assert picked(turns(each)) == [(5, 5, [7], offsets(2))]

@@ -55,7 +55,7 @@ def test_requests_over_the_count_wait_and_pause_reading() -> None:
     assert len(each.admit(A)) == 2
     assert not each.may_read(A)
     assert each.may_read(B)
-    each.answered(A, OVERHEAD)
+    each.on_answered(A, OVERHEAD)
     assert len(each.admit(A)) == 1
     assert each.may_read(A)
     assert each.in_flight_count(A) == 2
@@ -67,7 +67,7 @@ def test_requests_over_the_bytes_wait() -> None:
     (first,) = each.admit(A)
     assert first.cost_bytes == 800 + OVERHEAD
     assert each.admit(A) == []
-    each.answered(A, first.cost_bytes)
+    each.on_answered(A, first.cost_bytes)
     assert len(each.admit(A)) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     first, second = each.admit(A)
     assert first.cost_bytes == 10_000 + OVERHEAD
     assert each.admit(A) == []
-    each.answered(A, second.cost_bytes)
+    each.on_answered(A, second.cost_bytes)
     assert len(each.admit(A)) == 1
 
 
@@ -90,13 +90,13 @@ def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
     each.receive(B, [ask] * 5)
     (first,) = each.admit(B)
     assert each.admit(B) == []
-    each.answered(B, first.cost_bytes)
+    each.on_answered(B, first.cost_bytes)
     (second,) = each.admit(B)
     each.receive(C, [batch(10), batch(10), TransactionDataRequest(REQ, 7)])
     assert len(each.admit(C)) == 2, "their partitions reject appends"
     each.close(A)
     assert len(each.admit(C)) == 1
-    each.answered(B, second.cost_bytes)
+    each.on_answered(B, second.cost_bytes)
     assert len(each.admit(B)) > 1
 
 
@@ -108,7 +108,7 @@ def test_over_the_memory_limit_an_open_feed_request_does_not_stop_a_read() -> No
     each.admit(B)
     each.receive(A, [TransactionDataRequest(REQ, 7), TransactionDataRequest(REQ, 8)])
     (read,) = each.admit(A)
-    each.answered(A, read.cost_bytes)
+    each.on_answered(A, read.cost_bytes)
     assert len(each.admit(A)) == 1
 
 
@@ -127,11 +127,11 @@ def test_admitted_bytes_are_counted_and_released() -> None:
     each.admit(A)
     each.note_backlog(A, 77, is_congested=False)
     assert each.bytes == 2 * (100 + OVERHEAD) + 77
-    each.answered(A, 100 + OVERHEAD)
+    each.on_answered(A, 100 + OVERHEAD)
     assert each.bytes == 100 + OVERHEAD + 77
     each.close(A)
     assert each.bytes == 0
-    each.answered(A, 100 + OVERHEAD)
+    each.on_answered(A, 100 + OVERHEAD)
     each.note_backlog(A, 1, is_congested=False)
     assert each.admit(A) == []
     assert each.bytes == 0
@@ -147,7 +147,7 @@ def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:
     assert not each.may_read(A)
     assert each.may_read(B)
     assert each.balance() == []
-    each.answered(B, 3_000 + OVERHEAD)
+    each.on_answered(B, 3_000 + OVERHEAD)
     assert each.balance() == [A]
     assert each.may_read(A)
 

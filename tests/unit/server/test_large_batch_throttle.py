@@ -21,9 +21,9 @@ FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 def shared(now_ms: int = 0) -> LargeBatchThrottle:
     """A throttle that has seen a small request during another client's large one."""
     throttle = LargeBatchThrottle()
-    throttle.large_batch_started(FLOOD, now_ms)
-    throttle.large_batch_finished(now_ms, now_ms)
-    throttle.small_request_started(MODEST, now_ms)
+    throttle.on_large_batch_started(FLOOD, now_ms)
+    throttle.on_large_batch_finished(now_ms, now_ms)
+    throttle.on_small_request_started(MODEST, now_ms)
     return throttle
 
 
@@ -42,11 +42,11 @@ def test_large_requests_are_not_delayed_without_small_ones_of_others(
 ) -> None:
     throttle = LargeBatchThrottle()
     for now_ms in flood_ms:
-        throttle.large_batch_started(FLOOD, now_ms)
+        throttle.on_large_batch_started(FLOOD, now_ms)
     if finished_ms is not None:
-        throttle.large_batch_finished(flood_ms[0], finished_ms)
+        throttle.on_large_batch_finished(flood_ms[0], finished_ms)
     if small is not None:
-        throttle.small_request_started(*small)
+        throttle.on_small_request_started(*small)
     now_ms = small[1] if small else 3
     assert throttle.large_allowed_at_ms(now_ms) == now_ms
     assert throttle.piece_bytes(now_ms) is None
@@ -54,8 +54,8 @@ def test_large_requests_are_not_delayed_without_small_ones_of_others(
 
 def test_without_sharing_no_request_is_delayed() -> None:
     throttle = LargeBatchThrottle(is_on=False)
-    throttle.large_batch_started(FLOOD, 0)
-    throttle.small_request_started(MODEST, 0)
+    throttle.on_large_batch_started(FLOOD, 0)
+    throttle.on_small_request_started(MODEST, 0)
     assert throttle.large_allowed_at_ms(0) == 0
     assert throttle.piece_bytes(0) is None
 
@@ -63,7 +63,7 @@ def test_without_sharing_no_request_is_delayed() -> None:
 def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
     throttle = shared()
     assert throttle.piece_bytes(100) == PIECE_BYTES
-    throttle.large_batch_started(FLOOD, 100)
+    throttle.on_large_batch_started(FLOOD, 100)
     asked_ms = 100
     for _ in range(3):
         next_ms = throttle.large_allowed_at_ms(asked_ms)
@@ -74,11 +74,11 @@ def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
 def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
     throttle = shared()
-    throttle.small_request_started(MODEST, 100)
-    throttle.large_batch_started(FLOOD, 100)
+    throttle.on_small_request_started(MODEST, 100)
+    throttle.on_large_batch_started(FLOOD, 100)
     finished_ms = 100 + took_ms
-    throttle.large_batch_finished(100, finished_ms)
-    throttle.small_request_started(MODEST, finished_ms)
+    throttle.on_large_batch_finished(100, finished_ms)
+    throttle.on_small_request_started(MODEST, finished_ms)
     pause_ms = throttle.large_allowed_at_ms(finished_ms) - finished_ms
     assert pause_ms == min(FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
     assert throttle.large_allowed_at_ms(finished_ms + pause_ms) == finished_ms + pause_ms
@@ -86,17 +86,17 @@ def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -
 
 def test_a_forgotten_piece_delays_no_request() -> None:
     throttle = shared()
-    throttle.large_batch_started(FLOOD, 100)
-    throttle.large_batches_forgotten()
+    throttle.on_large_batch_started(FLOOD, 100)
+    throttle.on_large_batches_forgotten()
     assert throttle.large_allowed_at_ms(100) == 100
     with pytest.raises(AssertionError):
-        throttle.large_batches_forgotten()
+        throttle.on_large_batches_forgotten()
 
 
 def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     throttle = shared()
-    throttle.large_batch_started(FLOOD, 100)
-    throttle.small_request_started(MODEST, 900)
+    throttle.on_large_batch_started(FLOOD, 100)
+    throttle.on_small_request_started(MODEST, 900)
     assert throttle.large_allowed_at_ms(100 + STALLED_MS - 1) > 100 + STALLED_MS - 1
     assert throttle.large_allowed_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
 
@@ -104,7 +104,7 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
 def test_sharing_ends_without_small_requests() -> None:
     throttle = shared(50)
     assert throttle.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
-    throttle.large_batch_started(FLOOD, 50 + SHARED_MS)
+    throttle.on_large_batch_started(FLOOD, 50 + SHARED_MS)
     assert throttle.large_allowed_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
     assert throttle.piece_bytes(50 + SHARED_MS) is None
 
@@ -113,10 +113,10 @@ def steered(took_ms: list[int]) -> LargeBatchThrottle:
     """A throttle whose small requests took 5 ms while calm, then a given time during a piece."""
     throttle = shared()
     for start_ms in range(100, 60_100, 10):
-        throttle.small_request_finished(start_ms, start_ms + 5)
-    throttle.large_batch_started(FLOOD, 60_100)
+        throttle.on_small_request_finished(start_ms, start_ms + 5)
+    throttle.on_large_batch_started(FLOOD, 60_100)
     for each_ms in took_ms:
-        throttle.small_request_finished(60_100, 60_100 + each_ms)
+        throttle.on_small_request_finished(60_100, 60_100 + each_ms)
     return throttle
 
 
@@ -138,49 +138,49 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
     throttle = shared()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
-        throttle.small_request_finished(start_ms, start_ms + slow)
-    throttle.large_batch_started(FLOOD, 200_100)
-    throttle.small_request_finished(200_100, 200_123)
+        throttle.on_small_request_finished(start_ms, start_ms + slow)
+    throttle.on_large_batch_started(FLOOD, 200_100)
+    throttle.on_small_request_finished(200_100, 200_123)
     assert throttle.factor < FACTOR_FIRST  # not a fifth more than 20 ms
-    throttle.small_request_finished(200_100, 200_140)
+    throttle.on_small_request_finished(200_100, 200_140)
     assert throttle.factor > FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
     throttle = shared()
-    throttle.large_batch_started(FLOOD, 100)
-    throttle.small_request_finished(100, 200)
-    throttle.large_batch_finished(100, 200)
-    throttle.small_request_finished(190, 250)  # a piece was in flight when it came
+    throttle.on_large_batch_started(FLOOD, 100)
+    throttle.on_small_request_finished(100, 200)
+    throttle.on_large_batch_finished(100, 200)
+    throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
     assert throttle.factor < FACTOR_FIRST  # nothing is known yet of what is calm
-    throttle.small_request_finished(201, 206)
-    throttle.small_request_finished(190, 250)
+    throttle.on_small_request_finished(201, 206)
+    throttle.on_small_request_finished(190, 250)
     assert throttle.factor > FACTOR_FIRST
 
 
 def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
     """A throttle whose small requests took 5 ms while calm, and 9 ms during a flood."""
     throttle = steered([])
-    throttle.large_batch_finished(60_100, 60_105)
+    throttle.on_large_batch_finished(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):
         if start_ms % 500 == 0:
-            throttle.large_batch_started(FLOOD, start_ms)
-            throttle.large_batch_finished(start_ms, start_ms)
-        throttle.small_request_started(MODEST, start_ms)
-        throttle.small_request_finished(start_ms + 1, start_ms + 10)  # it met no piece
-    throttle.large_batch_started(FLOOD, 60_110 + for_ms)
+            throttle.on_large_batch_started(FLOOD, start_ms)
+            throttle.on_large_batch_finished(start_ms, start_ms)
+        throttle.on_small_request_started(MODEST, start_ms)
+        throttle.on_small_request_finished(start_ms + 1, start_ms + 10)  # it met no piece
+    throttle.on_large_batch_started(FLOOD, 60_110 + for_ms)
     return throttle
 
 
 def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
     throttle = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = throttle.factor
-    throttle.small_request_finished(200_000, 200_009)
+    throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.factor > factor
 
 
 def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
     throttle = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
     factor = throttle.factor
-    throttle.small_request_finished(200_000, 200_009)
+    throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.factor < factor

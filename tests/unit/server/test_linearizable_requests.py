@@ -11,8 +11,8 @@ def test_requests_that_arrive_during_a_proof_share_the_next_one() -> None:
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
     assert proofs.wait_for_proof("b", 11) == []
     assert proofs.wait_for_proof("c", 12) == []
-    assert proofs.proof_succeeded(1, 20) == (["a"], [ProveMark(2)])
-    assert proofs.proof_succeeded(2, 30) == (["b", "c"], [])
+    assert proofs.on_proof_succeeded(1, 20) == (["a"], [ProveMark(2)])
+    assert proofs.on_proof_succeeded(2, 30) == (["b", "c"], [])
 
 
 def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
@@ -21,24 +21,24 @@ def test_a_proof_without_waiting_requests_lets_the_next_one_begin() -> None:
     proofs.wait_for_proof("b", 11)
     proofs.wait_for_proof("c", 12)
     proofs.drop(lambda each: each in "ab")
-    assert proofs.proof_succeeded(1, 20) == ([], [ProveMark(2)])
-    assert proofs.proof_failed(2, 30) == (["c"], [])
+    assert proofs.on_proof_succeeded(1, 20) == ([], [ProveMark(2)])
+    assert proofs.on_proof_failed(2, 30) == (["c"], [])
 
 
 def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
-    assert proofs.proof_succeeded(7, 0) == ((), [])
-    assert proofs.proof_failed(0, 0) == ((), [])
+    assert proofs.on_proof_succeeded(7, 0) == ((), [])
+    assert proofs.on_proof_failed(0, 0) == ((), [])
     assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
-    assert proofs.proof_failed(2, 20) == ((), [])
-    assert proofs.proof_failed(1, 20) == (["a"], [])
+    assert proofs.on_proof_failed(2, 20) == ((), [])
+    assert proofs.on_proof_failed(1, 20) == (["a"], [])
 
 
 def test_freshness_counts_from_when_the_proof_was_requested() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert not proofs.is_fresh(0)
     proofs.wait_for_proof("a", 10)
-    proofs.proof_succeeded(1, 900)
+    proofs.on_proof_succeeded(1, 900)
     assert proofs.is_fresh(1010)
     assert not proofs.is_fresh(1011)
     proofs.note_confirmation(5)
@@ -55,10 +55,10 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
     assert proofs.reset() == ["a", "b"]
     assert not proofs.is_fresh(10)
     assert proofs.wait_for_proof("c", 20) == [ProveMark(2)]
-    assert proofs.proof_succeeded(1, 30) == ((), [])
-    assert proofs.proof_failed(1, 30) == ((), [])
+    assert proofs.on_proof_succeeded(1, 30) == ((), [])
+    assert proofs.on_proof_failed(1, 30) == ((), [])
     assert not proofs.is_fresh(30)
-    assert proofs.proof_succeeded(2, 30) == (["c"], [])
+    assert proofs.on_proof_succeeded(2, 30) == (["c"], [])
 
 
 def test_the_assumed_mark_is_found_in_each_request() -> None:

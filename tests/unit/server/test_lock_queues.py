@@ -37,7 +37,7 @@ def test_rejected_writers_are_notified_one_per_commit_in_their_order() -> None:
         # Of the transaction that has come meanwhile, so that none waits for less.
         assert answered.pop(req_id) == [(-1, LOCK, number)]
         assert list(answered.values()) == [[(number, COMMITTED, -1)]]
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_rejected_writers_are_notified_in_the_order_of_rejection() -> None:
@@ -77,7 +77,7 @@ def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
         answered = results(world.turn_when_paced())
         assert list(answered) == [req_id]
         assert world.now_ms - before_ms == NOTIFY_FACTOR * 4
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_slower_commits_give_waiting_writers_more_time() -> None:
@@ -122,8 +122,8 @@ def test_rejected_writers_wait_a_limited_time() -> None:
 
 def test_the_end_of_a_session_answers_all_waiting_writers() -> None:
     world, refused, _ = contended()
-    assert list(results(world.pipeline.closed())) == refused[1:]
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert list(results(world.pipeline.on_session_closed())) == refused[1:]
+    assert world.pipeline.due_ms(world.now_ms) is None
     assert results(world.open(0)) == {}
 
 
@@ -134,7 +134,7 @@ def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() 
     out = world.turn_when_paced()
     assert list(results(out)) == [refused[2]]
     assert BarrierReached(1) in out
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:
@@ -178,7 +178,7 @@ def test_a_disconnected_writer_delays_no_other() -> None:
     answered = results(world.commit())
     assert there in answered
     assert set(gone) <= answered.keys(), "they have no client, and leave at once"
-    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_of_two_queues_the_one_due_first_is_notified_first() -> None:

@@ -59,17 +59,17 @@ class World:
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
         asked = (fetch or self.fetches[-1]).message
-        self.lock_loader.blocks_fetched(
+        self.lock_loader.on_blocks_fetched(
             asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data)
         )
 
     def fail(self) -> None:
-        self.take(self.lock_loader.fetch_failed(self.fetches[-1].token, self.now_ms))
+        self.take(self.lock_loader.on_fetch_failed(self.fetches[-1].token, self.now_ms))
 
     def run(self) -> int:
         count = 0
-        while self.lock_loader.turn_at_ms(self.now_ms) == self.now_ms:
-            self.take(self.lock_loader.turn(self.now_ms))
+        while self.lock_loader.due_ms(self.now_ms) == self.now_ms:
+            self.take(self.lock_loader.load_slice(self.now_ms))
             count += 1
         return count
 
@@ -94,7 +94,7 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert world.lock_loader.floor == -1
     assert world.reports == [Report("locks.loaded", (("known_from", 0), ("mark", MARK)))]
     assert len(world.fetches) == 1
-    assert world.lock_loader.turn_at_ms(world.now_ms) is None
+    assert world.lock_loader.due_ms(world.now_ms) is None
 
 
 def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() -> None:
@@ -179,10 +179,10 @@ def test_locks_entered_meanwhile_stay() -> None:
 def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world = World()
     world.query_locks()
-    assert world.lock_loader.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
+    assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
     world.now_ms += HELD_MS_MAX
     assert not world.lock_loader.is_holding_appends(world.now_ms)
-    assert world.lock_loader.turn_at_ms(world.now_ms) is None
+    assert world.lock_loader.due_ms(world.now_ms) is None
     world.answer(blocks(0, MARK))
     world.run()
     assert world.lock_loader.floor == -1
@@ -194,7 +194,7 @@ def test_a_failed_replica_is_queried_again_later() -> None:
     for _ in REPLICAS:
         world.fail()
     assert [each.replica for each in world.fetches] == list(REPLICAS)
-    assert world.lock_loader.turn_at_ms(world.now_ms) == world.now_ms + RETRY_MS
+    assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + RETRY_MS
     world.now_ms += RETRY_MS
     world.run()
     assert [each.replica for each in world.fetches] == [*REPLICAS, REPLICAS[0]]
@@ -211,7 +211,7 @@ def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
         world.fail()
     assert len(world.fetches) == len(REPLICAS)
     assert world.reports[0].name == "locks.partially_loaded"
-    assert world.lock_loader.turn_at_ms(world.now_ms) is None
+    assert world.lock_loader.due_ms(world.now_ms) is None
 
 
 def test_a_later_session_of_the_same_owner_continues_loading() -> None:
@@ -250,7 +250,7 @@ def test_missing_blocks_are_not_requested_again() -> None:
     for session in range(SESSION + 2, SESSION + 9):
         world.lock_loader.stop()
         world.query_locks(session, holds=False)
-        assert world.lock_loader.turn_at_ms(world.now_ms) is None
+        assert world.lock_loader.due_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
     # After another owner had the log, all locks are unknown again.
@@ -283,7 +283,7 @@ def test_requests_without_an_answer_are_limited() -> None:
         world.query_locks(session)
     assert len(world.fetches) == IN_FLIGHT_MAX
     assert not world.lock_loader.is_holding_appends(world.now_ms)
-    world.take(world.lock_loader.fetch_failed(world.fetches[0].token, world.now_ms))
+    world.take(world.lock_loader.on_fetch_failed(world.fetches[0].token, world.now_ms))
     world.query_locks(99)
     assert len(world.fetches) == IN_FLIGHT_MAX + 1
 

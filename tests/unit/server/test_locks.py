@@ -127,7 +127,7 @@ def test_clamp_forgets_transactions_that_were_never_committed() -> None:
 def test_a_lost_append_does_not_reject_its_retry() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
-    table.committed(TransactionId(1))
+    table.on_committed(TransactionId(1))
     # Others write, and the session ends with the next one under the lock in flight.
     validate(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
     validate(table, {"w": [1]}, mark=1, high=1, next_id=10)

@@ -22,7 +22,7 @@ def fault(
 ) -> WaltzError | None:
     req_id = ReqId(client, Generation(1), PartitionId(0), 1)
     message = MountWriter(req_id, sequence, LATEST_MARK, False, header_values)
-    return mounts.fault(message, connection, PLACE, principal)
+    return mounts.mount_error(message, connection, PLACE, principal)
 
 
 def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
@@ -86,7 +86,7 @@ def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     mounts = Mounts(10)
     mounts.begin(ALICE, NEW, 6)
     mounts.finish(ALICE, NEW)
-    mounts.end()
+    mounts.on_released()
     assert not mounts.is_ready(ALICE, NEW)
     assert "connection sequence 6" in str(fault(mounts, ALICE, OLD, 5))
     assert fault(mounts, ALICE, NEW, 6) is None  # the same connection mounts again
@@ -147,13 +147,13 @@ def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
 
 def test_each_mount_has_a_different_number() -> None:
     mounts = Mounts(10)
-    assert mounts.number(ALICE, NEW) == 0
+    assert mounts.mount_number(ALICE, NEW) == 0
     numbers = []
     for sequence in (1, 1, 2):
         mounts.begin(ALICE, NEW, sequence)
-        numbers.append(mounts.number(ALICE, NEW))
-    assert mounts.number(ALICE, OLD) == 0
+        numbers.append(mounts.mount_number(ALICE, NEW))
+    assert mounts.mount_number(ALICE, OLD) == 0
     mounts.clear()
     mounts.begin(ALICE, NEW, 1)
-    numbers.append(mounts.number(ALICE, NEW))
+    numbers.append(mounts.mount_number(ALICE, NEW))
     assert sorted(set(numbers)) == numbers

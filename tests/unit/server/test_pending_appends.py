@@ -44,7 +44,7 @@ def opened(data: list[bytes]) -> PendingBatch:
 def test_rows_that_are_not_validated_are_not_lost() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
-    rows.rows_validated(2)
+    rows.on_rows_validated(2)
     assert rows.settle(TransactionId(6), RowOutcomeCode.NO_SPACE)
     assert rows.reasons.tolist() == [
         RowOutcomeCode.COMMITTED,
@@ -63,9 +63,9 @@ def test_rows_that_are_not_validated_are_not_lost() -> None:
 def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
     size = 100 - RECORD_OVERHEAD_BYTES
     rows = opened([bytes(size)] * 10)
-    assert [rows.stop_within(piece) for piece in (1, 100, 199, 200, 999, None)] == [
+    assert [rows.piece_end(piece) for piece in (1, 100, 199, 200, 999, None)] == [
         1, 1, 1, 2, 9, 10
     ]  # fmt: skip
-    rows.rows_validated(8)
-    assert [rows.stop_within(piece) for piece in (1, 200, 9_999, None)] == [9, 10, 10, 10]
+    rows.on_rows_validated(8)
+    assert [rows.piece_end(piece) for piece in (1, 200, 9_999, None)] == [9, 10, 10, 10]
     assert [rows.cost_up_to(row) for row in (0, 1, 8, 10)] == [0, 6, 48, 60]

@@ -64,7 +64,7 @@ def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Rea
         FeedCache(20 * 100),
     )
     made.replicas = REPLICAS
-    assert made.opened(SessionId(4), TransactionId(mark)) == []
+    assert made.on_session_opened(SessionId(4), TransactionId(mark)) == []
     return made
 
 
@@ -73,7 +73,7 @@ def ask(
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = RangeRequest(req_id, first, last, 1 << 20, form, ())
-    return each.range(RequestReceived(ConnectionId(1), message, 70, 0), message)
+    return each.request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
 
 
 def fetch_of(outcomes: list[SendToClient | Fetch | FeedHeaders]) -> Fetch:
@@ -106,11 +106,11 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
     second = fetch_of(ask(each, 10, 19))
     assert ask(each, 20, 29) == []
     assert ask(each, 30, 39) == []
-    answer, third = each.range_fetched(first.token, headers(first, 10), 0)
+    answer, third = each.on_range_fetched(first.token, headers(first, 10), 0)
     assert isinstance(answer, SendToClient)
     assert isinstance(third, Fetch)
     assert third.message.first == 20
-    (fourth,) = each.fetch_failed(FetchFailed(second.token, "gone"), 0)
+    (fourth,) = each.on_fetch_failed(FetchFailed(second.token, "gone"), 0)
     assert isinstance(fourth, Fetch)
     assert fourth.message.first == 30
 
@@ -121,16 +121,16 @@ def test_reads_for_closed_connections_only_are_not_fetched() -> None:
     for number in range(10, 60, 10):
         assert ask(each, number, number + 9) == []
     message = RangeRequest(REQ_ID, 50, 59, 1 << 20, RangeForm.HEADERS, ())
-    assert each.range(RequestReceived(ConnectionId(2), message, 70, 0), message) == []
-    assert each.headers(TransactionId(70), TransactionId(79)) == []
+    assert each.request_range(RequestReceived(ConnectionId(2), message, 70, 0), message) == []
+    assert each.request_headers(TransactionId(70), TransactionId(79)) == []
     each.close(ConnectionId(1), {70})
-    second = fetch_of(each.range_fetched(first.token, headers(first, 10), 0))
+    second = fetch_of(each.on_range_fetched(first.token, headers(first, 10), 0))
     assert second.message.first == 50
-    answer, third = each.range_fetched(second.token, headers(second, 10), 0)
+    answer, third = each.on_range_fetched(second.token, headers(second, 10), 0)
     assert answer.connection == 2
     assert isinstance(third, Fetch)
     assert third.message.first == 70  # for a feed
-    assert len(each.range_fetched(third.token, headers(third, 10), 0)) == 1
+    assert len(each.on_range_fetched(third.token, headers(third, 10), 0)) == 1
     assert not each._jobs
 
 
@@ -138,8 +138,8 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in REPLICAS[1:]:
-        fetch = fetch_of(each.fetch_failed(FetchFailed(fetch.token, "gone"), 0))
-    assert each.fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
+        fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
+    assert each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
     assert each.wake_at_ms == RETRY_FIRST_MS
     each.close(ConnectionId(1), ())
     assert each.wake_at_ms is None
@@ -159,13 +159,13 @@ def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_ha
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
     fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
-    fetch = fetch_of(each.fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
-    other = fetch_of(each.fetch_failed(FetchFailed(fetch.token, "gone"), 0))
+    fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
+    other = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     assert {fetch.replica, other.replica} == {REPLICAS[0], REPLICAS[2]}
     # The next session is without the one that is near.
-    each.closed()
+    each.on_session_closed()
     each.replicas = [REPLICAS[0], REPLICAS[2]]
-    assert each.opened(SessionId(5), TransactionId(999)) == []
+    assert each.on_session_opened(SessionId(5), TransactionId(999)) == []
     assert fetch_of(ask(each, 500, 509)).replica in each.replicas
 
 
@@ -175,16 +175,16 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
     tried = [fetch.replica]
     for _ in range(2):
         assert fetch.is_urgent  # a slow storage times out soon until all were tried
-        fetch = fetch_of(each.fetch_failed(FetchFailed(fetch.token, "gone"), 0))
+        fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
         tried.append(fetch.replica)
     assert fetch.is_urgent
     assert sorted(tried) == sorted(REPLICAS)
-    assert each.fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
+    assert each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
     assert each.wake_at_ms == RETRY_FIRST_MS
     assert each.wake(RETRY_FIRST_MS - 1) == []
     fetch = fetch_of(each.wake(RETRY_FIRST_MS))
     assert not fetch.is_urgent
-    (answer,) = each.range_fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
+    (answer,) = each.on_range_fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
     assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
 
@@ -194,14 +194,14 @@ def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(other
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
-    while outcomes := each.fetch_failed(FetchFailed(fetch.token, "gone"), 0):
+    while outcomes := each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0):
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
         # After many other fetches no replica is avoided any more.
         for place in range(1, others + 1):
             other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
-            each.range_fetched(other.token, headers(other, 10), 0)
+            each.on_range_fetched(other.token, headers(other, 10), 0)
     assert sorted(tried) == sorted(REPLICAS)
 
 
@@ -216,16 +216,18 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica
     asked = []
-    fetch = fetch_of(each.fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
+    fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
     for place in range(1, 2 * AVOIDED_FETCHES):
         asked.append(fetch.replica)
-        each.range_fetched(fetch.token, headers(fetch, 10), 0)
+        each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
     assert failed not in asked[:AVOIDED_FETCHES]
     assert failed in asked[AVOIDED_FETCHES : AVOIDED_FETCHES + 3]
     # None is left out where there is no other.
     each.replicas = [failed]
-    assert fetch_of(each.fetch_failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
+    assert (
+        fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
+    )
 
 
 def test_after_some_rounds_the_client_gets_an_error() -> None:
@@ -237,7 +239,7 @@ def test_after_some_rounds_the_client_gets_an_error() -> None:
             assert each.wake_at_ms is not None
             now_ms = each.wake_at_ms
             outcomes = each.wake(now_ms)
-        outcomes = each.fetch_failed(FetchFailed(fetch_of(outcomes).token, "gone"), now_ms)
+        outcomes = each.on_fetch_failed(FetchFailed(fetch_of(outcomes).token, "gone"), now_ms)
     (answer,) = outcomes
     assert isinstance(answer, SendToClient)
     assert answer.message.error_code == errors.Unreachable.code
@@ -247,23 +249,23 @@ def test_after_some_rounds_the_client_gets_an_error() -> None:
 def test_reads_of_an_ended_session_continue_in_the_next() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
-    each.closed()
+    each.on_session_closed()
     each.replicas = []
-    assert each.fetch_failed(FetchFailed(fetch.token, "fenced"), 0) == []
+    assert each.on_fetch_failed(FetchFailed(fetch.token, "fenced"), 0) == []
     assert ask(each, 10, 19) == []
     assert each.wake_at_ms is None
     each.replicas = REPLICAS
-    again = each.opened(SessionId(5), TransactionId(999))
+    again = each.on_session_opened(SessionId(5), TransactionId(999))
     assert [one.message.session_id for one in again if isinstance(one, Fetch)] == [5, 5]
 
 
 def test_an_answer_of_an_old_session_still_counts() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
-    each.closed()
-    (answer,) = each.range_fetched(fetch.token, headers(fetch, 10), 0)
+    each.on_session_closed()
+    (answer,) = each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
     assert isinstance(answer, SendToClient)
-    assert each.range_fetched(fetch.token, headers(fetch, 10), 0) == []
+    assert each.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
 @pytest.mark.parametrize("is_good", [True, False])
@@ -271,21 +273,21 @@ def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     each.abandon()
-    each.opened(SessionId(5), TransactionId(99))
+    each.on_session_opened(SessionId(5), TransactionId(99))
     assert ask(each, 10, 19, sequence=2) == []
     late = (
-        each.range_fetched(fetch.token, headers(fetch, 10), 0)
+        each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         if is_good
-        else each.fetch_failed(FetchFailed(fetch.token, ""), 0)
+        else each.on_fetch_failed(FetchFailed(fetch.token, ""), 0)
     )
     assert fetch_of(late).message.first == 10
 
 
 def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     each = reads(feed_frame_count_max=10)
-    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
-    assert each.headers(TransactionId(0), TransactionId(9)) == []
-    found = each.range_fetched(fetch.token, headers(fetch, 10), 0)
+    fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
+    assert each.request_headers(TransactionId(0), TransactionId(9)) == []
+    found = each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
     (stretch,) = found
     assert (stretch.first, stretch.size) == (0, 10)
 
@@ -301,18 +303,18 @@ def test_abandoning_returns_the_requests() -> None:
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     ask(each, 10, 19, sequence=2)
     assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
-    assert each.range_fetched(fetch.token, headers(fetch, 10), 0) == []
+    assert each.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
 
 
 def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
     each = reads()
-    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
         LineageEntry(TransactionId(first), TransactionId(first), session, 0, GENESIS_CHAIN)
         for first, session in ((0, SessionId(4)), (1, RECONSTRUCTED))
     )
     answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
-    (stretch,) = each.range_fetched(fetch.token, answer, 0)
+    (stretch,) = each.on_range_fetched(fetch.token, answer, 0)
     assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
@@ -383,11 +385,11 @@ def rotten(answer: RangeBytes) -> RangeBytes:
 def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> None:
     each = reads()
     fetch = fetch_of(ask(each, 10, 12, form=form))
-    again = fetch_of(each.fetch_failed(FetchFailed(fetch.token, "gone"), 0))
-    third = fetch_of(each.range_fetched(again.token, spoil(again), 0))
+    again = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
+    third = fetch_of(each.on_range_fetched(again.token, spoil(again), 0))
     assert third.replica not in {fetch.replica, again.replica}
     good = whole(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
-    (answer,) = each.range_fetched(third.token, good, 0)
+    (answer,) = each.on_range_fetched(third.token, good, 0)
     assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
     assert (answer.message.first, answer.message.next) == (10, 12)
@@ -398,7 +400,7 @@ def ask_data(
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = TransactionDataRequest(req_id, wanted)
-    return each.data(RequestReceived(ConnectionId(1), message, 70, 0), message)
+    return each.request_data(RequestReceived(ConnectionId(1), message, 70, 0), message)
 
 
 def data_of(outcome: SendToClient | Fetch | FeedHeaders) -> tuple[int, bytes]:
@@ -418,12 +420,12 @@ def test_sequential_reads_are_read_ahead() -> None:
     each = reads(mark=5_000)
     fetch = fetch_of(ask_data(each, 7))
     assert (fetch.message.first, fetch.message.last) == (7, 7)
-    (answer,) = each.range_fetched(fetch.token, whole(fetch, 7), 0)
+    (answer,) = each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     assert data_of(answer) == written(7)
     fetch = fetch_of(ask_data(each, 8))
     assert (fetch.message.first, fetch.message.last) == (8, 8 + AHEAD_COUNT - 1)
     assert fetch.message.bytes_max == AHEAD_BYTES
-    (answer,) = each.range_fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
+    (answer,) = each.on_range_fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
     assert data_of(answer) == written(8)
     # The records that came with it are cached, and the next range is requested.
     for transaction_id in range(9, 20):
@@ -440,28 +442,28 @@ def test_random_reads_are_not_read_ahead() -> None:
     for wanted in (500, 400, 600, 200, 700, 699):
         fetch = fetch_of(ask_data(each, wanted))
         assert (fetch.message.first, fetch.message.last) == (wanted, wanted)
-        each.range_fetched(fetch.token, whole(fetch, wanted), 0)
+        each.on_range_fetched(fetch.token, whole(fetch, wanted), 0)
 
 
 def test_reading_ahead_ends_at_the_mark() -> None:
     each = reads(mark=12)
     fetch = fetch_of(ask_data(each, 9))
-    each.range_fetched(fetch.token, whole(fetch, 9), 0)
+    each.on_range_fetched(fetch.token, whole(fetch, 9), 0)
     assert fetch_of(ask_data(each, 10)).message.last == 12
 
 
 def test_read_ahead_ranges_are_not_requested_twice() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
-    each.range_fetched(fetch.token, whole(fetch, 7), 0)
+    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     fetch = fetch_of(ask_data(each, 8))
     assert [ask_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
     # It ends earlier than expected: the rest is requested again.
-    *answers, more = each.range_fetched(fetch.token, whole(fetch, 8, 9), 0)
+    *answers, more = each.on_range_fetched(fetch.token, whole(fetch, 8, 9), 0)
     assert [data_of(answer) for answer in answers] == [written(8), written(9)]
     more = fetch_of([more])
     assert more.message.first == 10
-    answers = each.range_fetched(more.token, whole(more, 10, 11), 0)
+    answers = each.on_range_fetched(more.token, whole(more, 10, 11), 0)
     assert [data_of(answer) for answer in answers] == [written(10), written(11)]
     assert each.fetches == 3
 
@@ -469,26 +471,26 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
 def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
-    each.range_fetched(fetch.token, whole(fetch, 7), 0)
+    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     ahead = fetch_of(ask_data(each, 8))
     assert ask_data(each, 9, sequence=2) == []
-    alone = each.range_fetched(ahead.token, rotten(whole(ahead, 8, 9)), 0)
+    alone = each.on_range_fetched(ahead.token, rotten(whole(ahead, 8, 9)), 0)
     assert [(one.message.first, one.message.last) for one in alone if isinstance(one, Fetch)] == [
         (8, 8),
         (9, 9),
     ]
     assert all(isinstance(one, Fetch) and one.replica != ahead.replica for one in alone)
-    (answer,) = each.range_fetched(fetch_of(alone[:1]).token, whole(fetch_of(alone[:1]), 8), 0)
+    (answer,) = each.on_range_fetched(fetch_of(alone[:1]).token, whole(fetch_of(alone[:1]), 8), 0)
     assert data_of(answer) == written(8)
 
 
 def test_ranges_over_the_cache_limit_are_answered_and_not_kept() -> None:
     each = reads(budget_bytes=2_000)
     fetch = fetch_of(ask_data(each, 7))
-    each.range_fetched(fetch.token, whole(fetch, 7), 0)
+    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     fetch = fetch_of(ask_data(each, 8))
     assert ask_data(each, 9, sequence=2) == []
-    answers = each.range_fetched(fetch.token, whole(fetch, *range(8, 60)), 0)
+    answers = each.on_range_fetched(fetch.token, whole(fetch, *range(8, 60)), 0)
     assert [data_of(answer) for answer in answers] == [written(8), written(9)]
     assert fetch_of(ask_data(each, 10)).message.first == 10
 
@@ -497,7 +499,7 @@ def test_read_ahead_is_dropped_if_the_session_cannot_confirm_it() -> None:
     each = reads()
     for wanted, until in ((7, 7), (8, 12)):
         fetch = fetch_of(ask_data(each, wanted))
-        each.range_fetched(fetch.token, whole(fetch, *range(wanted, until + 1)), 0)
+        each.on_range_fetched(fetch.token, whole(fetch, *range(wanted, until + 1)), 0)
     each.forget_all()
     assert fetch_of(ask_data(each, 9)).message.first == 9
 
@@ -505,11 +507,11 @@ def test_read_ahead_is_dropped_if_the_session_cannot_confirm_it() -> None:
 def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     each = reads()
     fetch = fetch_of(ask_data(each, 7))
-    each.range_fetched(fetch.token, whole(fetch, 7), 0)
+    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     ahead = fetch_of(ask_data(each, 8))
     assert len(each.abandon()) == 1
-    each.opened(SessionId(5), TransactionId(999))
-    assert each.range_fetched(ahead.token, whole(ahead, 8, 9), 0) == []
+    each.on_session_opened(SessionId(5), TransactionId(999))
+    assert each.on_range_fetched(ahead.token, whole(ahead, 8, 9), 0) == []
     assert fetch_of(ask_data(each, 9)).message.first == 9
 
 
@@ -524,7 +526,7 @@ def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[obje
         for reason in reasons:
             code = errors.ObjectMissing.code if reason.startswith("!") else 0
             event = FetchFailed(fetch.token, reason, damage_code=code)
-            outcomes = list(each.fetch_failed(event, now_ms))
+            outcomes = list(each.on_fetch_failed(event, now_ms))
             if reason is not reasons[-1]:
                 fetch = fetch_of(outcomes)
     return outcomes
@@ -557,7 +559,7 @@ def test_a_request_is_not_retried_if_all_replicas_report_damage() -> None:
 
 def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
     each = reads()
-    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     (outcome,) = fail_rounds(each, fetch, [DAMAGED] * 7)
     assert isinstance(outcome, FeedFailed)
     assert outcome.first == 0
@@ -570,11 +572,11 @@ def test_a_feed_fails_when_all_replicas_report_damage_for_long() -> None:
 
 def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
     each = reads()
-    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     assert fail_rounds(each, fetch, [DAMAGED] * 6) == []
     assert each.wake_at_ms is not None
     each = reads()
-    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     assert fail_rounds(each, fetch, [[*DAMAGED[:2], "gone"]] * 12) == []
     assert each.wake_at_ms is not None
     assert each._delayed[0][1].retry_ms == RETRY_MAX_MS
@@ -584,7 +586,7 @@ def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
 def test_a_filter_of_a_range_has_a_limited_number_of_headers(count) -> None:
     """The server compares each record with them; a small request must not cost much time."""
     message = RangeRequest(REQ_ID, 5, 6, 1 << 20, RangeForm.WHOLE, tuple(range(count)))
-    (found,) = reads().range(RequestReceived(ConnectionId(1), message, 70, 0), message)
+    (found,) = reads().request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
     if count <= FILTER_HEADERS_MAX:
         assert isinstance(found, Fetch)
     else:

@@ -197,7 +197,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
     """Otherwise two principals have a proof of the same ID."""
     _, write_registry = await with_requests()
-    mine, other = write_registry.of("mine"), write_registry.of("other")
+    mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
 
     async def let_other_begin():
         await mine.forget("w")
@@ -250,7 +250,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     requests, write_registry = await with_requests()
     mine, is_closed, may_read = Requester("mine"), False, asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), mine)
-    of_principal = write_registry.of("mine")
+    of_principal = write_registry.for_principal("mine")
     read = of_principal.read
 
     async def slow_read(write):
@@ -258,7 +258,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
         return await read(write)
 
     of_principal.read = slow_read
-    write_registry.of = lambda *_, **__: of_principal
+    write_registry.for_principal = lambda *_, **__: of_principal
     async with asyncio.TaskGroup() as group:
         for _ in range(TURNS_MAX):
             group.create_task(requests.answer(request(OPERATIONS.READ), mine))

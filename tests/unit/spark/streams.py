@@ -22,9 +22,11 @@ class Cluster:
     """The cluster at the connect string; a test replaces it."""
 
     def __init__(self) -> None:
-        self.become(1, 10, 10)
+        self.set_cluster(1, 10, 10)
 
-    def become(self, key: int, *marks: int, restored_from: RestoredFrom = NOT_RESTORED) -> None:
+    def set_cluster(
+        self, key: int, *marks: int, restored_from: RestoredFrom = NOT_RESTORED
+    ) -> None:
         self.info = ClusterInfo("x", bytes([key]) * 16, len(marks), restored_from)
         self.marks = marks
         self.firsts: dict[int, int] = {}  # the first available IDs of partitions with an archive

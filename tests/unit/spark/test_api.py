@@ -14,7 +14,7 @@ import pytest
 import waltz_spark
 from waltz_core.errors import BadConfig, BadRequest, Unreachable
 from waltz_spark.api import Snapshot, _check_distinct_columns, _for_spark, _marks_text, append
-from waltz_spark.writer.results import open_place
+from waltz_spark.writer.results import open_results
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
 
@@ -111,7 +111,7 @@ def test_spark_is_given_the_directory_that_the_results_are_in(
     tmp_path: Path, path: str, expected: str
 ) -> None:
     given = path.format(here=tmp_path)
-    place = open_place(given, is_read=True)
+    place = open_results(given, is_read=True)
     assert _for_spark(given, place) == expected.format(here=tmp_path)
 
 

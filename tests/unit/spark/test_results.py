@@ -18,7 +18,7 @@ from waltz_spark.writer.results import (
     check_column_types,
     file_name,
     is_result_of,
-    keep,
+    keep_results,
 )
 
 
@@ -76,7 +76,7 @@ def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
     name = kept.close()
     assert name is not None
     assert pq.read_table(tmp_path).num_rows == 0
-    keep(str(tmp_path), [name, file_name(1, 0, "w")], "w", {})
+    keep_results(str(tmp_path), [name, file_name(1, 0, "w")], "w", {})
     late = attempt(tmp_path, 5)  # an attempt that is killed after the job has ended
     assert pq.read_table(tmp_path).num_rows == 2
     late.close()

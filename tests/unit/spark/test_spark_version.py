@@ -42,7 +42,7 @@ def test_offsets_never_go_back(cluster: Cluster) -> None:
     reader = old_reader_of()
     reader.partitions(offset(10, 10), offset(10, 10))  # as Spark does after a restart
     assert reader.latestOffset() == offset(10, 10)
-    cluster.become(1, 9, 12)
+    cluster.set_cluster(1, 9, 12)
     with pytest.raises(
         DataLoss, match="partition 0 up to transaction 10, but its log ends at transaction 9"
     ):
@@ -64,14 +64,14 @@ def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) ->
 def test_a_start_above_the_end_that_was_found_is_not_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     end = reader.latestOffset()
-    cluster.become(1, 12, 12)
+    cluster.set_cluster(1, 12, 12)
     assert read(reader, {"0": 12, "1": 10}, end) == set()
 
 
 def test_another_cluster_with_a_longer_log_is_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     start = offset(10, 10)
-    cluster.become(2, 30, 30)
+    cluster.set_cluster(2, 30, 30)
     end = reader.latestOffset()
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
         reader.partitions(start, end)

@@ -38,7 +38,7 @@ def test_no_micro_batch_reads_another_log_under_old_offsets(
     reader = reader_of(pollInterval=poll)
     start = reader.initialOffset()
     end = reader.latestOffset(start, LIMIT)
-    cluster.become(2, 50, 50)
+    cluster.set_cluster(2, 50, 50)
     between(reader)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
         reader.partitions(start, end)
@@ -57,7 +57,7 @@ def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
     start = reader.initialOffset()
     end = reader.latestOffset(start, LIMIT)
     assert read(reader, start, end) == {0, 1}
-    cluster.become(2, *marks)
+    cluster.set_cluster(2, *marks)
     between(reader)
     assert read(reader, start, end) == set()
     assert read(reader, start, end) == set()  # Spark may plan it again
@@ -73,7 +73,7 @@ def test_a_log_that_only_grows_is_read_on(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0")
     start = reader.initialOffset()
     end = reader.latestOffset(start, LIMIT)
-    cluster.become(1, 50, 50)
+    cluster.set_cluster(1, 50, 50)
     assert read(reader, start, end) == {0, 1}
     assert reader.latestOffset(end, LIMIT) == offset(1, 50, 50)
 
@@ -83,7 +83,7 @@ def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
 ) -> None:
     reader = reader_of()
     end = reader.latestOffset(reader.initialOffset(), LIMIT)
-    cluster.become(2, 50, 50)
+    cluster.set_cluster(2, 50, 50)
     with pytest.raises(
         DataLoss, match=r"expected cluster key 0101.*, found 0202.*use another checkpoint"
     ):
@@ -101,7 +101,7 @@ def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_cluster(
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
     source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 12}})
-    cluster.become(2, 50, 50, restored_from=source)
+    cluster.set_cluster(2, 50, 50, restored_from=source)
     assert read(reader_of(), start, end) == {0, 1}
     assert reader_of().latestOffset(end, LIMIT) == offset(2, 50, 50)
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> No
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
     source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 9}})
-    cluster.become(2, 50, 50, restored_from=source)
+    cluster.set_cluster(2, 50, 50, restored_from=source)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
         reader_of().latestOffset(end, LIMIT)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
@@ -122,7 +122,7 @@ def test_a_micro_batch_that_was_planned_before_a_restart_reads_only_one_log(
 ) -> None:
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
-    cluster.become(2, 50, 50)
+    cluster.set_cluster(2, 50, 50)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
         reader_of().partitions(start, end)
     assert read(reader_of(failOnDataLoss="false"), start, end) == set()
@@ -131,7 +131,7 @@ def test_a_micro_batch_that_was_planned_before_a_restart_reads_only_one_log(
 def test_offsets_of_development_versions_get_the_cluster_with_the_next_batch(
     cluster: Cluster,
 ) -> None:
-    cluster.become(1, 50, 50)
+    cluster.set_cluster(1, 50, 50)
     reader = reader_of()
     end = reader.latestOffset({"0": 10, "1": 10}, LIMIT)
     assert end == offset(1, 50, 50)

@@ -9,7 +9,7 @@ from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.table_marks import StoredRules, TableMarks, encode
 from waltz_spark.tables import iceberg_table, merged_table
 from waltz_spark.tables.merge_statement import parts_of_name
-from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS, reported
+from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS, translate_errors
 
 NAME = TableMarks("follow", "0" * 32, {0: 5}, StoredRules(key=("id",)))
 OTHER = NAME._replace(follower="other", rules=StoredRules(key=("id",), headers=(3,)))
@@ -68,7 +68,7 @@ VIOLATED = (
     ],
 )
 def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str):
-    with pytest.raises(PySparkException, match="DELTA_VIOLATE"), reported("table t", None):
+    with pytest.raises(PySparkException, match="DELTA_VIOLATE"), translate_errors("table t", None):
         raise PySparkException(VIOLATED + value)
 
 
@@ -84,7 +84,7 @@ def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str)
     ],
 )
 def test_errors_of_spark_and_formats(text: str, kind: type[Exception]):
-    with pytest.raises(kind, match=r"^table t: "), reported("table t", None):
+    with pytest.raises(kind, match=r"^table t: "), translate_errors("table t", None):
         raise PySparkException(text)
 
 

@@ -441,7 +441,9 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
         failures = []
         async with asyncio.TaskGroup() as tasks:
             port = admin_port(run_exclusively, tasks, failures)
-            link = Mock(version=1, access=access, filter_permitted=list, audited=lambda _: None)
+            link = Mock(
+                version=1, access=access, filter_permitted=list, audit_request=lambda _: None
+            )
             port._accept(link)
             received, closed = link.start.call_args.args
             received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])
@@ -464,7 +466,7 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
         async with asyncio.TaskGroup() as tasks:
             port = admin_port(run_exclusively, tasks, failures)
             link = Mock(
-                version=1, is_closed=False, filter_permitted=list, audited=lambda _: audited
+                version=1, is_closed=False, filter_permitted=list, audit_request=lambda _: audited
             )
             port._accept(link)
             received, _ = link.start.call_args.args

@@ -39,7 +39,7 @@ class Case:
     def read(self, *ids):
         for each in ids:
             damage = self.access.find_damage_at((PARTITION, each), self.log.name, self.log.crc)
-            self.access.was_read((PARTITION, each), damage)
+            self.access.on_place_read((PARTITION, each), damage)
 
     def recheck(self, **changed):
         mark = SimpleNamespace(**{**vars(self.mark()), **changed})

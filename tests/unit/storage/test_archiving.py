@@ -646,14 +646,14 @@ def test_marks_that_keep_arriving_do_not_delay_the_removal():
     partitions, marks, removals = 10, 9, 0
     retention = Retention(RetentionLimits(age_ms_max=1))
     for partition in range(partitions):
-        retention.opened(partition)
-        retention.archived(partition, AckedMarker(5, GENESIS_CHAIN), 0)
+        retention.on_partition_opened(partition)
+        retention.on_archived(partition, AckedMarker(5, GENESIS_CHAIN), 0)
     for count in range(100):
         partition, piece = retention.next_piece(0)
         removals += piece.removes
-        retention.done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
+        retention.on_piece_done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
         if count % marks == 0:
-            retention.archived(count % partitions, AckedMarker(6 + count, GENESIS_CHAIN), 0)
+            retention.on_archived(count % partitions, AckedMarker(6 + count, GENESIS_CHAIN), 0)
     assert removals > 50
 
 

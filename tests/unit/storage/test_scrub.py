@@ -23,19 +23,19 @@ DAY_MS = 86_400_000
 def made(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
     scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, positions=positions)
     for each in partitions:
-        scrub.opened(each, 0)
+        scrub.on_partition_opened(each, 0)
     return scrub
 
 
 def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
     """Read the piece that is due; return the partition, the piece, and whether a pass has ended."""
-    partition = scrub.next_turn(now_ms)
+    partition = scrub.next_partition(now_ms)
     assert partition is not None
     piece = scrub.begin(partition, last, now_ms)
-    assert scrub.next_turn(now_ms) is None, "one piece at a time"
+    assert scrub.next_partition(now_ms) is None, "one piece at a time"
     assert scrub.wake_at_ms is None
     next_id = last + 1 if next_id is None else next_id
-    is_finished = scrub.done(partition, ScrubResult(next_id, size, error), now_ms)
+    is_finished = scrub.on_piece_done(partition, ScrubResult(next_id, size, error), now_ms)
     return partition, piece, is_finished
 
 
@@ -44,7 +44,7 @@ def test_the_rate_is_kept_by_pauses():
     assert scrub.wake_at_ms == 0
     assert read(scrub, 0, next_id=40) == (3, ScrubPiece(0, 100_000), False)
     assert scrub.wake_at_ms == 500
-    assert scrub.next_turn(499) is None
+    assert scrub.next_partition(499) is None
     assert read(scrub, 500, next_id=41, size=1_000_000) == (3, ScrubPiece(40, 100_000), False)
     assert scrub.wake_at_ms == 10_500
 
@@ -70,9 +70,9 @@ def test_the_next_pass_begins_a_while_after_the_last_has_begun():
 
 def test_the_scrub_of_an_empty_log_ends_at_once_and_is_repeated_later():
     scrub = made(2, interval_ms=0)
-    assert scrub.next_turn(0) == 2
+    assert scrub.next_partition(0) == 2
     assert scrub.begin(2, -1, 0) is None
-    assert scrub.next_turn(0) is None
+    assert scrub.next_partition(0) is None
     assert scrub.wake_at_ms == PASS_PAUSE_MS
 
 
@@ -108,7 +108,7 @@ def test_a_request_in_the_middle_of_a_piece_restarts_it():
     scrub = made(1)
     scrub.begin(1, 99, 0)
     scrub.request([1], 3)
-    assert not scrub.done(1, ScrubResult(60, 10), 5)
+    assert not scrub.on_piece_done(1, ScrubResult(60, 10), 5)
     assert read(scrub, 6)[1].first == 0
 
 
@@ -116,9 +116,9 @@ def test_a_dropped_partition_does_not_hold_up_others():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
-    scrub.partition_dropped(1)
-    assert scrub.next_turn(0) == 2
-    scrub.partition_dropped(2)
+    scrub.on_partition_dropped(1)
+    assert scrub.next_partition(0) == 2
+    scrub.on_partition_dropped(2)
     assert scrub.wake_at_ms is None
 
 
@@ -158,7 +158,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
     positions = dict.fromkeys(range(len(lasts)), 0)
     while (at_ms := scrub.wake_at_ms) is not None and at_ms < 1 << 39:
         now_ms = max(now_ms, at_ms)
-        partition = scrub.next_turn(now_ms)
+        partition = scrub.next_partition(now_ms)
         piece = scrub.begin(partition, lasts[partition], now_ms)
         if piece is None:
             continue
@@ -167,7 +167,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         size = sizes[turns % len(sizes)]
         turns += 1
         positions[partition] = piece.first + 1 + turns % 7
-        scrub.done(partition, ScrubResult(positions[partition], size), now_ms)
+        scrub.on_piece_done(partition, ScrubResult(positions[partition], size), now_ms)
         total += size
     assert all(positions[each] > last for each, last in enumerate(lasts))
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)

@@ -77,13 +77,13 @@ class Directory:
         self.files_error.add(partition_id)
         self.failed[partition_id] = why
 
-    def assigned(self):
+    def assigned_partitions(self):
         return sorted(self.stored_here)
 
     def is_available(self, partition_id):
         return partition_id not in self.offline
 
-    def found(self, partition_ids):
+    def assign_new(self, partition_ids):
         pass
 
     def assign(self, partition_id):
@@ -132,10 +132,10 @@ class Follower:
 
     def _post(self, event):
         if isinstance(event, service.PartitionDropped) and event.partition_id not in self.hanging:
-            self.serving.partition_idle(event.partition_id)
+            self.serving.on_partition_idle(event.partition_id)
 
     async def assigned(self, *partitions):
-        self.serving.assigned(ReplicaAssignments({ADDRESS: partitions}))
+        self.serving.set_assignments(ReplicaAssignments({ADDRESS: partitions}))
         return await self.looked()
 
     async def looked(self):
@@ -260,7 +260,7 @@ async def test_a_drop_that_hangs_delays_its_own_partition_only():
         assert follower.dropped == [1]
         assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
         assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
-        follower.serving.partition_idle(0)
+        follower.serving.on_partition_idle(0)
         await until(lambda: engine.opened.count(0) == 2)
         assert follower.dropped == [1, 3, 0]
 

@@ -479,7 +479,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
     bench.finish()
     assert bench.log.synced_max == 0
     assert bench.service.queue_limits.owner_bytes == 0
-    again = Owner(5).continues(owner)
+    again = Owner(5).continue_after(owner)
     assert bench.ask(2, prepare(again)).synced_max == 0
 
 
@@ -612,7 +612,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
 def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
-    kept = Owner(6).continues(owner)
+    kept = Owner(6).continue_after(owner)
     bench.send(1, owner.append())
     bench.send(1, owner.append(), owner.append())
     bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")

@@ -43,7 +43,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine = open_engine(tmp_path / "a" / "b", reserve_bytes=4096)
     engine.assign(2)
     engine.assign(0).prepare(3, KEY)
-    assert engine.assigned() == [0, 2]
+    assert engine.assigned_partitions() == [0, 2]
     with pytest.raises(UnknownPartition):
         engine.log(1)
     with pytest.raises(UnknownPartition):
@@ -52,7 +52,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
     engine = open_engine(tmp_path / "a" / "b")
     assert engine.storage_id == identity
-    assert engine.assigned() == [0, 2]
+    assert engine.assigned_partitions() == [0, 2]
     assert engine.log(0).promised == 3
     assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
     engine.space.release()
@@ -65,12 +65,12 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     engine.assign(4)
     before = len(disk.trace)
-    engine.found([2, 4, 7])
+    engine.assign_new([2, 4, 7])
     assert [step.split()[0] for step in disk.trace[before:]].count("sync") == 1
-    assert engine.assigned() == [2, 4, 7]
+    assert engine.assigned_partitions() == [2, 4, 7]
     assert sorted(engine.logs) == [4]
     before = len(disk.trace)
-    engine.found([2, 4, 7])
+    engine.assign_new([2, 4, 7])
     assert len(disk.trace) == before, "they were held already"
     for partition_id in (2, 7):
         engine.assign(partition_id)
@@ -79,8 +79,8 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     assert (sorted(engine.logs), engine.failed) == ([2, 4, 7], {})
     with pytest.raises(UnknownPartition):
-        engine.found([1, 9])
-    assert engine.assigned() == [2, 4, 7]
+        engine.assign_new([1, 9])
+    assert engine.assigned_partitions() == [2, 4, 7]
     engine.abandon()
 
 
@@ -230,9 +230,9 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigne
     engine = rotten(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
-    assert engine.assigned() == [1, 2]
+    assert engine.assigned_partitions() == [1, 2]
     engine.unassign(1, deletes_files=True)
-    assert (engine.assigned(), engine.failed) == ([2], {})
+    assert (engine.assigned_partitions(), engine.failed) == ([2], {})
     assert list((tmp_path / "1").iterdir()) == []
     engine.close()
 
@@ -284,10 +284,10 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
     file.pwrite([file.pread(1000, 0)], 0)  # not failed, but killed
     file.close()
     engine = open_engine(Path("/waltz"), disk=disk)
-    assert engine.assigned() == [1]
+    assert engine.assigned_partitions() == [1]
     disk.power_loss(Survival.NOTHING, Random(1))
     engine = open_engine(Path("/waltz"), disk=disk)
-    assert engine.assigned() == [1]
+    assert engine.assigned_partitions() == [1]
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

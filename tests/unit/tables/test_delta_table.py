@@ -11,7 +11,7 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from tests.unit.tables.answering_store import answering
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
-from waltz_core.tables.delta_errors import error_of
+from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.row_changes import DELETED
@@ -505,6 +505,6 @@ def test_errors_of_an_object_store(
     ],
 )
 def test_other_errors_of_the_library(text: str, error: type[Exception], hint: str):
-    found = error_of("t", OSError(text))
+    found = library_error("t", OSError(text))
     assert type(found) is error
     assert hint in str(found).partition(" Hint: ")[2]

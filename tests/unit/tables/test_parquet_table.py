@@ -22,7 +22,7 @@ from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
-from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduced
+from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduce_batches
 from waltz_core.tables.table_marks import LogState, StoredRules, TableMarks, decode, encode
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -57,7 +57,7 @@ class ArrowLog:
         ]
         # In two parts, as in a long batch.
         parts = [pa.RecordBatch.from_pylist(each, READ) for each in (found[:1], found[1:])]
-        return reduced(parts, self.rules, READ)
+        return reduce_batches(parts, self.rules, READ)
 
     def wait(self) -> None:
         raise AssertionError("the log has an end")
@@ -351,7 +351,7 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
             ),
         )
         rows = with_found_columns(log, table.columns(), "json")
-        changes = reduced(rows.to_batches(), RULES, rows.schema)
+        changes = reduce_batches(rows.to_batches(), RULES, rows.schema)
         assert table.apply(changes, START._replace(marks={0: at}))
         table.marks(START)
     assert opened(str(tmp_path), None).columns().names == ["id", "new"]

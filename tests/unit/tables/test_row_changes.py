@@ -20,7 +20,7 @@ from waltz_core.tables.row_changes import (
     check_rules,
     last_changes,
     parse_condition,
-    reduced,
+    reduce_batches,
     rows_after,
 )
 from waltz_core.tables.table_marks import StoredRules
@@ -86,8 +86,8 @@ def test_a_condition_compares_a_column_with_a_literal(text, found):
 )
 def test_a_table_stores_all_forms_of_its_rules_alike(text, shown):
     rules = ChangeRules(["b", "a"], [9, 1, 9], parse_condition(text))
-    assert rules.stored([2, 1, 9, 1]) == StoredRules(("a", "b"), (1, 2, 9), (1, 9), shown)
-    assert rules.stored(None).headers is None
+    assert rules.stored_rules([2, 1, 9, 1]) == StoredRules(("a", "b"), (1, 2, 9), (1, 9), shown)
+    assert rules.stored_rules(None).headers is None
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypat
     whole = last_changes(changes_of(rows, rules), ["id"])
     for part_bytes in (1, 500, 1 << 20):
         monkeypatch.setattr(row_changes, "PART_BYTES", part_bytes)
-        assert reduced(rows.to_batches(max_chunksize=3), rules, rows.schema) == whole
-    after = reduced(rows.to_batches(max_chunksize=3), rules, rows.schema, {0: 37})
+        assert reduce_batches(rows.to_batches(max_chunksize=3), rules, rows.schema) == whole
+    after = reduce_batches(rows.to_batches(max_chunksize=3), rules, rows.schema, {0: 37})
     assert after["transaction_id"].to_pylist() == [38, 39]
-    assert reduced([], rules, rows.schema).schema == whole.schema
+    assert reduce_batches([], rules, rows.schema).schema == whole.schema
 
 
 Function = Callable[[pa.Table], object]
@@ -250,8 +250,8 @@ def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(
     changes = changes_of(log((0, 1, "", 0.0), (0, 2, "", 0.0)), rules)
     assert changes.num_rows == 4
     assert last_changes(changes, ["id"])[DELETED].to_pylist() == [False, False]
-    assert reduced([], rules, log().schema).schema.names == changes.schema.names
-    assert changes_of(log(), rules) == reduced([], rules, log().schema)
+    assert reduce_batches([], rules, log().schema).schema.names == changes.schema.names
+    assert changes_of(log(), rules) == reduce_batches([], rules, log().schema)
 
 
 def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Table:

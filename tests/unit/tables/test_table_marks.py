@@ -11,9 +11,9 @@ from waltz_core.tables.table_marks import (
     LogState,
     StoredRules,
     TableMarks,
-    continued,
+    continued_marks,
     decode,
-    divided_by_lag,
+    divide_by_lag,
     encode,
     next_batch,
 )
@@ -96,32 +96,32 @@ def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
     start = TableMarks("f", KEY, {0: 9})
     table = TableMarks("f", KEY, {0: 41, 1: -1})
     assert (table.version, table.application) == (42, f"waltz/{KEY}/f")
-    assert continued(None, None, start) == start
-    assert continued(encode(table), 42, start) == table
+    assert continued_marks(None, None, start) == start
+    assert continued_marks(encode(table), 42, start) == table
 
 
 def test_a_table_that_has_lost_its_marks_does_not_start_again():
     with pytest.raises(BadFormat, match=r"follower 'f': expected .* for version 42, found none"):
-        continued(None, 42, TableMarks("f", KEY, {}))
+        continued_marks(None, 42, TableMarks("f", KEY, {}))
 
 
 def test_the_version_of_a_commit_of_spark_is_above_that_of_the_marks_before_it():
     for version in (1, 41, 42):
-        assert continued(metadata(), version, TableMarks("f", KEY, {})).marks == {0: 41}
+        assert continued_marks(metadata(), version, TableMarks("f", KEY, {})).marks == {0: 41}
 
 
 @pytest.mark.parametrize("version", [None, 43])
 def test_marks_and_version_of_two_commits_are_an_error(version):
     start = TableMarks("f", KEY, {})
     with pytest.raises(BadFormat, match=f"marks for version {version} .* for version 42"):
-        continued(metadata(), version, start)
+        continued_marks(metadata(), version, start)
 
 
 def test_a_table_of_another_cluster_or_follower_is_not_continued():
     with pytest.raises(ClusterKeyMismatch, match=f"follows cluster {KEY}"):
-        continued(metadata(), 42, TableMarks("f", KEY[::-1], {}))
+        continued_marks(metadata(), 42, TableMarks("f", KEY[::-1], {}))
     with pytest.raises(BadFormat, match=r"follower 'g': expected .* of follower 'f'"):
-        continued(metadata(), 42, TableMarks("g", KEY, {}))
+        continued_marks(metadata(), 42, TableMarks("g", KEY, {}))
 
 
 RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
@@ -138,9 +138,9 @@ RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
 )
 def test_a_table_keeps_its_rules(given, message):
     table = TableMarks("f", KEY, {0: 41}, RULES)
-    assert continued(encode(table), 42, table._replace(marks={})) == table
+    assert continued_marks(encode(table), 42, table._replace(marks={})) == table
     with pytest.raises(BadConfig, match=message):
-        continued(encode(table), 42, table._replace(rules=given))
+        continued_marks(encode(table), 42, table._replace(rules=given))
 
 
 @pytest.mark.parametrize("headers", [None, (1, 9)])
@@ -148,7 +148,7 @@ def test_headers_that_a_query_selects_are_compared_with_nothing(headers):
     stored = TableMarks("f", KEY, {0: 41}, RULES._replace(headers=headers))
     other = (1, 9) if headers is None else None
     given = stored._replace(rules=RULES._replace(headers=other))
-    assert continued(encode(stored), 42, given).rules == RULES
+    assert continued_marks(encode(stored), 42, given).rules == RULES
 
 
 def test_a_log_that_ends_before_the_table_has_lost_data():
@@ -181,7 +181,7 @@ def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
 @given(MARKS, st.data(), st.integers(1, 10**9))
 def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
     ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
-    found = divided_by_lag(starts, ends, count_max)
+    found = divide_by_lag(starts, ends, count_max)
     total = sum(ends.values()) - sum(starts.values())
     assert found.keys() == starts.keys()
     assert all(starts[each] <= found[each] <= ends[each] for each in starts)
@@ -193,4 +193,4 @@ def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
 
 
 def test_an_end_before_its_start_counts_as_no_lag():
-    assert divided_by_lag({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}
+    assert divide_by_lag({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}

@@ -301,14 +301,16 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
         port.audit = log
         for _ in range(2):
             port.apply(PERMISSIONS)
-        access = port.opened(None, "a:1", denied.append)
+        access = port.add_connection(None, "a:1", denied.append)
         assert (access.denial(APPEND_3, 8) is None) is not is_enforced
         for tokens in ({hash_of(SECRET): KnownToken("t1", "etl", NOW_MS)}, {}):
             port.apply(dataclasses.replace(PERMISSIONS, tokens=tokens))
         for secret in (SECRET, bytes(32)):
-            access.token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
-        assert access.audited(ServerPartitionsRequest(REQ_ID)) is None  # not only administrators
-        assert access.audited(ExpireRequest(REQ_ID, 1, 0)) is not None
+            access.on_token_rejected(Authenticate(REQ_ID, secret), "it is not valid")
+        assert (
+            access.audit_request(ServerPartitionsRequest(REQ_ID)) is None
+        )  # not only administrators
+        assert access.audit_request(ExpireRequest(REQ_ID, 1, 0)) is not None
         assert access.may_begin(Unavailable("no")) is not is_enforced
     assert SECRET.hex() not in (tmp_path / "audit").read_text()
     revision, denial, revoked, unknown = lines_of(tmp_path / "audit")

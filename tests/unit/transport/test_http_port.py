@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.http_client import ask, get
+from tests.http_client import get, send_request
 from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core.errors import BadConfig
@@ -57,7 +57,7 @@ def served(scenario):
 
 
 def asked(request):
-    return served(lambda port, _: ask(port, request))
+    return served(lambda port, _: send_request(port, request))
 
 
 def test_an_address_in_use_is_named():
@@ -126,10 +126,10 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
 def test_there_are_no_more_connections_than_the_limit():
     async def scenario(port, _app):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
-        refused = await ask(port, get("/"))
+        refused = await send_request(port, get("/"))
         for _, writer in crowd:
             writer.close()
-        while (served_again := await ask(port, get("/"))) != (OK, b"ok"):
+        while (served_again := await send_request(port, get("/"))) != (OK, b"ok"):
             pass
         return refused, served_again
 
@@ -146,7 +146,7 @@ def test_requests_of_clients_that_have_disconnected_count():
             await until(lambda count=number + 1: app.hanging_count == count)
             writer.close()
             await writer.wait_closed()
-        return await ask(port, get("/"))
+        return await send_request(port, get("/"))
 
     assert served(scenario) == ("", b"")
 
@@ -180,7 +180,7 @@ def test_signals_and_loggers_of_the_process_are_left_alone():
     async def main():
         before = state()
         async with serve_http(App(), host="127.0.0.1", port=0) as port:
-            await ask(port, get("/"))
+            await send_request(port, get("/"))
             assert state() == before
 
     net.run(main())

@@ -49,7 +49,7 @@ def pair(contexts):
     return opened
 
 
-async def quiet():
+async def wait_for_nothing():
     """Give what must not happen the time in which it would."""
     await asyncio.sleep(0.05)
 
@@ -128,7 +128,7 @@ async def test_a_full_inbox_stops_the_peer(pair):
                 count += 1
             await asyncio.sleep(0)
         before = link.bytes_received
-        await quiet()
+        await wait_for_nothing()
         assert link.bytes_received == before
         found = []
         while len(found) < count:
@@ -149,7 +149,7 @@ async def test_a_peer_that_does_not_read_is_paused(pair):
             await asyncio.sleep(0)
         there._on_drained = lambda: drained.append(True)
         link.send(Appended(1, 7, 3, 9))
-        await quiet()
+        await wait_for_nothing()
         assert there.is_congested
         assert peer.messages == []
         link.start(lambda messages: None, lambda reason: None)
@@ -219,7 +219,7 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
 
 def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
     """Closed at the moment of the peer's hello, before the dialing side is notified."""
-    hello_received = net.Link._hello_received
+    hello_received = net.Link._on_hello_received
     dials, links = [], []
 
     def receive_hello_and_close(link):
@@ -231,7 +231,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
         has_ended = asyncio.Event()
 
         async def say_hello_late(reader, writer):
-            await quiet()  # so that the dial waits for nothing but the hello
+            await wait_for_nothing()  # so that the dial waits for nothing but the hello
             writer.write(Connection(WireProtocol.STORAGE, is_listener=True).first_bytes())
             while await reader.read(1024):
                 pass
@@ -251,7 +251,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
             finally:
                 links[0].abort("test is over")
 
-    monkeypatch.setattr(net.Link, "_hello_received", receive_hello_and_close)
+    monkeypatch.setattr(net.Link, "_on_hello_received", receive_hello_and_close)
     net.run(dial_and_close())
 
 
@@ -309,7 +309,7 @@ async def test_a_peer_silent_during_its_hello_is_disconnected():
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     await until(lambda: listener.links)
     (link,) = listener.links
-    link._hello_is_late()
+    link._on_hello_timeout()
     await reader.read()
     await link.wait_closed()
     assert "expected the hello message of the peer within" in link.closed_reason
@@ -328,14 +328,14 @@ async def test_a_peer_that_trickles_a_frame_is_disconnected():
     await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
     (link,) = peer.links
     link.pause_reading()
-    link._tick()
+    link._on_tick()
     link.resume_reading()
-    link._tick()  # at once: what the kernel holds was not read yet
+    link._on_tick()  # at once: what the kernel holds was not read yet
     assert not link.is_closed
     before = link.bytes_received
     writer.write(b"x")
     await until(lambda: link.bytes_received == before + 1)
-    link._tick()
+    link._on_tick()
     assert "a message arrived too slowly:" in link.closed_reason
     writer.close()
     await listener.close()
@@ -348,11 +348,11 @@ async def test_an_idle_dialler_sends_empty_frames(pair):
         link.send(Appended(1, 7, 3, 9))
         await until(lambda: peer.messages)
         before = there.bytes_received
-        link._tick()  # something was sent since the last tick
-        link._tick()
+        link._on_tick()  # something was sent since the last tick
+        link._on_tick()
         await until(lambda: there.bytes_received == before + 7)
         assert there.closed_reason is None
-        there._tick()
+        there._on_tick()
         assert there.bytes_sent == 0
 
 
@@ -362,7 +362,7 @@ async def test_a_peer_silent_for_very_long_is_disconnected(pair):
         there = peer.links[0]
         there._idle_ticks = net._IDLE_TICKS_MAX
         there._tick_received = there.bytes_received
-        there._tick()
+        there._on_tick()
         assert "nothing was received for" in there.closed_reason
 
 

@@ -503,7 +503,7 @@ class AccessOfConnection:
         self.now_ms, self.ended = NOW_MS, []
         clock = lambda: self.now_ms  # noqa: E731 - it is passed on
         self.port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=clock)
-        self.access = self.port.opened(None, "a:1", self.ended.append)
+        self.access = self.port.add_connection(None, "a:1", self.ended.append)
         if permissions is not None:
             self.port.apply(permissions)
         if token is not None:
@@ -549,13 +549,13 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
 @on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
-    made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing
+    made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
 
     def counted(granted, requirement, partition):
         checked.append(partition)
         return missing(granted, requirement, partition)
 
-    monkeypatch.setattr(PrincipalGrants, "missing", counted)
+    monkeypatch.setattr(PrincipalGrants, "missing_verb", counted)
     assert isinstance(made.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 3),)),)
     made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
@@ -716,7 +716,7 @@ async def test_the_first_revision_ends_connections_without_any_permission():
     )
     anonymous = Grant("anonymous", False, READ, None)
     for made in (enforced, report):
-        known = made.port.opened(None, "a:2", made.ended.append)
+        known = made.port.add_connection(None, "a:2", made.ended.append)
         known.principal = "ann"
         assert made.access.has_permission
         made.port.apply(OTHERS)
@@ -776,7 +776,7 @@ async def test_a_revision_ends_a_connection_whose_principal_loses_something(perm
     anonymous.port.apply(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
     assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
     assert reason is None or reason in made.ended[0]
-    made.port.closed(made.access)
+    made.port.remove_connection(made.access)
     made.port.apply(revision(tokens={}))
     assert len(made.ended) == (reason is not None)
 
@@ -797,9 +797,9 @@ async def test_an_expired_certificate_ends_its_connection_soon():
     port = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: now_ms)
     now_ms = until_s * 1_000 - 1
     certificate = {"notAfter": "Jan  1 00:16:40 1970 GMT", "subject": ((("commonName", "ann"),),)}
-    assert port.opened(certificate, "a:1", ended.append).principal == "ann"
+    assert port.add_connection(certificate, "a:1", ended.append).principal == "ann"
     reports = PortAccess("CN=(.+)", is_enforced=False, clock_ms=lambda: now_ms)
-    assert reports.opened(certificate, "a:1", ended.append).expires_ms is None
+    assert reports.add_connection(certificate, "a:1", ended.append).expires_ms is None
     now_ms += 1
     await until(lambda: ended)
     assert ended == ["the certificate of the peer has expired"]

@@ -17,7 +17,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unreachable
 from waltz_core.transport import net, tls, tls_port
 from waltz_core.transport.admission import port_limits
-from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeTurns, LinkLimits
+from waltz_core.transport.admission.port_limits import HandshakeLimits, HandshakeQueue, LinkLimits
 from waltz_core.transport.listening import listen
 from waltz_core.wire import authentication, codec
 from waltz_core.wire.messages import Heartbeat, Hello, WireProtocol
@@ -83,7 +83,7 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
 @on_loop
 async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
     scheduled: list[tuple[float, Callable[[], None]]] = []
-    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
+    turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
     added = {}
     closed = {"b1", "c1"}
     for name in ("a1", "a2", "a3", "b1", "2001:db8::1", "2001:db8::2", "c1"):
@@ -107,7 +107,7 @@ async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
 @on_loop
 async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
     scheduled: list[tuple[float, Callable[[], None]]] = []
-    turns = HandshakeTurns(lambda pause_s, call: scheduled.append((pause_s, call)))
+    turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
     first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
     turns.add("a", first, lambda: False)
     scheduled.pop()[1]()
@@ -277,7 +277,7 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
         await silent.wait_closed()
         await asking.wait_closed()
         assert sides[1].closed_reason == "the connection was still unauthorized after 0.2 s"
-        sides[0]._tick()
+        sides[0]._on_tick()
         assert not sides[0].is_closed
         known.abort("done")
 
@@ -295,14 +295,14 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         links = [await dialed_to(port, files) for _ in range(3)]
         sides = port.peer.links
         for side in (*sides, sides[0]):
-            side._tick()
+            side._on_tick()
         assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
         # A token that comes later makes it one of another principal.
         links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await links[0].receive()
         links.append(await dialed_to(port, files))
-        sides[3]._tick()
+        sides[3]._on_tick()
         assert [each.is_closed for each in sides] == [False, True, True, False]
         for each in links:
             each.abort("done")

@@ -34,7 +34,7 @@ class Connection:
     def __init__(self, quota=None, **limits):
         self.loop = asyncio.get_running_loop()
         self.quota = quota or Quota("etl", PrincipalLimits(**limits), Usage())
-        self.quota.connect(self)
+        self.quota.add_connection(self)
         self.rejected, self.passed, self.is_ended, self.peer = {}, [], False, "a:1"
         self.error, self.resumed_s = None, []
         self.throttle = Throttle(self, self._take, lambda: self.resumed_s.append(self.loop.time()))
@@ -178,7 +178,7 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
         RangeBytes(1, 2, 3, 0, 2, LOCATIONS, lengths, b"places", 0, bytes(16), ()),
         ErrorResponse(ranged.req_id, 1, False, "x"),
     ):
-        made.throttle.sent(answer)
+        made.throttle.on_sent(answer)
     made.throttle.receive([ranged])
     _, retry_ms, _ = made.passed[2]
     assert 1_400 <= retry_ms <= 1_600
@@ -191,7 +191,7 @@ async def feed(made, frames, *, count=1_000):
     for number in range(frames):
         while made.throttle.is_pausing_feeds:
             await pass_time(0.005)
-        made.throttle.sent(feed_frame(number * count, count))
+        made.throttle.on_sent(feed_frame(number * count, count))
     return made.loop.time() - begun_s
 
 
@@ -208,7 +208,7 @@ async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves
     await pass_time(1)
     assert not made.throttle.is_pausing_feeds
     assert made.quota.usage.bytes == 600_000
-    made.throttle.feed_sent(150_000)  # of a 0.13 client
+    made.throttle.on_feed_sent(150_000)  # of a 0.13 client
     assert made.throttle.is_pausing_feeds
     pauses = len(made.resumed_s)
     await pass_time(2)
@@ -222,7 +222,7 @@ async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
     made = Connection(bytes_per_s=100_000)
     reading = [made, Connection(made.quota), Connection(made.quota)]
     for each in reading:
-        each.throttle.feed_sent(1_000_000)  # 10 s of the limit
+        each.throttle.on_feed_sent(1_000_000)  # 10 s of the limit
     await pass_time(2)
     for number in range(1, 6):
         sent_s = made.loop.time()
@@ -266,7 +266,7 @@ async def test_a_range_with_a_filter_counts_what_it_leaves_out():
         RangeData(ReqId(-1, 0, 3, -9), 0, 0, 50_000, 0, b"", b"", 0, 9, ()),  # own headers
     )
     for answer in answers:
-        made.throttle.sent(answer)
+        made.throttle.on_sent(answer)
         assert made.quota.usage.bytes == 1_000_000
 
 
@@ -285,7 +285,7 @@ async def test_an_exception_in_a_delayed_message_closes_the_connection(caplog):
     assert "net.throttle_failed peer=a:1" in caplog.text
     fed = Connection(bytes_per_s=1_000)
     fed.throttle._resume_feeds = lambda: fail(None)
-    fed.throttle.feed_sent(3_000)
+    fed.throttle.on_feed_sent(3_000)
     await pass_time(4)
     assert fed.error is errors[-1]
 
@@ -302,11 +302,11 @@ def mount(made, partition, *, wants_feed=True, sequence=-1):
 
 
 def mounted(made, partition, sequence=-1):
-    made.throttle.sent(Mounted(mount_id(partition, sequence), 1, 0, 1, 1, 1))
+    made.throttle.on_sent(Mounted(mount_id(partition, sequence), 1, 0, 1, 1, 1))
 
 
 def failed(made, partition, sequence=-1):
-    made.throttle.sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
+    made.throttle.on_sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
 
 
 @on_virtual_loop
@@ -326,9 +326,9 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     assert len(made.quota.feeds) == 1
     failed(made, 2)
     assert mount(made, 3) is None
-    made.throttle.feeds_ended(3)
+    made.throttle.on_feeds_ended(3)
     assert mount(made, 4) is None
-    made.quota.leave(made)
+    made.quota.remove_connection(made)
     assert made.quota.feeds == {}
 
 
@@ -342,13 +342,13 @@ async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     assert mount(other, 1) is None
     failed(other, 1)  # a proof that is not valid
     assert mount(made, 2) == 1_000
-    made.throttle.feeds_ended(1)
+    made.throttle.on_feeds_ended(1)
     # The error comes before the mount is done.
     assert mount(made, 3) is None
     failed(made, 3)
     mounted(made, 3)
     assert mount(made, 4) == 1_000
-    made.throttle.feeds_ended(3)
+    made.throttle.on_feeds_ended(3)
     assert mount(made, 5) is None
     failed(made, 5)
     assert mount(made, 6) is None
@@ -365,7 +365,7 @@ async def test_mounts_that_fail_leave_nothing():
         assert mount(made, partition, sequence=5) is None
         failed(made, partition, sequence=5)
         made.throttle.receive([MountRequest(mount_id(partition), 0, 0)])
-        made.throttle.sent(MountResponse(mount_id(partition), MountState.NOT_READY))
+        made.throttle.on_sent(MountResponse(mount_id(partition), MountState.NOT_READY))
     assert made.quota.feeds == {}
     assert made.throttle._mounts == {}
     for number in range(throttle.MOUNTS_MAX + 1):
@@ -399,11 +399,11 @@ async def test_without_limits_what_waits_is_passed_on():
 @on_virtual_loop
 async def test_a_feed_continues_soon_after_a_higher_limit():
     made = Connection(bytes_per_s=1_000)
-    made.quota.sent(1_000_000, made.now_ns)  # a large range, which is paid for in 1,000 s
-    made.throttle.feed_sent(10_000)
+    made.quota.charge_sent(1_000_000, made.now_ns)  # a large range, which is paid for in 1,000 s
+    made.throttle.on_feed_sent(10_000)
     await pass_time(10)
     assert made.throttle.is_pausing_feeds
-    made.quota.change(PrincipalLimits(bytes_per_s=1_000_000))
+    made.quota.set_limits(PrincipalLimits(bytes_per_s=1_000_000))
     await pass_time(2)
     assert not made.throttle.is_pausing_feeds
     assert made.resumed_s

@@ -543,7 +543,7 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
 async def test_a_slow_client_hello_takes_three_turns(files):
     hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, address):
-        turns = listener._tls_port._turns
+        turns = listener._tls_port._queue
         add, hosts = turns.add, []
         turns.add = lambda host, *each: (hosts.append(host), add(host, *each))
         reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -626,7 +626,7 @@ async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
 async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
     timeouts, timeout_at = [], asyncio.timeout_at
     async with open_port(listening(files)) as (_, listener, address):
-        turns = listener._tls_port._turns
+        turns = listener._tls_port._queue
         delayed, call_later = [], turns._call_later
         turns._call_later = lambda *each: delayed.append(each)
         monkeypatch.setattr(
@@ -661,8 +661,8 @@ async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(
     timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
         port, loop = listener._tls_port, asyncio.get_running_loop()
-        delayed, call_later = [], port._turns._call_later
-        port._turns._call_later = lambda *each: delayed.append(each)
+        delayed, call_later = [], port._queue._call_later
+        port._queue._call_later = lambda *each: delayed.append(each)
         monkeypatch.setattr(
             asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
         )
@@ -671,8 +671,8 @@ async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(
         writer.write(hello[:4])
         await until(lambda: delayed)
         monkeypatch.setattr(port, "_loop", LaterLoop(loop))
-        port._turns._call_later = call_later
-        port._turns._begin_one()
+        port._queue._call_later = call_later
+        port._queue._begin_one()
         await until(lambda: timeouts[0].when() is not None)
         assert timeouts[0].when() > begun_s + 3_500
         writer.transport.abort()

@@ -170,7 +170,7 @@ async def check(
 def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
     """Whether requests for the cluster are permitted; ranges with all partitions do not suffice."""
     required = Requirement((verb,), Scope.ALL, is_all=True)
-    return Grants(found).of(principal).missing(required, None) is None
+    return Grants(found).for_principal(principal).missing_verb(required, None) is None
 
 
 check.details = (

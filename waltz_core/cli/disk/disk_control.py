@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.disk.disk_text import utc_text, uuid
+from waltz_core.cli.disk.disk_text import fields_json, utc_text, uuid
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
@@ -73,8 +73,8 @@ def dump_control_file(
         _print_control(control, {number: entries[number] for number in shown if number in entries})
         print_result("")
     if identity is not None:
-        storage, wrong = storage_id(identity)
-        print_result(f"{ID_NAME}: storage {uuid(storage)}{_errors_text(wrong)}")
+        storage, errors = storage_id(identity)
+        print_result(f"{ID_NAME}: storage {uuid(storage)}{_errors_text(errors)}")
         print_result("")
     for number, pair in slots.items():
         if pair is not None:
@@ -102,8 +102,8 @@ def _number(directory: Path) -> int:
     return int(directory.name)
 
 
-def _errors_text(wrong: tuple[str, ...]) -> str:
-    return f"; wrong: {'; '.join(wrong)}" if wrong else ""
+def _errors_text(errors: tuple[str, ...]) -> str:
+    return f"; wrong: {'; '.join(errors)}" if errors else ""
 
 
 def _names(flags: int, known: dict[int, str]) -> list[str]:
@@ -125,13 +125,13 @@ def _header_json(control: Control) -> dict[str, object]:
         "cluster_key": uuid(header.cluster_key),
         "partition_count": header.partition_count,
         "bytes": control.size,
-        "wrong": header.wrong,
+        "wrong": header.errors,
     }
 
 
 def _id_json(data: bytes) -> dict[str, object]:
-    number, wrong = storage_id(data)
-    return {"id": uuid(number), "wrong": wrong}
+    number, errors = storage_id(data)
+    return {"id": uuid(number), "wrong": errors}
 
 
 def _partition_json(
@@ -139,10 +139,10 @@ def _partition_json(
 ) -> dict[str, object]:
     value: dict[str, object] = {"partition": number}
     if entry is not None:
-        value["wrong"] = entry.wrong
+        value["wrong"] = entry.errors
         value["structures"] = [
             {
-                **info._asdict(),
+                **fields_json(info),
                 "flags": _names(info.flags, _INFO_FLAGS),
                 "counts": position == entry.current,
             }
@@ -155,7 +155,7 @@ def _partition_json(
 
 
 def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
-    value: dict[str, object] = dict(slot._asdict())
+    value: dict[str, object] = fields_json(slot)
     first, last, session, stamp_ms, chain = slot.shortened
     value |= {
         "flags": _names(slot.flags, _SLOT_FLAGS),
@@ -189,7 +189,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
         f"{header.partition_count} partitions, created {utc_text(header.created_ms)}, cluster key "
-        f"{uuid(header.cluster_key)}{_errors_text(header.wrong)}"
+        f"{uuid(header.cluster_key)}{_errors_text(header.errors)}"
     )
     rows = []
     for number, entry in entries.items():
@@ -204,13 +204,13 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
                     info.local_low_water_mark,
                     " ".join(_names(info.flags, _INFO_FLAGS)) or "-",
                     info.sequence,
-                    "; ".join(info.wrong) or "valid",
+                    "; ".join(info.errors) or "valid",
                 )
             )
     titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
     print_table((*titles, "sequence", "CRC and values"), rows)
     for entry in entries.values():
-        for what in entry.wrong:
+        for what in entry.errors:
             print_result(f"partition {entry.number}: {what}")
 
 
@@ -236,7 +236,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
     )
     return {
         "counts": "yes" if is_current else "no",
-        "CRC and values": "; ".join(slot.wrong) or "valid",
+        "CRC and values": "; ".join(slot.errors) or "valid",
         "version": str(slot.version),
         "partition": str(slot.partition),
         "sequence": str(slot.sequence),

@@ -15,6 +15,7 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import (
     Deserializer,
+    fields_json,
     named_deserializer,
     payload_json,
     payload_text,
@@ -195,7 +196,7 @@ def _batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
             batch = placed.batch
             if batch.last < wanted.first:
                 continue
-            if wanted.last is not None and batch.first > wanted.last and not batch.wrong:
+            if wanted.last is not None and batch.first > wanted.last and not batch.errors:
                 return
             yield batch
 
@@ -209,7 +210,7 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _DumpOptions
         f"{header.first}, {size} bytes, created {utc_text(header.created_ms)}, cluster key "
         f"{uuid(header.cluster_key)}"
     )
-    for error in header.wrong:
+    for error in header.errors:
         print_result(f"  wrong: {error}")
 
 
@@ -221,7 +222,7 @@ def _header_json(header: FileHeader) -> dict[str, object]:
         "cluster_key": uuid(header.cluster_key),
         "partition": header.partition,
         "first": header.first,
-        "wrong": header.wrong,
+        "wrong": header.errors,
     }
 
 
@@ -292,14 +293,14 @@ def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
 
 def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
     if wanted.json:
-        value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
+        value = {"kind": "batch", **fields_json(batch), "chain": batch.chain.hex()}
         print_json({**value, "stamp": utc_text(batch.stamp_ms)})
         return
-    wrong = f"  wrong: {'; '.join(batch.wrong)}" if batch.wrong else ""
+    errors = f"  wrong: {'; '.join(batch.errors)}" if batch.errors else ""
     print_result(
         f"  batch {batch.first}..{batch.last}, session {batch.session}, "
         f"{utc_text(batch.stamp_ms)}, chain hash {batch.chain.hex()}, written when "
-        f"transactions up to {batch.synced} were synced{wrong}"
+        f"transactions up to {batch.synced} were synced{errors}"
     )
 
 

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from waltz_core.cli.output import to_one_line
 from waltz_core.errors import BadConfig
+from waltz_core.offline.layout import BatchEntry, ControlInfo, ControlSlot
 
 Deserializer = Callable[[bytes], object]
 
@@ -22,6 +23,12 @@ def utc_text(milliseconds: int) -> str:
     except (ValueError, OverflowError, OSError):
         return f"{milliseconds} ms"
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def fields_json(value: BatchEntry | ControlInfo | ControlSlot) -> dict[str, object]:
+    """Return the fields of a structure for JSON, where `errors` has the name "wrong"."""
+    fields: dict[str, object] = value._asdict()
+    return {"wrong" if name == "errors" else name: each for name, each in fields.items()}
 
 
 def uuid(key: bytes) -> str:

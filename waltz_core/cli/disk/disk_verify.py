@@ -39,15 +39,15 @@ def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: boo
         print_json(_verified_json(found))
     else:
         _print_verified(found)
-    return 1 if found.findings.wrong else 0
+    return 1 if found.findings.error_count else 0
 
 
 def _verified_json(found: VerificationResult) -> dict[str, object]:
     findings = found.findings
     return {
         "path": str(found.path),
-        "wrong": findings.wrong,
-        "notes": findings.notes,
+        "wrong": findings.error_count,
+        "notes": findings.note_count,
         "findings": [
             {
                 "kind": _kind(finding),
@@ -106,7 +106,7 @@ def _print_verified(found: VerificationResult) -> None:
         f"checked {sum(log.checksums for log in logs)} checksums of "
         f"{sum(log.records for log in logs)} records, "
         f"{sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
-        f"{findings.wrong} wrong, {findings.notes} notes"
+        f"{findings.error_count} wrong, {findings.note_count} notes"
     )
 
 
@@ -164,7 +164,7 @@ def _repaired_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, obje
         "is_rebuilt": not index.is_valid and not dry_run,
         "entries": index.entries,
         "old_entries": index.old_entries,
-        "wrong": index.wrong,
+        "wrong": index.difference_count,
         "kept_of_unreadable_records": index.kept,
     }
 
@@ -173,8 +173,8 @@ def _repaired_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"
-    found = "missing" if index.old_entries is None else f"{index.wrong} wrong entries"
-    if index.wrong == 1 and index.old_entries is not None:
+    found = "missing" if index.old_entries is None else f"{index.difference_count} wrong entries"
+    if index.difference_count == 1 and index.old_entries is not None:
         found = "1 wrong entry"
     kept = (
         (f"; {index.kept} of them belong to records that cannot be read, and were kept")

@@ -152,7 +152,7 @@ class AsyncWaltzClient(OpenedByConnect):
             CoordinatorUnavailable: no ZooKeeper server answers; the message names the hosts.
         """
         settings = settings_of(config)
-        directory = ZooKeeperDirectory.of(connect, settings)
+        directory = ZooKeeperDirectory.from_config(connect, settings)
         client = cls(directory, connect, settings, client_id=client_id)
         client._restrict(partitions)
         return Opening(client)
@@ -177,7 +177,7 @@ class AsyncWaltzClient(OpenedByConnect):
         `partitions` are as in `connect`.
         """
         settings = settings_of(config)
-        directory = FixedDirectory.of(layout, settings)
+        directory = FixedDirectory.from_config(layout, settings)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
         client.claim = claim
@@ -195,7 +195,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """Connect; called by `connect` and `at`."""
         assert self._root is None
         try:
-            await self.directory.open(self._assignment_changed)
+            await self.directory.open(self._on_owners_changed)
             if self._own_partitions is not None:
                 self._own_partitions = self._check_own_partitions(self._own_partitions)
             if self.claim is not None:
@@ -305,11 +305,11 @@ class AsyncWaltzClient(OpenedByConnect):
         self._connection_sequence += 1
         return self._connection_sequence
 
-    def _assignment_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
+    def _on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         for partition_id, owner in owners.items():
             if (partition := self._partitions.get(partition_id)) is not None:
-                partition.generation_changed(owner.generation)
-        self.requests.owners_changed(owners)
+                partition.on_generation_changed(owner.generation)
+        self.requests.on_owners_changed(owners)
 
     # --- the cluster
 
@@ -334,7 +334,7 @@ class AsyncWaltzClient(OpenedByConnect):
         # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
-    def waits_for(self) -> str:
+    def pending_reason(self) -> str:
         """Return why appends may not have their outcomes yet; on any thread."""
         waiting = [
             f"partition {each.partition_id} is not mounted: {each.stream.failure}"
@@ -463,7 +463,7 @@ class AsyncWaltzClient(OpenedByConnect):
         added = check_locks("append", append_locks)
         locks = write or read or added
         given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose(partition, locks))
+        chosen = await self._partition(self._choose_partition(partition, locks))
         if (write or read) and given is None and not chosen.is_ready:
             await chosen.ensure_mounted()  # the mark is unknown until then
         if (write or read) and given is None and chosen.is_starting:
@@ -511,7 +511,7 @@ class AsyncWaltzClient(OpenedByConnect):
         Unavailable or the error that ended the stream (no row is in the log), or OutcomeUnknown.
         """
         mark = check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose(partition, ()))
+        chosen = await self._partition(self._choose_partition(partition, ()))
         if row_count < 1:
             raise errors.BadRequest(
                 f"append batch: expected at least one row, found {row_count} rows"
@@ -530,16 +530,16 @@ class AsyncWaltzClient(OpenedByConnect):
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
         """Run any runnable context; the generic form of `submit`."""
         self._check_usable()
-        partition_id = self._choose(context.partition_id(self.partition_count), ())
+        partition_id = self._choose_partition(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
         run = ContextRun(context, partition, self.random, self._encryption)
         if await run.begin():
             self._runs[run] = None
             run.future.add_done_callback(lambda _: self._runs.pop(run, None))
             if self._closing.is_set():
-                await run.follow()  # closed during the first attempt, which is not sent
+                await run.run_to_end()  # closed during the first attempt, which is not sent
             else:
-                self.spawn(run.follow(), "context")
+                self.spawn(run.run_to_end(), "context")
         return run.future
 
     # --- the feed
@@ -560,7 +560,7 @@ class AsyncWaltzClient(OpenedByConnect):
         whose feed is applied already, and any exception of `client_high_water_mark`.
         """
         check_callbacks(callbacks, is_async=True)
-        consumer = LoopConsumer(callbacks, self.subscriptions.data)
+        consumer = LoopConsumer(callbacks, self.subscriptions.data_cache)
         await self.subscribe_consumer(consumer, partitions, check_headers(headers))
 
     async def subscribe_consumer(
@@ -617,7 +617,7 @@ class AsyncWaltzClient(OpenedByConnect):
         )
 
         async def from_server(rest: RangeQuery) -> RangeChunk:
-            return await self.requests.range(partition_id, rest)
+            return await self.requests.fetch_range(partition_id, rest)
 
         reader = ReplicaReader(
             partition_id,
@@ -698,7 +698,7 @@ class AsyncWaltzClient(OpenedByConnect):
             raise errors.BadConfig("partitions: expected at least one, found none")
         return tuple(sorted(checked))
 
-    def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
+    def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         """Return the partition of an append; raises BadRequest if it is not one of the client's."""
         own = self._own_partitions
         if partition is not None:

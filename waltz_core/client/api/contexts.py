@@ -169,10 +169,10 @@ class ContextRun:
             await self._fail(error)
             return False
 
-    async def follow(self) -> None:
+    async def run_to_end(self) -> None:
         """Run the context to its end."""
         try:
-            while await self._step():
+            while await self._run_step():
                 pass
         except asyncio.CancelledError:
             self._close()
@@ -252,7 +252,7 @@ class ContextRun:
                 f"{self._context.timeout_ms} ms (timeout_ms), {what}{failure}"
             ) from None
 
-    async def _step(self) -> bool:
+    async def _run_step(self) -> bool:
         """Wait for an attempt's outcome and act on it; False when the context has ended."""
         row = self._row
         assert row is not None
@@ -286,19 +286,19 @@ class ContextRun:
             return await self._expire(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
             # `asyncio.timeout` ends only code that suspends.
-            return await self._expire(self._view_behind(wait_for) or error)
+            return await self._expire(self._view_behind_error(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 if wait_for is None:
                     await asyncio.sleep(self._pause_s * (0.5 + self._random.random() / 2))
                     self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
                 else:
-                    await self._consumed(wait_for)
+                    await self._wait_until_applied(wait_for)
         except TimeoutError:
-            return await self._expire(self._view_behind(wait_for) or error)
+            return await self._expire(self._view_behind_error(wait_for) or error)
         return await self._attempt()
 
-    def _view_behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
+    def _view_behind_error(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
         """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
         partition, applier = self._partition, self._partition.applier
         if wanted is None or applier is None or applier.is_paused_by_application:
@@ -325,7 +325,7 @@ class ContextRun:
         error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
         return error
 
-    async def _consumed(self, mark: TransactionId) -> None:
+    async def _wait_until_applied(self, mark: TransactionId) -> None:
         """Rule 2."""
         while self._partition.reads_by_feed:
             applier = await self._partition.wait_for_feed()

@@ -129,7 +129,7 @@ class Subscriptions:
                 if not self._has_feed(partition_id):
                     await self._start(partition_id)
 
-    def data(self, partition_id: PartitionId) -> DataCache:
+    def data_cache(self, partition_id: PartitionId) -> DataCache:
         """Return the data cache of a partition."""
         return self._data[partition_id]
 
@@ -137,7 +137,7 @@ class Subscriptions:
         partition_id, stream = partition.partition_id, partition.stream
         return DataCache(
             lambda query: self._requests.fetch_data_range(partition_id, query),
-            lambda transaction_id: self._requests.data(partition_id, transaction_id),
+            lambda transaction_id: self._requests.fetch_data(partition_id, transaction_id),
             mark=lambda: stream.high_water_mark,
             bytes_max=self._config.range_bytes_max,
             budget=self.data_budget,
@@ -159,7 +159,7 @@ class Subscriptions:
         try:
             partition = await self._find(partition_id)
             # A context must not claim the log's mark while the application's view is older.
-            with partition.starting():
+            with partition.count_start():
                 mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
             if self._feeds.get(partition_id) is start:

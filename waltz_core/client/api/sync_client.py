@@ -473,7 +473,7 @@ class WaltzClient:
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
         """Wait for space in the window; return the outcome's future for threads."""
-        outcome: Future[ResultT] = ThreadOutcome(self._client.waits_for)
+        outcome: Future[ResultT] = ThreadOutcome(self._client.pending_reason)
         # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
@@ -620,7 +620,7 @@ class _ThreadContext:
         except Exception:
             raise
         except BaseException as error:
-            raise _raised_by_thread(error) from error
+            raise _error_of_thread(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
         result: object = await _on_thread(self._workers, self._context.execute, builder)
@@ -664,7 +664,7 @@ class _ThreadConsumer:
         last: TransactionId,
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        source = self._client.subscriptions.data(partition_id)
+        source = self._client.subscriptions.data_cache(partition_id)
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> DeliveryProgress:
@@ -680,7 +680,7 @@ class _ThreadConsumer:
                     if time.monotonic() > until_s:
                         break
             except BaseException as error:  # noqa: BLE001 - the application's own
-                return DeliveryProgress(count, _raised_by_thread(error))
+                return DeliveryProgress(count, _error_of_thread(error))
             return DeliveryProgress(count, None)
 
         return await self._apply_on_thread(partition_id, apply_all)
@@ -702,7 +702,7 @@ class _ThreadConsumer:
         running.add_done_callback(self._running.discard)
         return await asyncio.wrap_future(running)
 
-    async def uncaught(
+    async def on_uncaught_exception(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
@@ -731,7 +731,7 @@ class _BatchConsumer(_ThreadConsumer):
         last: TransactionId,
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        source = self._client.subscriptions.data(partition_id)
+        source = self._client.subscriptions.data_cache(partition_id)
         given: Sequence[Transaction] = [
             Transaction(partition_id, TransactionId(number), words, source) for number, words in run
         ]
@@ -744,7 +744,7 @@ class _BatchConsumer(_ThreadConsumer):
                     self._batched.apply_transactions(partition_id, given, last), None
                 )
             except BaseException as error:  # noqa: BLE001 - the application's own
-                return DeliveryProgress(0, _raised_by_thread(error))
+                return DeliveryProgress(0, _error_of_thread(error))
 
         return await self._apply_on_thread(partition_id, apply_transactions)
 
@@ -758,7 +758,7 @@ async def _on_thread(
         try:
             return call(*args)
         except BaseException as error:
-            raised = _raised_by_thread(error)
+            raised = _error_of_thread(error)
             if raised is error:
                 raise
             raise raised from error
@@ -776,7 +776,7 @@ def _check_plain(name: str, result: object) -> None:
         )
 
 
-def _raised_by_thread(error: BaseException) -> Exception:
+def _error_of_thread(error: BaseException) -> Exception:
     """Return the exception to raise for the application's: `sys.exit` on a thread has no effect."""
     # A future does not accept these: the waiting task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):

@@ -8,11 +8,11 @@ ResultT = TypeVar("ResultT")
 
 
 class ThreadOutcome(Future[ResultT]):
-    """A future; `waits_for` returns why there is no outcome yet, on any thread."""
+    """A future; `pending_reason` returns why there is no outcome yet, on any thread."""
 
-    def __init__(self, waits_for: Callable[[], str]) -> None:
+    def __init__(self, pending_reason: Callable[[], str]) -> None:
         super().__init__()
-        self._waits_for = waits_for
+        self._pending_reason = pending_reason
 
     def result(self, timeout: float | None = None) -> ResultT:
         """Return the outcome; raises its error, or TimeoutError after `timeout` seconds."""
@@ -21,5 +21,5 @@ class ThreadOutcome(Future[ResultT]):
         except TimeoutError:
             if self.done():
                 raise
-            text = f"no outcome within {timeout} s: {self._waits_for()}"
+            text = f"no outcome within {timeout} s: {self._pending_reason()}"
             raise TimeoutError(text) from None

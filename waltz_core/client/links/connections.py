@@ -87,7 +87,7 @@ class ServerLink:
         self._legacy_server = (
             LegacyServer(link, self._deliver, self._prove) if self.is_legacy_server else None
         )
-        link.start(self._messages_received, self._connection_closed)
+        link.start(self._on_messages_received, self._on_connection_closed)
 
     @property
     def is_closed(self) -> bool:
@@ -174,15 +174,15 @@ class ServerLink:
     def _is_waiting(self) -> bool:
         return self._answers.has_waiting_callers or any(each() for each in self._used_by.values())
 
-    def _messages_received(self, received: list[Message]) -> None:
-        self._watch.data_received()
+    def _on_messages_received(self, received: list[Message]) -> None:
+        self._watch.on_data_received()
         rest = [
             message
             for message in cast("list[ClientMessage]", received)
-            if not self._answers.take(message)
+            if not self._answers.try_complete(message)
         ]
         if self._legacy_server is not None:
-            self._legacy_server.take(rest)
+            self._legacy_server.on_received(rest)
             return
         for message in rest:
             self._deliver(message)
@@ -205,7 +205,7 @@ class ServerLink:
         """Wait until the connection is closed."""
         await self._link.wait_closed()
 
-    def _connection_closed(self, reason: str) -> None:
+    def _on_connection_closed(self, reason: str) -> None:
         self._watch.end(reason)
         if self._legacy_server is not None:
             self._legacy_server.stop()
@@ -270,17 +270,17 @@ class ServerLinks:
         try:
             made = await self._dial(key)
         except errors.WaltzError as error:
-            self._silent_servers.wait_ended(key[0], _DIAL, error)
+            self._silent_servers.on_wait_ended(key[0], _DIAL, error)
             outcome.set_exception(error)
             outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         else:
-            self._silent_servers.data_received(key[0], _DIAL)
+            self._silent_servers.on_data_received(key[0], _DIAL)
             outcome.set_result(None)
             return made
         finally:
             overdue.cancel()
-            self._silent_servers.wait_ended(
+            self._silent_servers.on_wait_ended(
                 key[0], _DIAL, "the attempt to connect was cancelled"
             )  # if not reported above
             del self._dialing[key]
@@ -292,7 +292,7 @@ class ServerLinks:
         began_s = loop.time()
         return loop.call_later(
             silent_servers.SILENT_S,
-            lambda: self._silent_servers.silence_detected(address, _DIAL, since_s=began_s),
+            lambda: self._silent_servers.on_silence_detected(address, _DIAL, since_s=began_s),
         )
 
     async def dial_unshared(self, address: str) -> net.Link:

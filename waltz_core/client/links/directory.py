@@ -71,7 +71,7 @@ class ClusterLayout:
     cluster: ClusterInfo
     owners: dict[int, tuple[str, int]]
 
-    def of(self, partition: int) -> "ClusterLayout":
+    def for_partition(self, partition: int) -> "ClusterLayout":
         """Return the layout with the owner of one partition only."""
         owners = {partition: self.owners[partition]} if partition in self.owners else {}
         return ClusterLayout(self.connect, self.cluster, owners)
@@ -145,7 +145,7 @@ class ZooKeeperDirectory:
         self._was_missing = False  # rule 8
 
     @classmethod
-    def of(cls, connect: str, config: ClientConfig) -> Self:
+    def from_config(cls, connect: str, config: ClientConfig) -> Self:
         """Return the directory of a client with these settings; raises BadConfig for the string."""
         return cls(
             connect,
@@ -195,13 +195,13 @@ class ZooKeeperDirectory:
             restored_from,
         )
         if servers.is_settled:
-            self._take(servers)
+            self._take_view(servers)
 
     async def run(self) -> None:
         """Follow the assignment until cancelled."""
         try:
             await self._check_same()
-            await self.coordinator.follow_servers(self._take)
+            await self.coordinator.follow_servers(self._take_view)
         except errors.ClusterNotFound as error:
             raise self._missing_cluster_error(error) from error
 
@@ -262,7 +262,7 @@ class ZooKeeperDirectory:
             await self._check_same()
             servers = await self._with_timeout(self.coordinator.read_servers())
             if servers.is_settled:
-                self._take(servers)
+                self._take_view(servers)
             outcome.set_result(None)
         except errors.WaltzError as error:
             outcome.set_exception(error)
@@ -308,7 +308,7 @@ class ZooKeeperDirectory:
             raise _other_cluster_error(self.cluster.key, key, self.coordinator.where)
         self._was_missing = False
 
-    def _take(self, view: ServersView) -> None:
+    def _take_view(self, view: ServersView) -> None:
         owners = _owners_in(view)
         if owners != self._owners:
             self._owners = owners
@@ -342,7 +342,7 @@ class FixedDirectory:
         self._is_suspect = asyncio.Event()
 
     @classmethod
-    def of(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
+    def from_config(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
         """Return the directory of a client with these settings."""
         return cls(
             layout,

@@ -44,7 +44,7 @@ class LegacyServer:
         """Send a message of a stream."""
         self._driver.post(SendToLegacyServer(message))
 
-    def take(self, received: Sequence[ClientMessage]) -> None:
+    def on_received(self, received: Sequence[ClientMessage]) -> None:
         """Process messages from the server that answer no request."""
         self._driver.post(ReceivedFromLegacyServer(received))
 
@@ -61,11 +61,11 @@ class LegacyServer:
             case legacy_server_stream.SendToStream():
                 self._deliver(effect.message)
             case legacy_server_stream.ProveOwnership():
-                self._prove(effect.partition_id, partial(self._ownership_proven, effect))
+                self._prove(effect.partition_id, partial(self._on_ownership_proven, effect))
             case legacy_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
-    def _ownership_proven(
+    def _on_ownership_proven(
         self,
         request: legacy_server_stream.ProveOwnership,
         is_owner: bool,  # noqa: FBT001 - as `Prove` has it

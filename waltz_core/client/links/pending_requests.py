@@ -73,7 +73,7 @@ class PendingRequests:
             )
         return message
 
-    def take(self, message: ClientMessage) -> bool:
+    def try_complete(self, message: ClientMessage) -> bool:
         """Hand a message to the caller that waits for it; return whether there is one."""
         future = self._waiting.pop(message.req_id, None)
         if future is None:

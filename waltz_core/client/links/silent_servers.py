@@ -39,7 +39,7 @@ class SilentServers:
         self._on_silence = mark_suspect
         self._known: dict[str, _SilentServer] = {}
 
-    def silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
+    def on_silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
         """It has sent nothing here since `since_s` (the loop's clock), and a caller waits."""
         if self._on_silence is None:
             return
@@ -59,13 +59,13 @@ class SilentServers:
             now_s - known.since_s,
         )
 
-    def data_received(self, address: str, connection: int) -> None:
+    def on_data_received(self, address: str, connection: int) -> None:
         """It has sent something here; logged if it was silent."""
         known = self._end_silence(address, connection)
         if known is not None:
             _log.info("server.responsive server=%s after_s=%.1f", address, _lasted_s(known))
 
-    def wait_ended(self, address: str, connection: int, reason: object) -> None:
+    def on_wait_ended(self, address: str, connection: int, reason: object) -> None:
         """No caller waits for it here any more; logged if it was silent."""
         known = self._end_silence(address, connection)
         if known is not None:
@@ -120,28 +120,28 @@ class SilenceWatch:
             self._since_s = loop.time()
             self._timer = loop.call_later(SILENT_S, self._check)
 
-    def data_received(self) -> None:
+    def on_data_received(self) -> None:
         """The server has sent something."""
         if not self._has_received:
             self._has_received = True
-            self._silent_servers.data_received(self._address, self._connection)
+            self._silent_servers.on_data_received(self._address, self._connection)
 
     def end(self, reason: str) -> None:
         """The connection is closed."""
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
-        self._silent_servers.wait_ended(self._address, self._connection, reason)
+        self._silent_servers.on_wait_ended(self._address, self._connection, reason)
 
     def _check(self) -> None:
         self._timer = None
         if not self._is_waiting():
-            self._silent_servers.wait_ended(
+            self._silent_servers.on_wait_ended(
                 self._address, self._connection, "the caller no longer waits for the answer"
             )
             return
         if not self._has_received:
-            self._silent_servers.silence_detected(
+            self._silent_servers.on_silence_detected(
                 self._address, self._connection, since_s=self._since_s
             )
         self.start()

@@ -96,7 +96,7 @@ class WriteRequests:
             marks=struct.pack(f">{len(marks)}q", *marks.values()),
             arguments=_json(keep_ms=keep_ms, in_series=in_series),
         )
-        return await self._carry_out(make, _write_in, directly)
+        return await self._carry_out(make, _decode_write, directly)
 
     async def read(self, write: str) -> WriteState | None:
         """Return a write; None if it was never begun, or was removed."""
@@ -105,7 +105,7 @@ class WriteRequests:
             return await coordinator.writes.read(write)
 
         def decode(answer: RegistryResponse) -> WriteState | None:
-            return _write_in(answer) if answer.result else None
+            return _decode_write(answer) if answer.result else None
 
         make = partial(RegistryRequest, operation=RegistryOperation.READ, write=write)
         return await self._carry_out(make, decode, directly)
@@ -177,7 +177,7 @@ class WriteRequests:
             write=write,
             arguments=_json(summary=dict(summary), keep_ms=keep_ms),
         )
-        return await self._carry_out(make, _write_in, directly)
+        return await self._carry_out(make, _decode_write, directly)
 
     async def forget(self, write: str) -> None:
         """Remove a write; servers also remove some expired ones."""
@@ -227,7 +227,7 @@ class WriteRequests:
             try:
                 link = await self._links.get(address)
                 if link.supports_registry:
-                    answer = await self._answer_of(link, make, deadline_s)
+                    answer = await self._request_from(link, make, deadline_s)
                     self._last_address = address
                     return answer
                 is_old = True
@@ -240,7 +240,7 @@ class WriteRequests:
             return None
         raise last
 
-    async def _answer_of(
+    async def _request_from(
         self, link: ServerLink, make: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse:
         left_s = deadline_s - asyncio.get_running_loop().time()
@@ -278,7 +278,7 @@ class WriteRequests:
             return self._coordinator
 
 
-def _write_in(answer: RegistryResponse) -> WriteState:
+def _decode_write(answer: RegistryResponse) -> WriteState:
     return WriteState.from_bytes(bytes(answer.result))
 
 

@@ -83,9 +83,9 @@ class Zstd(Generic[T]):
         Raises:
             BadFormat: the bytes were not written by this class, or are damaged.
         """
-        return self._inner.deserialize(self._unpacked(data))
+        return self._inner.deserialize(self._decompress(data))
 
-    def _unpacked(self, data: bytes) -> bytes:
+    def _decompress(self, data: bytes) -> bytes:
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
                 f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1 at its "

@@ -54,7 +54,7 @@ class CatchUp:
         self._config = config
         self._header_values = recipient.header_values
         self._data = data
-        self._applier = Applier(partition.partition_id, recipient.consumer, self._applied)
+        self._applier = Applier(partition.partition_id, recipient.consumer, self._on_applied)
         self._outage = OutageLog(partition.partition_id, "range")
         partition.applier = self._applier
         partition.fetch = self._fetch_all
@@ -80,9 +80,9 @@ class CatchUp:
             await self._applier.stop(error)
             raise
 
-    def _applied(self, mark: TransactionId) -> None:
+    def _on_applied(self, mark: TransactionId) -> None:
         self._data.release_applied(mark)
-        self._partition.feed_applied(mark)
+        self._partition.on_feed_applied(mark)
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
         """Pass on the transactions after `fed`, up to near the end of the log."""
@@ -99,7 +99,7 @@ class CatchUp:
             await self._applier.stop(error)
             raise
         if self._applier.stopped is None:
-            self._partition.feed_caught_up(fed)
+            self._partition.on_feed_caught_up(fed)
 
     async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
         """Apply rule 1; raises other errors than `Unavailable`, and any error of an ended feed."""
@@ -127,7 +127,7 @@ class CatchUp:
             self._header_values,
             self._config.range_bytes_max,
         )
-        chunk = await self._requests.range(partition_id, query)
+        chunk = await self._requests.fetch_range(partition_id, query)
         if chunk.next <= query.first:
             raise errors.DataLoss(
                 f"partition {partition_id} has lost transactions: its log ended at {last}, "

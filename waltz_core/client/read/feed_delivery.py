@@ -82,7 +82,7 @@ class Consumer(Protocol):
         `HAND_OVER_S_MAX`.
         """
 
-    async def uncaught(
+    async def on_uncaught_exception(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         """Return the policy for a transaction whose callback raised."""
@@ -132,7 +132,7 @@ class LoopConsumer:
             return DeliveryProgress(count, error)
         return DeliveryProgress(count, None)
 
-    async def uncaught(
+    async def on_uncaught_exception(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         """Return the policy for a transaction whose callback raised."""
@@ -283,7 +283,7 @@ class Applier:
         _log.error("feed.stopped partition=%d error=%s", self._partition_id, error)
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
-            await self._consumer.uncaught(self._partition_id, next_id, error)
+            await self._consumer.on_uncaught_exception(self._partition_id, next_id, error)
         except Exception as another:  # noqa: BLE001 - the application's own
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
@@ -339,7 +339,9 @@ class Applier:
         try:
             # A result that is not a policy is the application's fault, too: do not loop forever.
             return PoisonPolicy(
-                await self._consumer.uncaught(self._partition_id, transaction_id, error)
+                await self._consumer.on_uncaught_exception(
+                    self._partition_id, transaction_id, error
+                )
             )
         except Exception as another:  # noqa: BLE001 - the application's own
             _log.exception(

@@ -373,7 +373,9 @@ class ReaderConnection:
         """Read a range; raises SessionFenced, NotOwned, ... if the storage may not answer."""
         assert query.last <= high_water_mark
         assert not query.header_values
-        answer, where = await self._range(partition_id, query, query.form, session_id, timeout_s)
+        answer, where = await self._request_range(
+            partition_id, query, query.form, session_id, timeout_s
+        )
         chunk = RangeChunk(
             query.form,
             query.first,
@@ -388,7 +390,7 @@ class ReaderConnection:
         _verify(chunk, where, is_filtered=False)
         return chunk
 
-    async def places(
+    async def request_locations(
         self,
         partition_id: PartitionId,
         query: RangeQuery,
@@ -398,7 +400,9 @@ class ReaderConnection:
     ) -> ReadGrant:
         """Request the positions of a range's records; raises like `fetch`, and if unsupported."""
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
-        answer, where = await self._range(partition_id, larger, LOCATIONS, session_id, timeout_s)
+        answer, where = await self._request_range(
+            partition_id, larger, LOCATIONS, session_id, timeout_s
+        )
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
                 f"{where}: expected {answer.count} lengths, found {len(answer.lengths) / 4:g}"
@@ -411,7 +415,7 @@ class ReaderConnection:
             raise errors.BadFormat(f"{where}: {error}") from error
         return ReadGrant(query.first, lengths, places, answer.lineage, bytes(answer.ticket))
 
-    async def _range(
+    async def _request_range(
         self,
         partition_id: PartitionId,
         query: RangeQuery,
@@ -631,7 +635,7 @@ class ReplicaReader:
         session_id = SessionId(self._replicas.session_id)
 
         async def query_grant() -> ReadGrant:
-            return await link.places(
+            return await link.request_locations(
                 self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
             )
 

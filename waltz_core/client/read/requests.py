@@ -97,7 +97,7 @@ class OwnerRequests:
         self._numbers = count(1)
         self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
-    def owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
+    def on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         """The assignment has changed (rule 5)."""
         for each in self._waiting.values():
             owner = owners.get(each.partition_id)
@@ -339,7 +339,7 @@ class OwnerRequests:
             for partition, each in found.items()
         }
 
-    async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
+    async def fetch_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return a range of the log from the server, checked.
 
         A quorum has confirmed an answer that the log ends before the range.
@@ -373,7 +373,7 @@ class OwnerRequests:
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)
 
-    async def data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
+    async def fetch_data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
         answer = await self.query(
             partition_id,

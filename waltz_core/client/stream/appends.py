@@ -309,7 +309,7 @@ class Appends:
             self._send_gathered()  # Other writers of the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._send_or_gather)
 
     def add_batch(
         self,
@@ -350,7 +350,7 @@ class Appends:
 
     # --- out
 
-    def _turn(self) -> None:
+    def _send_or_gather(self) -> None:
         self._is_scheduled = False
         if self._has_finished or len(self._submissions) < UNANSWERED_SUBMISSIONS_MIN:
             self._send_gathered()
@@ -365,7 +365,7 @@ class Appends:
         if not self._gathered or self._held:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for (is_batch, is_alone), run in groupby(rows, _kind):
+        for (is_batch, is_alone), run in groupby(rows, _gathering_key):
             if is_batch:
                 for batch in run:
                     assert isinstance(batch, _BatchSubmission)
@@ -428,7 +428,7 @@ class Appends:
 
     # --- outcomes
 
-    def submission_settled(self, token: int, outcome: BatchOutcome) -> None:
+    def on_submission_settled(self, token: int, outcome: BatchOutcome) -> None:
         """Handle the outcome of every row of a submission."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
@@ -436,9 +436,9 @@ class Appends:
             submission.finish(outcome)
         else:
             self._settle_rows(submission, outcome)
-        self._submission_finished()
+        self._on_submission_finished()
 
-    def rejected(self, token: int, error: errors.WaltzError) -> None:
+    def on_rejected(self, token: int, error: errors.WaltzError) -> None:
         """Handle an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
@@ -455,7 +455,7 @@ class Appends:
                 self._end(row)
                 if not row.future.done():
                     row.future.set_exception(error)
-        self._submission_finished()
+        self._on_submission_finished()
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail everything with this error: no more answers will arrive."""
@@ -463,12 +463,12 @@ class Appends:
         # First, or rows that wait for a submission would be sent when that submission fails.
         self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
-            self.rejected(token, error)
+            self.on_rejected(token, error)
         for each in rows:
             self._end(each)
             if not each.future.done():
                 each.future.set_exception(error)
-        self._submission_finished()
+        self._on_submission_finished()
 
     def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
         again: list[PendingRow] = []
@@ -513,9 +513,9 @@ class Appends:
             until_s = max(until_s, self._pause_until_s)
             self._pause.cancel()
         self._pause_until_s = until_s
-        self._pause = self._loop.call_at(until_s, self._pause_ended)
+        self._pause = self._loop.call_at(until_s, self._on_pause_ended)
 
-    def _pause_ended(self) -> None:
+    def _on_pause_ended(self) -> None:
         self._pause = None
         self._release()
 
@@ -536,13 +536,13 @@ class Appends:
         assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
 
-    def _submission_finished(self) -> None:
+    def _on_submission_finished(self) -> None:
         """A submission has its outcome: rows that were gathered meanwhile may go."""
         self._release()
         self._has_finished = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._send_or_gather)
         self._notify()
 
     def _notify(self) -> None:
@@ -583,7 +583,7 @@ def error_of(
     return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
 
 
-def _kind(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
+def _gathering_key(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     """Return whether it is a batch, and whether it is sent alone."""
     return isinstance(each, _BatchSubmission), isinstance(
         each, PendingRow

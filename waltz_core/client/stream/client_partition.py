@@ -86,7 +86,7 @@ class ClientPartition:
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
             self._perform,
-            on_failure=self._machine_failed,
+            on_failure=self._on_machine_failed,
             name=f"stream-{partition_id}",
         )
         self.window = AppendWindow(
@@ -103,7 +103,7 @@ class ClientPartition:
         self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         self._starts = 0
-        # Fetches the feed after one mark up to about another, then calls `feed_caught_up`.
+        # Fetches the feed after one mark up to about another, then calls `on_feed_caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
@@ -134,7 +134,7 @@ class ClientPartition:
         return self._starts > 0
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def count_start(self) -> Iterator[None]:
         """Start a feed, which first requests the application's mark."""
         self._starts += 1
         try:
@@ -228,17 +228,17 @@ class ClientPartition:
         self.fetch = None
         self._driver.post(stream_events.Unsubscribe())
 
-    def feed_caught_up(self, mark: TransactionId) -> None:
+    def on_feed_caught_up(self, mark: TransactionId) -> None:
         """The transactions that the feed was behind have been fetched up to `mark`."""
         self._driver.post(stream_events.Resume(mark))
 
-    def feed_applied(self, mark: TransactionId) -> None:
+    def on_feed_applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
         self._consumed = mark
         if self.stream.has_feed:
             self._driver.post(stream_events.Applied(mark))
 
-    def generation_changed(self, generation: Generation) -> None:
+    def on_generation_changed(self, generation: Generation) -> None:
         """The assignment has changed for this partition."""
         self._driver.post(stream_events.GenerationChanged(generation))
 
@@ -263,7 +263,7 @@ class ClientPartition:
             error = self._stopped or errors.Unreachable(
                 "the client was closed before the append was sent"
             )
-            self.appends.rejected(submission.token, error)
+            self.appends.on_rejected(submission.token, error)
             return
         self._driver.post(stream_events.SendAppends(submission))
 
@@ -275,11 +275,11 @@ class ClientPartition:
                 if self._link is not None and self._link.number == effect.link:
                     self._link.send(effect.message)
             case stream_events.SubmissionSettled():
-                self.appends.submission_settled(effect.token, effect.outcome)
+                self.appends.on_submission_settled(effect.token, effect.outcome)
             case stream_events.SubmissionRejected():
-                self.appends.rejected(effect.token, effect.error)
+                self.appends.on_rejected(effect.token, effect.error)
             case stream_events.MarkAdvanced():
-                self._mark_moved(effect.high_water_mark)
+                self._on_mark_advanced(effect.high_water_mark)
             case stream_events.FeedAdvanced():
                 if self.applier is not None:
                     self.applier.queue_range(effect.ids, effect.headers, effect.last)
@@ -328,7 +328,11 @@ class ClientPartition:
             self._spawn(self._verify_owner(owner, on_result), "owner")
 
         link.attach(
-            self.partition_id, self._message_received, self._link_lost, self._is_waiting, prove
+            self.partition_id,
+            self._on_message_received,
+            self._on_link_lost,
+            self._is_waiting,
+            prove,
         )
         self._link = link
         if identity is not None:
@@ -360,7 +364,7 @@ class ClientPartition:
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
-            self._machine_failed(
+            self._on_machine_failed(
                 errors.TooLarge("a task of a write has more rows than sequence numbers")
             )
             return
@@ -378,7 +382,7 @@ class ClientPartition:
                 await asyncio.sleep(pause_s)
                 continue
             except errors.WaltzError as error:
-                self._machine_failed(error)
+                self._on_machine_failed(error)
                 return
             self._driver.post(stream_events.ClientIdRenewed(*identity))
             return
@@ -389,13 +393,13 @@ class ClientPartition:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
-    def _message_received(self, link: int, message: ClientMessage) -> None:
+    def _on_message_received(self, link: int, message: ClientMessage) -> None:
         self._driver.post(stream_events.MessageReceived(link, message))
 
-    def _link_lost(self, link: int, reason: str) -> None:
+    def _on_link_lost(self, link: int, reason: str) -> None:
         self._driver.post(stream_events.LinkLost(link, reason))
 
-    def _mark_moved(self, mark: TransactionId) -> None:
+    def _on_mark_advanced(self, mark: TransactionId) -> None:
         for future in [each for each, wanted in self._mark_waiters.items() if wanted <= mark]:
             del self._mark_waiters[future]
             if not future.done():
@@ -412,7 +416,7 @@ class ClientPartition:
         if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
-    def _machine_failed(self, error: Exception) -> None:
+    def _on_machine_failed(self, error: Exception) -> None:
         """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
         why = (

@@ -62,11 +62,11 @@ class FeedCursor:
             self._fed = self._applied = mark
         return self._fed
 
-    def mount_started(self) -> None:
+    def on_mount_started(self) -> None:
         """A new mount begins: the server no longer waits for a request of an older one."""
         self.is_suspended = False
 
-    def mount_succeeded(self) -> None:
+    def on_mount_succeeded(self) -> None:
         """A mount with the feed has succeeded: the server waits for a request."""
         assert self._fed is not None
         self.is_suspended = True
@@ -90,7 +90,7 @@ class FeedCursor:
         self.is_suspended = False
         return self._fed
 
-    def take(self, message: FeedBatch) -> FeedAdvanced | str | None:
+    def accept_batch(self, message: FeedBatch) -> FeedAdvanced | str | None:
         """Return what is new in a batch, None for nothing, or a text: what is wrong with it."""
         fed = self._fed
         if fed is None or self.is_lagging:

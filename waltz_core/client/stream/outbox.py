@@ -29,7 +29,7 @@ class MountLimits:
     in_flight_bytes_max: int
 
     @staticmethod
-    def of(mounted: Mounted, in_flight_bytes_max: int) -> "MountLimits":
+    def from_response(mounted: Mounted, in_flight_bytes_max: int) -> "MountLimits":
         """Return the server's limits, with at most `in_flight_bytes_max` in flight."""
         return MountLimits(
             mounted.batch_rows_max,

@@ -247,7 +247,7 @@ class OutcomeTracker:
 
     # --- evidence
 
-    def answered(self, result: AppendAnswer) -> tuple[PendingSubmission, BatchOutcome] | None:
+    def on_answered(self, result: AppendAnswer) -> tuple[PendingSubmission, BatchOutcome] | None:
         """Return the outcome in a server's answer; None if the submission has its outcome already.
 
         Raises RemoteProtocolError when the answer does not fit its submission.
@@ -456,7 +456,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
     committed = reasons == RowOutcomeCode.COMMITTED
     if not np.array_equal(committed, ids > BEFORE_FIRST):
-        raise _wrong_ids(result)
+        raise _wrong_ids_error(result)
     mark = max(result.high_water_mark, int(ids.max()))
     return BatchOutcome(TransactionId(mark), ids, reasons, conflicting)
 
@@ -467,7 +467,7 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]
     if (reason == RowOutcomeCode.COMMITTED) is not (transaction_id > BEFORE_FIRST):
-        raise _wrong_ids(result)
+        raise _wrong_ids_error(result)
     return BatchOutcome(
         TransactionId(max(result.high_water_mark, transaction_id)),
         np.array((transaction_id,), dtype=np.int64),
@@ -476,7 +476,7 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
     )
 
 
-def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
+def _wrong_ids_error(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
         f"result of append {tuple(result.req_id)}: expected a transaction ID for each "
         "committed row and for no other row"

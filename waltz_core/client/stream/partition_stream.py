@@ -173,9 +173,9 @@ class PartitionStream:
             case stream_events.SendAppends():
                 self._append(event.submission, now_ms, out)
             case stream_events.MessageReceived():
-                self._message_received(event, now_ms, out)
+                self._on_message_received(event, now_ms, out)
             case stream_events.Applied():
-                self._take_applied(event.mark, now_ms, out)
+                self._on_applied(event.mark, now_ms, out)
             case stream_events.Mount():
                 self._wants_mount = True
                 self._start(out)
@@ -188,15 +188,15 @@ class PartitionStream:
                 self._cursor.resume(event.mark)
                 self._remount("the feed has caught up", now_ms, out)
             case stream_events.LinkOpened():
-                self._link_opened(event, now_ms, out)
+                self._on_link_opened(event, now_ms, out)
             case stream_events.LinkFailed():
-                self._link_failed(event, now_ms, out)
+                self._on_link_failed(event, now_ms, out)
             case stream_events.LinkLost():
-                self._link_lost(event, now_ms, out)
+                self._on_link_lost(event, now_ms, out)
             case stream_events.GenerationChanged():
-                self._owner_moved(event.generation, now_ms, out)
+                self._on_owner_moved(event.generation, now_ms, out)
             case stream_events.ClientIdRenewed():
-                self._client_id_renewed(event, now_ms, out)
+                self._on_client_id_renewed(event, now_ms, out)
             case stream_events.Close():
                 self._stop(
                     errors.Unreachable("the client was closed before it sent the append"), out
@@ -242,7 +242,9 @@ class PartitionStream:
         self._avoided_links.update((pending.link, None) for pending in self._tracker)
         out.append(OpenLink(self.attempt, tuple(self._avoided_links)))
 
-    def _link_opened(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
+    def _on_link_opened(
+        self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]
+    ) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
@@ -269,7 +271,7 @@ class PartitionStream:
         self._mount += 1
         self._mount_id = self._control_id()
         self._mount_has_feed = wants_feed
-        self._cursor.mount_started()
+        self._cursor.on_mount_started()
         values = self._cursor.header_values if wants_feed else ()
         number = self._connection_sequence
         request = messages.MountWriter(
@@ -277,7 +279,7 @@ class PartitionStream:
         )
         out.append(Send(self._link, request))
 
-    def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
+    def _on_link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
         self._avoided_links.pop(event.link, None)
         for pending in self._tracker:
             pending.is_link_lost |= pending.link == event.link
@@ -291,7 +293,9 @@ class PartitionStream:
         else:
             self._avoided_links[pending.link] = None
 
-    def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
+    def _on_link_failed(
+        self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]
+    ) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.error.retriable:
@@ -300,7 +304,7 @@ class PartitionStream:
         else:
             self._stop(event.error, out)
 
-    def _owner_moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
+    def _on_owner_moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
             # A dial in progress may go to a machine that is down; its outcome is ignored.
             self._backoff.reset()  # The failures were those of another server.
@@ -362,32 +366,34 @@ class PartitionStream:
 
     # --- messages
 
-    def _message_received(
+    def _on_message_received(
         self, event: stream_events.MessageReceived, now_ms: int, out: list[Effect]
     ) -> None:
         message = event.message
         if isinstance(message, AppendAnswer):
             # Final on any link: the server answers when every row is final.
-            self._append_result(message, now_ms, out)
+            self._on_append_result(message, now_ms, out)
             return
         if event.link != self._link or self.phase not in _LINKED:
             return
         match message:
             case messages.FeedBatch():
-                self._feed_batch(message, now_ms, out)
+                self._on_feed_batch(message, now_ms, out)
             case messages.FeedSuspended() if message.req_id == self._mount_id:
                 self._cursor.is_suspended = True
                 self._request_feed(out)
             case messages.Mounted() if message.req_id == self._mount_id:
-                self._mount_succeeded(message, now_ms, out)
+                self._on_mount_succeeded(message, now_ms, out)
             case messages.RangeData() if self._readback.is_requested(message.req_id):
-                self._range_data(message, now_ms, out)
+                self._on_range_data(message, now_ms, out)
             case messages.ErrorResponse():
-                self._error_received(message, now_ms, out)
+                self._on_error_received(message, now_ms, out)
             case _:
                 out.append(self._report("stream.message_ignored", message=type(message).__name__))
 
-    def _mount_succeeded(self, message: messages.Mounted, now_ms: int, out: list[Effect]) -> None:
+    def _on_mount_succeeded(
+        self, message: messages.Mounted, now_ms: int, out: list[Effect]
+    ) -> None:
         if self.phase is not Phase.MOUNTING:
             return
         mark = TransactionId(message.high_water_mark)
@@ -398,7 +404,7 @@ class PartitionStream:
             )
             return
         self._note_mark(mark, out)
-        self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
+        self._limits = MountLimits.from_response(message, self._settings.in_flight_bytes_max)
         if self._must_request_feed(mark, now_ms, out):
             return
         self._tracker.prove(mark)
@@ -414,7 +420,7 @@ class PartitionStream:
         if not cursor.is_wanted:
             return False
         if self._mount_has_feed:
-            cursor.mount_succeeded()
+            cursor.on_mount_succeeded()
             self._request_feed(out)
             return False
         fed = cursor.start_at_end(mark)
@@ -434,13 +440,13 @@ class PartitionStream:
         request = self._readback.request(self._control_id(), reads_own=self._reads_own)
         out.append(Send(self._link, request))
 
-    def _range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
+    def _on_range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
         assert self.phase is Phase.SETTLING
         loss = self._readback.history_loss(message)
         if loss is not None:
             self._stop(loss, out)
             return
-        fault = self._readback.take(message, self._tracker)
+        fault = self._readback.accept_headers(message, self._tracker)
         if fault is not None:
             self._leave(fault, now_ms, out)
             return
@@ -461,7 +467,7 @@ class PartitionStream:
         out.append(Ready(self.high_water_mark))
         self._send_waiting(out)
 
-    def _error_received(
+    def _on_error_received(
         self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]
     ) -> None:
         error = errors.from_code(
@@ -470,12 +476,12 @@ class PartitionStream:
         self._note_pause(error, now_ms)
         pending = self._tracker.find(message.req_id)
         if pending is not None:
-            self._append_error(pending, error, now_ms, out)
+            self._on_append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
             if append_errors.is_mount_retriable(error):
                 self._leave(str(error), now_ms, out)
             elif isinstance(error, errors.ClientIdDenied) and not self._is_id_denied:
-                self._id_denied(error, now_ms, out)
+                self._on_id_denied(error, now_ms, out)
             else:
                 self._stop(error, out)
         elif self._readback.is_requested(message.req_id):
@@ -495,7 +501,7 @@ class PartitionStream:
         self, error: errors.BeforeLogStart, now_ms: int, out: list[Effect]
     ) -> None:
         """The log begins after what must be read back: these rows have an unknown outcome."""
-        if self._readback.below_start():
+        if self._readback.on_below_start():
             self.failure = str(error)
             for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
                 self._end_pending(pending, "since the log begins after them", out)
@@ -540,9 +546,9 @@ class PartitionStream:
             )
         )
 
-    def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
+    def _on_append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:
-            answer = self._tracker.answered(message)
+            answer = self._tracker.on_answered(message)
         except errors.RemoteProtocolError as error:
             # The append is in doubt, like one that was not answered.
             if self.phase in _LINKED:
@@ -551,7 +557,7 @@ class PartitionStream:
         if answer is not None:
             self._conclude(*answer, now_ms, out)
 
-    def _append_error(
+    def _on_append_error(
         self, pending: PendingSubmission, error: errors.WaltzError, now_ms: int, out: list[Effect]
     ) -> None:
         reason = append_errors.outcome_code_of(error)
@@ -651,7 +657,7 @@ class PartitionStream:
             self._renewing = True
             out.append(NeedClientId())
 
-    def _id_denied(self, error: errors.ClientIdDenied, now_ms: int, out: list[Effect]) -> None:
+    def _on_id_denied(self, error: errors.ClientIdDenied, now_ms: int, out: list[Effect]) -> None:
         """Mount again with another ID; the rows in doubt can be read back with this one only."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
@@ -659,7 +665,7 @@ class PartitionStream:
             self._end_pending(pending, "with this client ID", out)
         self._leave(str(error), now_ms, out)
 
-    def _client_id_renewed(
+    def _on_client_id_renewed(
         self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]
     ) -> None:
         if not (self._renewing or self.needs_client_id):
@@ -682,10 +688,10 @@ class PartitionStream:
         # NB: what the server still sends of this feed must not be taken for the next one's.
         self._mount_has_feed = False
 
-    def _feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
+    def _on_feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
         if message.req_id != self._mount_id or not self._mount_has_feed:
             return
-        stretch = self._cursor.take(message)
+        stretch = self._cursor.accept_batch(message)
         if isinstance(stretch, str):  # invariant 6
             self._leave(stretch, now_ms, out)
             return
@@ -697,7 +703,7 @@ class PartitionStream:
             self._note_mark(stretch.last, out)
             out.append(stretch)
 
-    def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
+    def _on_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.note_applied(mark) and self.phase is Phase.READY:
             # The log has grown by an unknown amount: the next mount's answer states how far (7).
             self._remount("the application has caught up", now_ms, out)

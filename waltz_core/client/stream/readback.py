@@ -45,7 +45,7 @@ class ReadBack:
         self._chain = chain
         self._request = None
 
-    def below_start(self) -> bool:
+    def on_below_start(self) -> bool:
         """The log begins after the request; return whether rows are in doubt there (rule 3)."""
         self._request = None
         if self._chain is not None:
@@ -73,7 +73,7 @@ class ReadBack:
         """Whether this is the outstanding request."""
         return self._request is not None and self._request.req_id == req_id
 
-    def take(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
+    def accept_headers(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
         """Process an answer; return a text that states what is wrong with it, or None."""
         request = self._request
         assert request is not None

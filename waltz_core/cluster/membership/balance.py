@@ -60,7 +60,7 @@ class Balancer:
         self._uneven_since_ms: int | None = None
         self._source_since_ms: dict[ServerId, int] = {}
 
-    def partitions_moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
+    def on_partitions_moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Note that these partitions have moved (rule 3)."""
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 

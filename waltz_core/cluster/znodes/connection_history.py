@@ -21,7 +21,7 @@ class ConnectionHistory:
         is_connected = znodes.state is SessionState.CONNECTED
         self._disconnected_since_ms = None if is_connected else znodes.now_ms
         self._reconnected_since_ms: int | None = None
-        znodes.on_state(self._changed)
+        znodes.on_state(self._on_state)
 
     @property
     def disconnected_ms(self) -> int:
@@ -41,7 +41,7 @@ class ConnectionHistory:
             else self._znodes.now_ms - self._reconnected_since_ms
         )
 
-    def _changed(self, state: SessionState) -> None:
+    def _on_state(self, state: SessionState) -> None:
         if state is not SessionState.CONNECTED:
             if self._disconnected_since_ms is None:
                 self._disconnected_since_ms = self._znodes.now_ms

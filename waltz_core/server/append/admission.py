@@ -29,7 +29,7 @@ class Admission:
         req_id = pending.req_id
         if not self._mounts.is_ready(req_id.client_id, pending.connection):
             return RowOutcomeCode.NOT_MOUNTED
-        if pending.mount != self._mounts.number(req_id.client_id, pending.connection):
+        if pending.mount != self._mounts.mount_number(req_id.client_id, pending.connection):
             return RowOutcomeCode.NOT_MOUNTED
         if req_id.generation != self.generation:
             return RowOutcomeCode.GENERATION

@@ -68,14 +68,14 @@ def superseded_answer(request: RequestReceived) -> SendToClient:
 def not_owned_answer(request: RequestReceived, place: PartitionPosition) -> SendToClient:
     """Report that another server owns the partition."""
     if isinstance(request.message, MountRequest):
-        return _state(request, MountState.NOT_READY)
+        return _mount_state_answer(request, MountState.NOT_READY)
     return reject(request, errors.NotOwned(f"this server does not own {place}"))
 
 
 def reject_mount(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
     """Report why a connection may not mount."""
     if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAheadOfLog):
-        return _state(request, MountState.CLIENT_AHEAD)
+        return _mount_state_answer(request, MountState.CLIENT_AHEAD)
     return reject(request, error)
 
 
@@ -84,7 +84,7 @@ def mounted_answer(
 ) -> SendToClient:
     """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
     if not isinstance(request.message, MountWriter):
-        return _state(request, MountState.READY)
+        return _mount_state_answer(request, MountState.READY)
     answer = Mounted(
         request.message.req_id,
         session_id,
@@ -165,6 +165,6 @@ def replacement_answer(
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 
 
-def _state(request: RequestReceived, state: MountState) -> SendToClient:
+def _mount_state_answer(request: RequestReceived, state: MountState) -> SendToClient:
     message = MountResponse(request.message.req_id, state)
     return SendToClient(request.connection, message, request.cost_bytes)

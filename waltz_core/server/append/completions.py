@@ -122,7 +122,7 @@ class Completions:
         if not is_proved:
             client_id = pending.req_id.client_id
             pending.end_unproved()
-            if pending.mount == self._mounts.number(client_id, pending.connection):
+            if pending.mount == self._mounts.mount_number(client_id, pending.connection):
                 self._mounts.invalidate(client_id)
         out: list[AppendOutcome] = [self._answer(pending)]
         self.remove_request(pending, out)

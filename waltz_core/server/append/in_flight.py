@@ -147,7 +147,7 @@ class InFlightBatches:
 
     def stop(self) -> None:
         """The session has ended: large batches of other partitions need not wait for these."""
-        self._throttle.large_batches_forgotten(self._large_count)
+        self._throttle.on_large_batches_forgotten(self._large_count)
         self._large_count = 0
 
     # ---- batches
@@ -175,7 +175,7 @@ class InFlightBatches:
         self.submitted_bytes += len(batch.records)
         if draft.is_large:
             self._large_count += 1
-            self._throttle.large_batch_started(draft.appends[0].connection, now_ms)
+            self._throttle.on_large_batch_started(draft.appends[0].connection, now_ms)
         return batch
 
     def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
@@ -186,9 +186,9 @@ class InFlightBatches:
             self.submitted_bytes -= len(oldest.batch.records)
             if oldest.is_large:
                 self._large_count -= 1
-                self._throttle.large_batch_finished(oldest.submitted_ms, now_ms)
+                self._throttle.on_large_batch_finished(oldest.submitted_ms, now_ms)
             elif oldest.appends:
-                self._throttle.small_request_finished(oldest.appends[0].received_ms, now_ms)
+                self._throttle.on_small_request_finished(oldest.appends[0].received_ms, now_ms)
             assert oldest.entry.last < last or oldest.entry.chain == chain
             committed.append(oldest)
         assert self.submitted_bytes >= 0

@@ -76,13 +76,13 @@ class LargeBatchThrottle:
         self._baseline_kept_until_ms = 0
         self.factor = FACTOR_FIRST
 
-    def small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
+    def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Note that a small request takes its turn (rule 2)."""
         is_other = self._large not in {None, connection}
         if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
-    def small_request_finished(self, received_ms: int, now_ms: int) -> None:
+    def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:
         """Note how long a small request took, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
         if not self._in_flight and self._busy_ms < received_ms:
@@ -115,23 +115,23 @@ class LargeBatchThrottle:
         """Return the present size of a piece of a large batch; None for the whole batch."""
         return PIECE_BYTES if now_ms < self._shared_until_ms else None
 
-    def large_batch_started(self, connection: ConnectionId, now_ms: int) -> None:
+    def on_large_batch_started(self, connection: ConnectionId, now_ms: int) -> None:
         """A large batch, or a piece, was submitted.
 
-        `large_batch_finished` or `large_batches_forgotten` follows.
+        `on_large_batch_finished` or `on_large_batches_forgotten` follows.
         """
         self._in_flight += 1
         self._large, self._large_ms = connection, now_ms
         self._busy_ms = now_ms
 
-    def large_batch_finished(self, started_ms: int, now_ms: int) -> None:
+    def on_large_batch_finished(self, started_ms: int, now_ms: int) -> None:
         """A large batch, or a piece, is final."""
-        self.large_batches_forgotten()
+        self.on_large_batches_forgotten()
         self._busy_ms = now_ms
         pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 
-    def large_batches_forgotten(self, count: int = 1) -> None:
+    def on_large_batches_forgotten(self, count: int = 1) -> None:
         """Stop counting `count` batches whose session has ended (rule 4)."""
         self._in_flight -= count
         assert self._in_flight >= 0

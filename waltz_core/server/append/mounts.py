@@ -84,16 +84,16 @@ class Mounts:
 
     def highest_sequence(self, client_id: ClientId) -> int | None:
         """The highest connection sequence that the client has mounted with, if any."""
-        known = self._known(client_id)
+        known = self._last_known_mount(client_id)
         return None if known is None else known[0]
 
-    def _known(self, client_id: ClientId) -> tuple[int, str] | None:
+    def _last_known_mount(self, client_id: ClientId) -> tuple[int, str] | None:
         mount = self._mounts.get(client_id)
         if mount is None:
             return self._left.get(client_id)
         return mount.sequence, mount.principal
 
-    def fault(
+    def mount_error(
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
@@ -127,7 +127,7 @@ class Mounts:
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Rule 7."""
-        known = self._known(client_id)
+        known = self._last_known_mount(client_id)
         if not principal or known is None or known[1] in ("", principal):
             return None
         return ClientIdDenied(
@@ -185,7 +185,7 @@ class Mounts:
         )
         self._clients_of.setdefault(connection, []).append(client_id)
 
-    def number(self, client_id: ClientId, connection: ConnectionId) -> int:
+    def mount_number(self, client_id: ClientId, connection: ConnectionId) -> int:
         """The number of the client's mount on this connection, 0 without one (rule 5)."""
         mount = self._mounts.get(client_id)
         return mount.number if mount is not None and mount.connection == connection else 0
@@ -231,7 +231,7 @@ class Mounts:
         while len(self._left) > self._limit:
             self._left.popitem(last=False)
 
-    def end(self) -> None:
+    def on_released(self) -> None:
         """The partition is released: no connection may append; fences stay (rule 1)."""
         for mount in self._mounts.values():
             mount.is_ready = False

@@ -128,19 +128,21 @@ class AppendPipeline:
         """Number of IDs given to rows that are not submitted yet (rule 10)."""
         return self._in_flight.gathered_count
 
-    def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` has work if nothing is committed first; None while it waits for a commit."""
+    def due_ms(self, now_ms: int) -> int | None:
+        """When `process_slice` has work without a commit; None while it waits for a commit."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
-        at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
-        return earliest(at_ms, self.lock_loader.turn_at_ms(now_ms))
+        at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
+        return earliest(at_ms, self.lock_loader.due_ms(now_ms))
 
-    def _gathered_at_ms(self, now_ms: int) -> int | None:
+    def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
         """Return when the gathered draft is submitted, if nothing is committed first (rule 10)."""
         in_flight = self._in_flight
         if in_flight.gathered is None or not self._is_open or len(in_flight):
             return None
-        return now_ms if self._is_held else self._dependent.gathers_until_ms(in_flight.submitted_ms)
+        return (
+            now_ms if self._is_held else self._dependent.gathering_ends_ms(in_flight.submitted_ms)
+        )
 
     @property
     def locks(self) -> LockTable | None:
@@ -150,7 +152,7 @@ class AppendPipeline:
     # -----------------------------------------------------------------------------------------
     # the store session
 
-    def settled(
+    def on_session_settled(
         self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
     ) -> list[AppendOutcome]:
         """A session has opened and earlier ones are settled: appends are accepted from now on.
@@ -187,16 +189,18 @@ class AppendPipeline:
             self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
-        self._dependent.session_opened(opened.session_id)
+        self._dependent.on_session_opened(opened.session_id)
         return out
 
-    def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[AppendOutcome]:
+    def on_committed(
+        self, last: TransactionId, chain: Chain, *, now_ms: int
+    ) -> list[AppendOutcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._in_flight.next_id
         self._high_water_mark = self._completions.high_water_mark = last
         assert self._table is not None
-        self._table.committed(last)
+        self._table.on_committed(last)
         out: list[AppendOutcome] = []
         for each in self._in_flight.pop_committed(last, chain, now_ms):
             self.proved_ms = each.submitted_ms
@@ -209,7 +213,7 @@ class AppendPipeline:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._is_held = True
 
-    def closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
+    def on_session_closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait for the next one's `settled`.
 
         `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
@@ -218,7 +222,7 @@ class AppendPipeline:
         self.lock_loader.stop()
         self._loss = loss
         self._in_flight.stop()
-        self._dependent.session_closed()
+        self._dependent.on_session_closed()
         # Final rejections are reported now: the next session may take long to open.
         return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_dependent(
             self._dependent.waiting.all()
@@ -228,7 +232,7 @@ class AppendPipeline:
         """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
         self.lock_loader.stop()
-        self._dependent.session_closed()
+        self._dependent.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
         # By identity: a batch may be in several batches in flight, and the rest of it in its lane.
@@ -302,7 +306,7 @@ class AppendPipeline:
             self._completions.remove_request(rejected, out)
         return out
 
-    def barrier(self, token: int) -> list[AppendOutcome]:
+    def add_barrier(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything that is in flight now is final; for mounts."""
         last = self._in_flight.last
         if last is None:
@@ -321,11 +325,11 @@ class AppendPipeline:
     # -----------------------------------------------------------------------------------------
     # a turn
 
-    def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
+    def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take about one slice from the lanes, validate it, and submit it as one batch (rule 5)."""
         in_flight = self._in_flight
         draft, in_flight.gathered = in_flight.gathered or Draft(), None
-        draft.out = [*self.lock_loader.turn(now_ms)]
+        draft.out = [*self.lock_loader.load_slice(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
         draft.out += self._notify_dependent(self._dependent.waiting.take_due(now_ms))
         self._take_slice(draft, now_ms)
@@ -353,7 +357,7 @@ class AppendPipeline:
                 break
             bytes_left -= pending.cost_bytes
             if not pending.is_large:
-                self._throttle.small_request_started(pending.connection, now_ms)
+                self._throttle.on_small_request_started(pending.connection, now_ms)
             if isinstance(pending, PendingSingle):
                 rows_left -= 1
                 group = self._take_single(pending, group, draft, now_ms)
@@ -389,7 +393,7 @@ class AppendPipeline:
             return False
         if len(self._in_flight):
             return True
-        until_ms = self._dependent.gathers_until_ms(self._in_flight.submitted_ms)
+        until_ms = self._dependent.gathering_ends_ms(self._in_flight.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
@@ -422,7 +426,7 @@ class AppendPipeline:
         if not self._admission.try_decode(pending, draft.out):
             self._lanes.take(with_large=pending.is_large)
             return 0
-        start, stop = pending.validated_count, pending.stop_within(piece_bytes)
+        start, stop = pending.validated_count, pending.piece_end(piece_bytes)
         if reason := self._admission.stale_code(pending):
             self._lanes.take(with_large=pending.is_large)
             pending.reject(reason)
@@ -462,14 +466,14 @@ class AppendPipeline:
             [pending], self._table, InFlightRange(mark, self._in_flight.next_id)
         )
         if pending.reason is RowOutcomeCode.LOCK and self._dependent.has_predecessors(pending):
-            notified = self._dependent.waiting.rejected(pending, now_ms)
+            notified = self._dependent.waiting.on_rejected(pending, now_ms)
             draft.out += self._notify_dependent(notified)
             return
         if pending.conflict > self._high_water_mark:
             piece = ValidatedPiece(None, [pending], [])
         self._add_piece(piece, draft)
         if piece.part is not None:
-            notified = self._dependent.waiting.writer_admitted(pending, now_ms)
+            notified = self._dependent.waiting.on_writer_admitted(pending, now_ms)
             draft.out += self._notify_dependent(notified)
 
     def _notify_dependent(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
@@ -485,7 +489,7 @@ class AppendPipeline:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
-            self._dependent.rows_admitted(piece)
+            self._dependent.on_rows_admitted(piece)
         for pending in piece.doubtful:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1
@@ -518,7 +522,9 @@ class AppendPipeline:
         if now_ms is not None:
             took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
-                self._lock_queues.committed(finished.appends, held, took_ms=took_ms, now_ms=now_ms)
+                self._lock_queues.on_committed(
+                    finished.appends, held, took_ms=took_ms, now_ms=now_ms
+                )
             )
         out.extend(BarrierReached(token) for token in finished.waiting)
 
@@ -527,7 +533,9 @@ class AppendPipeline:
             return False
         # Its writer must still be mounted, or it could not be notified later.
         return (
-            pending.mount == self._mounts.number(pending.req_id.client_id, pending.connection) > 0
+            pending.mount
+            == self._mounts.mount_number(pending.req_id.client_id, pending.connection)
+            > 0
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:

@@ -146,7 +146,7 @@ class DependentAppends:
 
     # --- the session
 
-    def session_opened(self, session_id: SessionId) -> None:
+    def on_session_opened(self, session_id: SessionId) -> None:
         """A session accepts appends.
 
         If its number is not new to this process, dependent appends are not possible in it:
@@ -156,7 +156,7 @@ class DependentAppends:
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
 
-    def session_closed(self) -> None:
+    def on_session_closed(self) -> None:
         """The session has ended: dependent appends are not possible any more."""
         self._session_id = NO_SESSION
         self._admitted.end()
@@ -166,7 +166,7 @@ class DependentAppends:
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 
-    def gathers_until_ms(self, submitted_ms: int) -> int:
+    def gathering_ends_ms(self, submitted_ms: int) -> int:
         """When the gathered draft is submitted if nothing is in flight."""
         return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
@@ -177,7 +177,7 @@ class DependentAppends:
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
-    def rows_admitted(self, piece: ValidatedPiece) -> None:
+    def on_rows_admitted(self, piece: ValidatedPiece) -> None:
         """Rows were admitted."""
         if not self._admitted.is_begun:
             return

@@ -77,15 +77,15 @@ class LockQueues:
         """When `take_due` may return a writer, if nothing is committed or admitted first."""
         return self._not_before_ms
 
-    def rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
+    def on_rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Queue a writer; return it if it must be notified now, otherwise nothing."""
         queue = self._enqueue(pending, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
-            return [self._first_of(queue, now_ms)]
-        self._note(queue)
+            return [self._take_first(queue, now_ms)]
+        self._note_due_time(queue)
         return []
 
-    def writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
+    def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
         """Return the writer to notify when a transaction with its locks was admitted."""
         queue = self._queues.get(key_of(pending))
         if queue is None:
@@ -94,9 +94,9 @@ class LockQueues:
         if not queue.waiting:
             queue.due_ms = now_ms
             return []
-        return [self._first_of(queue, now_ms)]
+        return [self._take_first(queue, now_ms)]
 
-    def committed(
+    def on_committed(
         self,
         finished: Iterable[PendingAppend],
         rejected: Iterable[PendingSingle],
@@ -124,7 +124,7 @@ class LockQueues:
         notified: list[PendingSingle] = []
         for queue in touched.values():
             queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
-            notified.append(self._first_of(queue, now_ms))
+            notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
 
@@ -135,19 +135,19 @@ class LockQueues:
         notified: list[PendingSingle] = []
         for queue in self._queues.values():
             while queue.waiting and queue.next_ms <= now_ms:
-                notified.append(self._first_of(queue, now_ms))
+                notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
 
     def drop(self, connection: ConnectionId) -> list[PendingSingle]:
         """Forget the writers of a closed connection; return them."""
-        dropped = self._take(lambda pending: pending.connection == connection)
+        dropped = self._take_matching(lambda pending: pending.connection == connection)
         self._remove_unused(0)
         return dropped
 
     def all(self) -> list[PendingSingle]:
         """Remove and return all waiting writers."""
-        taken = self._take(lambda _: True)
+        taken = self._take_matching(lambda _: True)
         self._queues.clear()
         self._not_before_ms = None
         return taken
@@ -158,15 +158,15 @@ class LockQueues:
         self.waiting_count += 1
         return queue
 
-    def _first_of(self, queue: _Queue, now_ms: int) -> PendingSingle:
+    def _take_first(self, queue: _Queue, now_ms: int) -> PendingSingle:
         pending, _ = queue.waiting.popleft()
         self.waiting_count -= 1
         pending.conflict = max(pending.conflict, queue.last_id)  # rule 4
         queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.notify_after_ms
-        self._note(queue)
+        self._note_due_time(queue)
         return pending
 
-    def _note(self, queue: _Queue) -> None:
+    def _note_due_time(self, queue: _Queue) -> None:
         at_ms = queue.next_ms
         if self._not_before_ms is None or at_ms < self._not_before_ms:
             self._not_before_ms = at_ms
@@ -178,7 +178,7 @@ class LockQueues:
                 del self._queues[key]
         self._not_before_ms = min((each.next_ms for each in self._queues.values()), default=None)
 
-    def _take(self, wanted: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
+    def _take_matching(self, wanted: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
         taken: list[PendingSingle] = []
         for queue in self._queues.values():
             taken += [pending for pending, _ in queue.waiting if wanted(pending)]

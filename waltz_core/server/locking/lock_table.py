@@ -223,7 +223,7 @@ class LockTable:
                 slots[slot] = next_id
         return PASSED
 
-    def committed(self, high_water_mark: TransactionId) -> None:
+    def on_committed(self, high_water_mark: TransactionId) -> None:
         """Entries up to the mark are committed and cannot be undone any more."""
         while self._entered and self._entered[0].last <= high_water_mark:
             self._entered.popleft()

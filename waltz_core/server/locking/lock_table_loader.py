@@ -117,8 +117,8 @@ class LockTableLoader:
         """Whether appends must not be validated yet (rule 4)."""
         return self._held_until_ms is not None and now_ms < self._held_until_ms
 
-    def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` has something to do, or appends may be validated again."""
+    def due_ms(self, now_ms: int) -> int | None:
+        """When `load_slice` has something to do, or appends may be validated again."""
         if self._blocks is not None:
             return now_ms
         return earliest(
@@ -128,7 +128,7 @@ class LockTableLoader:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def blocks_fetched(self, token: int, message: LockBlocks) -> None:
+    def on_blocks_fetched(self, token: int, message: LockBlocks) -> None:
         """A replica has sent its newest blocks; the turns process them."""
         self._under_way.discard(token)
         if self._fetch is not None and token == self._fetch.token:
@@ -136,7 +136,7 @@ class LockTableLoader:
             self._fetch = None
             self._blocks = LockBlockReader(message.blocks)
 
-    def fetch_failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
+    def on_fetch_failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
         """A replica has not sent its blocks."""
         self._under_way.discard(token)
         if self._fetch is None or token != self._fetch.token:
@@ -145,7 +145,7 @@ class LockTableLoader:
         self._fetch = None
         return self._fetch_next(now_ms)
 
-    def turn(self, now_ms: int) -> list[Fetch | Report]:
+    def load_slice(self, now_ms: int) -> list[Fetch | Report]:
         """Process a slice of the blocks (rule 5), or query again."""
         if self._blocks is not None:
             has_more = self._take_slice(self._blocks)
@@ -207,13 +207,13 @@ class LockTableLoader:
             floor = block.end_before
         if found:
             locks = np.frombuffer(b"".join(block.locks for block in found), dtype=">i4")
-            ids = np.concatenate([_writers(block) for block in found])
+            ids = np.concatenate([_entered_ids(block) for block in found])
             self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
         return not blocks.is_spent
 
 
-def _writers(block: LockBlock) -> I64:
+def _entered_ids(block: LockBlock) -> I64:
     """Return the writer of each lock, or the last transaction that may be it."""
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
     return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

@@ -198,7 +198,7 @@ class PendingBatch:
         self.conflicts = np.full(rows.count, NO_CONFLICT, np.int64)
         self.reasons = np.zeros(rows.count, np.uint8)
 
-    def stop_within(self, piece_bytes: int | None) -> int:
+    def piece_end(self, piece_bytes: int | None) -> int:
         """Return the row before which a piece of about `piece_bytes` ends; None: no limit."""
         assert self.rows is not None
         if piece_bytes is None:
@@ -213,7 +213,7 @@ class PendingBatch:
         """Return the share of its cost for the rows before this one."""
         return self.cost_bytes * row // self.ids.size
 
-    def rows_validated(self, stop: int) -> None:
+    def on_rows_validated(self, stop: int) -> None:
         """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
         assert self.validated_count < stop <= self.ids.size
         self.validated_count = stop
@@ -223,7 +223,7 @@ class PendingBatch:
     def reject(self, reason: RowOutcomeCode) -> None:
         """Reject all rows that are not validated; this is final."""
         self.reasons[self.validated_count :] = reason
-        self.rows_validated(self.ids.size)
+        self.on_rows_validated(self.ids.size)
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
         """Apply rule 2; return whether a row was lost, which is reported as `loss`."""

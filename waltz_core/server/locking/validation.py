@@ -127,7 +127,7 @@ def validate_rows(
     pending.ids[start:stop] = validation.ids
     pending.conflicts[start:stop] = validation.conflicts
     pending.reasons[start:stop] = reasons
-    pending.rows_validated(stop)
+    pending.on_rows_validated(stop)
     if validation.accepted_count:
         keep = None if validation.accepted_count == rows.count else accepted
         req_id = pending.req_id._replace(sequence=pending.req_id.sequence + start)

@@ -70,7 +70,7 @@ class LinearizableRequests(Generic[RequestT]):
         self._waiting.append(request)
         return self._begin(now_ms)
 
-    def proof_succeeded(
+    def on_proof_succeeded(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that this proof answers, and the next proof to request."""
@@ -80,7 +80,9 @@ class LinearizableRequests(Generic[RequestT]):
         self.note_confirmation(self._requested_ms)
         return answered, self._begin(now_ms)
 
-    def proof_failed(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
+    def on_proof_failed(
+        self, token: int, now_ms: int
+    ) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that do not get this proof, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []

@@ -169,9 +169,9 @@ class Partition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`."""
-        if self.feed.wants_turn:
+        if self.feed.has_work:
             return self._now_ms
-        wanted_ms = earliest(self.pipeline.turn_at_ms(self._now_ms), self._store.wake_at_ms)
+        wanted_ms = earliest(self.pipeline.due_ms(self._now_ms), self._store.wake_at_ms)
         wanted_ms = earliest(wanted_ms, self.reads.wake_at_ms)
         return earliest(wanted_ms, self._waiting.due_ms)
 
@@ -188,27 +188,27 @@ class Partition:
             case ConnectionClosed():
                 self._close(event.connection)
             case ConnectionCongested():
-                self.feed.connection_congested(event.connection)
+                self.feed.on_connection_congested(event.connection)
             case ConnectionDrained():
-                self.feed.drained(event.connection)
+                self.feed.on_connection_drained(event.connection)
             case FetchAnswered() | FetchFailed():
-                self._fetch_answered(event)
+                self._on_fetch_answered(event)
             case Wakeup():
                 self._wake()
             case replication.TakeOwnership():
-                self._own_store_event(event)
+                self._on_own_store_event(event)
             case replication.ReleaseOwnership():
-                self._drive(event)
+                self._step_store(event)
                 self._stop_serving("the partition has moved to another server")
             case _:
-                self._drive(event)
+                self._step_store(event)
         out, self._out = self._out, []
         return out
 
     def _wake(self) -> None:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
-            self._drive(Wakeup())
+            self._step_store(Wakeup())
         for request in self._waiting.take_overdue(self._now_ms):
             error = errors.Unavailable(
                 f"{self._position} has had no store session for "
@@ -216,17 +216,17 @@ class Partition:
             )
             self._out.append(answers.reject(request, error))
         self._route_reads(self.reads.wake(self._now_ms))
-        self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
-        self._feed_turn()
+        self._route(self.pipeline.process_slice(now_ms=self._now_ms, wall_ms=self._wall_ms))
+        self._deliver_feed()
 
-    def _fetch_answered(self, event: FetchAnswered | FetchFailed) -> None:
+    def _on_fetch_answered(self, event: FetchAnswered | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            self._out += self.pipeline.lock_loader.fetch_failed(event.token, self._now_ms)
-            self._route_reads(self.reads.fetch_failed(event, self._now_ms))
+            self._out += self.pipeline.lock_loader.on_fetch_failed(event.token, self._now_ms)
+            self._route_reads(self.reads.on_fetch_failed(event, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
-            self.pipeline.lock_loader.blocks_fetched(event.token, event.message)
+            self.pipeline.lock_loader.on_blocks_fetched(event.token, event.message)
         else:
-            self._route_reads(self.reads.range_fetched(event.token, event.message, self._now_ms))
+            self._route_reads(self.reads.on_range_fetched(event.token, event.message, self._now_ms))
 
     # -----------------------------------------------------------------------------------------
     # clients
@@ -274,14 +274,14 @@ class Partition:
             case messages.ObjectReplacementRequest():
                 self._replace(event, message)
             case messages.RangeRequest():
-                self._range(event, message)
+                self._answer_range(event, message)
             case messages.TransactionDataRequest():
-                self._route_reads(self.reads.data(event, message))
+                self._route_reads(self.reads.request_data(event, message))
             case _:
                 fault = f"a server accepts no {type(message).__name__} as a request for a partition"
                 self._out.append(answers.reject(event, errors.BadRequest(fault)))
 
-    def _range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
+    def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Read a range; headers of a client's own are for its mounted connection only."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
@@ -289,12 +289,12 @@ class Partition:
             fault = f"{self._position}: client {client_id} is not mounted on this connection"
             self._out.append(answers.reject(event, errors.NotMounted(fault)))
         else:
-            self._route_reads(self.reads.range(event, message))
+            self._route_reads(self.reads.request_range(event, message))
 
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
-        self.reads.close(connection, self.feed.fetching)
+        self.reads.close(connection, self.feed.fetching_from)
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._linearizable.drop(
@@ -309,22 +309,24 @@ class Partition:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
-        fault = self._mounts.fault(message, connection, self._position, event.principal)
+        fault = self._mounts.mount_error(message, connection, self._position, event.principal)
         if fault is not None:
             self._out.append(answers.reject_mount(event, fault))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
         if older:
-            self.reads.feeds_ended(self.feed.fetching)
+            self.reads.on_feeds_ended(self.feed.fetching_from)
         older += self._waiting.supersede(req_id.client_id)
         self._out.extend(answers.superseded_answer(request) for request in older)
         sequence = message.connection_sequence
         self._mounts.begin(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
-        self._route(self.pipeline.barrier(self._waiting.begin_mount(event, wants_feed=wants_feed)))
+        self._route(
+            self.pipeline.add_barrier(self._waiting.begin_mount(event, wants_feed=wants_feed))
+        )
 
-    def _mount_drained(self, mount: WaitingMount) -> None:
+    def _on_mount_drained(self, mount: WaitingMount) -> None:
         """Everything older is final (rule 3 b)."""
         event = mount.request
         message = event.message
@@ -341,7 +343,7 @@ class Partition:
             until=self._high_water_mark,
         )
 
-    def _mount_reached(self, event: RequestReceived) -> None:
+    def _on_mount_caught_up(self, event: RequestReceived) -> None:
         """The feed has reached the mark (rule 3 c); the session may have ended since (rule 3 a)."""
         if not self._is_open:
             self._wait_for_session(event)
@@ -368,13 +370,13 @@ class Partition:
         )
 
     def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
-        fault = self.feed.take(event, message.client_high_water_mark, self._position)
+        fault = self.feed.add_request(event, message.client_high_water_mark, self._position)
         if fault is not None:
             self._out.append(answers.reject(event, fault))
 
-    def _feed_turn(self) -> None:
-        if self.feed.wants_turn:
-            self._route_feed(self.feed.turn())
+    def _deliver_feed(self) -> None:
+        if self.feed.has_work:
+            self._route_feed(self.feed.deliver())
 
     # -----------------------------------------------------------------------------------------
     # marks
@@ -382,15 +384,15 @@ class Partition:
     def _answer_mark(self, event: RequestReceived, *, always: bool = False) -> None:
         """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
         if not always and self._linearizable.is_fresh(self._now_ms):
-            self._out.append(self._with_mark(event))
+            self._out.append(self._present_mark_answer(event))
         else:
             self._prove(event)
 
     def _prove(self, request: RequestReceived | PendingAppend) -> None:
         for effect in self._linearizable.wait_for_proof(request, self._now_ms):
-            self._drive(effect)
+            self._step_store(effect)
 
-    def _request_proved(self, request: RequestReceived | PendingAppend) -> None:
+    def _on_request_proved(self, request: RequestReceived | PendingAppend) -> None:
         if not isinstance(request, RequestReceived):
             self._route(self.pipeline.answer_ahead(request, is_proved=self._is_open))
         elif not self._is_open:
@@ -399,11 +401,11 @@ class Partition:
             request.message,
             messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
         ):
-            self._out.append(self._with_mark(request))
+            self._out.append(self._present_mark_answer(request))
         else:
             self._answer(request, is_proved=True)
 
-    def _with_mark(self, event: RequestReceived) -> SendToClient:
+    def _present_mark_answer(self, event: RequestReceived) -> SendToClient:
         # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived
@@ -427,7 +429,7 @@ class Partition:
         is_done = self._store.has_expired(before, message.before_ms)
         self._out.append(answers.expiry_answer(event, self._store.archived, is_done=is_done))
         if not is_done:
-            self._drive(replication.ExpireArchive(before, message.before_ms))
+            self._step_store(replication.ExpireArchive(before, message.before_ms))
 
     def _replace(self, event: RequestReceived, message: messages.ObjectReplacementRequest) -> None:
         first, last = TransactionId(message.first), TransactionId(message.last)
@@ -439,28 +441,28 @@ class Partition:
             return
         request = replication.ReplaceInArchive(message.object, first, last, message.token)
         self._out.append(answers.replacement_answer(event, self._store.replacement(request)))
-        self._drive(request)
+        self._step_store(request)
 
     # -----------------------------------------------------------------------------------------
     # the store
 
-    def _drive(self, event: replication.Event) -> None:
+    def _step_store(self, event: replication.Event) -> None:
         """Step the store; process the effects for the owner here, pass on the others."""
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
                     self._opening = effect
                 case replication.SessionSettled():
-                    self._session_settled(effect)
+                    self._on_session_settled(effect)
                 case replication.Committed():
-                    self._mark_advanced(effect)
+                    self._on_committed(effect)
                 case replication.SessionClosed():
-                    self._session_closed(effect)
+                    self._on_session_closed(effect)
                 case replication.CheckpointDue():
                     self._is_much_archived = True
                     self._consider_checkpoint()
                 case replication.MarkProved() | replication.MarkProofFailed():
-                    self._proof_ended(effect)
+                    self._on_proof_ended(effect)
                 case replication.Released():
                     self._stop_serving(effect.reason)
                     self._out.append(effect)
@@ -471,14 +473,14 @@ class Partition:
                     self._out.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
-    def _own_store_event(self, event: replication.TakeOwnership) -> None:
+    def _on_own_store_event(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
             self._mounts.clear()
             self._generation = event.generation
         self._is_owned = True
-        self._drive(event)
+        self._step_store(event)
 
-    def _session_settled(self, event: replication.SessionSettled) -> None:
+    def _on_session_settled(self, event: replication.SessionSettled) -> None:
         opened, self._opening = self._opening, None
         assert opened is not None
         assert opened.session_id == event.session_id
@@ -504,34 +506,34 @@ class Partition:
         if not unbroken:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
-        settled = self.pipeline.settled(
+        settled = self.pipeline.on_session_settled(
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
         replicas, lock_loader = self.reads.replicas, self.pipeline.lock_loader
         self._out += lock_loader.query_locks(
             opened.session_id, replicas, self._now_ms, holds=not unbroken
         )
-        self.feed.advanced(opened.session_id, mark)
-        self._route_reads(self.reads.opened(opened.session_id, mark))
+        self.feed.on_mark_advanced(opened.session_id, mark)
+        self._route_reads(self.reads.on_session_opened(opened.session_id, mark))
         self._route(settled)
         self._out.append(
             Report("session.opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
-        for request in self._waiting.session_opened():
+        for request in self._waiting.on_session_opened():
             self._receive(request)
 
-    def _mark_advanced(self, event: replication.Committed) -> None:
+    def _on_committed(self, event: replication.Committed) -> None:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
-        landed = self.pipeline.committed(event.last, event.chain, now_ms=self._now_ms)
+        landed = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
         # All parts get the new mark before a mount that waited for it continues.
-        self.reads.advanced(event.last)
-        self.feed.advanced(self._session_id, event.last)
+        self.reads.on_mark_advanced(event.last)
+        self.feed.on_mark_advanced(self._session_id, event.last)
         self._route(landed)
         if self.pipeline.proved_ms is not None:
             self._linearizable.note_confirmation(self.pipeline.proved_ms)
-        self._feed_turn()
+        self._deliver_feed()
         self._consider_checkpoint()
 
     def _consider_checkpoint(self) -> None:
@@ -552,15 +554,15 @@ class Partition:
             if self._is_checkpoint_due:
                 self.pipeline.hold_submissions()
         if self._is_checkpoint_due and not self.pipeline.in_flight_bytes:
-            self._drive(replication.Checkpoint())
+            self._step_store(replication.Checkpoint())
 
-    def _session_closed(self, event: replication.SessionClosed) -> None:
+    def _on_session_closed(self, event: replication.SessionClosed) -> None:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
         loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
-        self._route(self.pipeline.closed(loss))
-        self.reads.closed()
+        self._route(self.pipeline.on_session_closed(loss))
+        self.reads.on_session_closed()
         # The requests arrived in the session that ended; the next one may answer them as well.
         for request in self._reject_unproved(self._linearizable.reset()):
             self._wait_for_session(request)
@@ -568,14 +570,14 @@ class Partition:
             Report("session.closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
-    def _proof_ended(self, event: replication.MarkProved | replication.MarkProofFailed) -> None:
+    def _on_proof_ended(self, event: replication.MarkProved | replication.MarkProofFailed) -> None:
         if isinstance(event, replication.MarkProved):
-            requests, proofs = self._linearizable.proof_succeeded(event.token, self._now_ms)
+            requests, proofs = self._linearizable.on_proof_succeeded(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
             for each in requests:
-                self._request_proved(each)
+                self._on_request_proved(each)
         else:
-            requests, proofs = self._linearizable.proof_failed(event.token, self._now_ms)
+            requests, proofs = self._linearizable.on_proof_failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._position}: no quorum of storages has confirmed the store session"
             )
@@ -583,7 +585,7 @@ class Partition:
                 answers.reject(each, unproved) for each in self._reject_unproved(requests)
             )
         for proof in proofs:
-            self._drive(proof)
+            self._step_store(proof)
 
     def _reject_unproved(
         self, requests: Sequence[RequestReceived | PendingAppend]
@@ -608,7 +610,7 @@ class Partition:
     def _abandon(self, reason: str) -> None:
         """Release the partition: appends in flight have an unknown outcome."""
         self._stop_serving(reason)
-        self._drive(replication.ReleaseOwnership())
+        self._step_store(replication.ReleaseOwnership())
         self._out.append(replication.Released(reason))
 
     def _stop_serving(self, reason: str) -> None:
@@ -625,7 +627,7 @@ class Partition:
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
-        self._mounts.end()
+        self._mounts.on_released()
         self._out.extend(answers.reject(request, gone) for request in waiting)
         assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
 
@@ -638,11 +640,11 @@ class Partition:
                 case SendToClient() | Fetch() | Report():
                     self._out.append(outcome)
                 case outcomes.SubmitBatch():
-                    self._drive(replication.Submit(self._session_id, outcome.batch))
+                    self._step_store(replication.Submit(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
                     self.reads.cache_batch(outcome.entry, outcome.batch)
                 case outcomes.BarrierReached():
-                    self._barrier_reached(outcome.token)
+                    self._on_barrier_reached(outcome.token)
                 case outcomes.AheadOfLog():
                     self._prove(outcome.pending)
                 case _:
@@ -654,24 +656,24 @@ class Partition:
                 case SendToClient():
                     self._out.append(outcome)
                 case feeds.FetchHeaders():
-                    fetches = self.reads.headers(outcome.first, outcome.last)
+                    fetches = self.reads.request_headers(outcome.first, outcome.last)
                     self._route_reads(fetches)
                 case feeds.MountCaughtUp():
-                    self._mount_reached(outcome.request)
+                    self._on_mount_caught_up(outcome.request)
                 case _:
                     assert_never(outcome)
 
     def _route_reads(self, found: Sequence[ReadOutcome]) -> None:
         for outcome in found:
             if isinstance(outcome, FeedHeaders):
-                self._route_feed(self.feed.headers_fetched(outcome))
+                self._route_feed(self.feed.on_headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
-                requests = self.feed.failed(outcome.first)
+                requests = self.feed.on_fetch_failed(outcome.first)
                 self._out.extend(answers.reject(each, outcome.error) for each in requests)
             else:
                 self._out.append(outcome)
 
-    def _barrier_reached(self, token: int) -> None:
+    def _on_barrier_reached(self, token: int) -> None:
         found = self._waiting.end(token)
         if found is None:
             return  # A later mount has replaced it, or no request waits any more.
@@ -680,6 +682,6 @@ class Partition:
             # The session has ended since; the mount starts again with the next one.
             self._wait_for_session(request)
         elif isinstance(found, WaitingMount):
-            self._mount_drained(found)
+            self._on_mount_drained(found)
         else:
             self._answer_mark(request)

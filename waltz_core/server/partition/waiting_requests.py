@@ -49,7 +49,7 @@ class WaitingRequests:
             found.append(self._until_open.popleft()[1])
         return found
 
-    def session_opened(self) -> list[RequestReceived]:
+    def on_session_opened(self) -> list[RequestReceived]:
         """Remove and return the requests that waited for a session."""
         waiting, self._until_open = self._until_open, deque()
         return [request for _, request in waiting]
@@ -95,7 +95,7 @@ class WaitingRequests:
 
     def abandon(self) -> list[RequestReceived]:
         """Remove and return everything."""
-        waiting = self.session_opened()
+        waiting = self.on_session_opened()
         waiting += self._flushes.values()
         waiting += (mount.request for mount in self._mounts.values())
         self._flushes.clear()

@@ -230,9 +230,9 @@ class ClientConnections:
         self._clients[connection] = _ClientConnection(link, legacy_client)
         self._flow.open(connection)
         link.start(
-            lambda messages: self._messages_received(connection, messages),
-            lambda reason: self._link_closed(connection, reason),
-            lambda: self._link_drained(connection),
+            lambda messages: self._on_messages_received(connection, messages),
+            lambda reason: self._on_link_closed(connection, reason),
+            lambda: self._on_link_drained(connection),
         )
 
     def forget_partition(self, host: PartitionHost) -> None:
@@ -240,7 +240,7 @@ class ClientConnections:
         for client in self._clients.values():
             if client.hosts.get(host.partition_id) is host:
                 del client.hosts[host.partition_id]
-                client.link.feeds_ended(host.partition_id)
+                client.link.on_feeds_ended(host.partition_id)
 
     def disconnect(self, connection: ConnectionId, reason: str) -> None:
         """End a connection, if it is open; unsent answers are lost."""
@@ -253,12 +253,12 @@ class ClientConnections:
         for client in self._clients.values():
             client.link.pause_reading()
 
-    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
+    def _on_messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         self._flow.receive(connection, cast("list[ClientMessage]", messages))
         self._admit(connection)
         self._balance()
 
-    def _link_drained(self, connection: ConnectionId) -> None:
+    def _on_link_drained(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
         if client is None:
             return
@@ -269,7 +269,7 @@ class ClientConnections:
                 host.post(ConnectionDrained(connection))
         self._admit(connection)
 
-    def _link_closed(self, connection: ConnectionId, reason: str) -> None:
+    def _on_link_closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
         _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
@@ -300,10 +300,10 @@ class ClientConnections:
             )
             if translated is not None:
                 self._send_to_legacy_client(connection, client, translated)
-        self._flow.answered(connection, effect.cost_bytes)
+        self._flow.on_answered(connection, effect.cost_bytes)
         if not self._answered:
             # Not now: the caller is in the middle of a step.
-            self._loop.call_soon(self._after_answers)
+            self._loop.call_soon(self._flush_answers)
         self._answered[connection] = None
 
     def _send(
@@ -352,7 +352,7 @@ class ClientConnections:
             outbox, client.outbox = client.outbox, []
             client.link.send_all(outbox)
 
-    def _after_answers(self) -> None:
+    def _flush_answers(self) -> None:
         """Send the outboxes, and admit the requests for which there is room now."""
         connections, self._answered = self._answered, {}
         for connection in connections:
@@ -436,14 +436,14 @@ class ClientConnections:
                 )
                 self.answer(answer)
                 return
-        audited = client.link.audited(message)
+        audited = client.link.audit_request(message)
         if audited is None:
             self._route(connection, client, request, over_limit)
         else:
             client.audited[id(message)] = message, audited
-            audited.begin(partial(self._audit_line_written, connection, request))
+            audited.begin(partial(self._on_audit_line_written, connection, request))
 
-    def _audit_line_written(
+    def _on_audit_line_written(
         self, connection: ConnectionId, request: AdmittedRequest, error: errors.WaltzError | None
     ) -> None:
         """Carry out a request whose line is written, or reject it (rule 6)."""
@@ -470,7 +470,7 @@ class ClientConnections:
         partition_id = message.req_id.partition_id
         host = self._backend.hosts.get(partition_id)
         if host is None:
-            self.answer(self._rejection(connection, request))
+            self.answer(self._rejection_answer(connection, request))
             return
         if client.hosts.get(partition_id) is not host:
             client.hosts[partition_id] = host
@@ -484,7 +484,7 @@ class ClientConnections:
             connection, message, request.cost_bytes, principal=principal, over_limit=over_limit
         )
 
-    def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
+    def _rejection_answer(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
         """Return the answer to a request for a partition that is not served here."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id

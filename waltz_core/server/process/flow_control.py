@@ -134,7 +134,7 @@ class FlowControl:
             admitted.append(AdmittedRequest(message, request_bytes + answer_bytes))
         return admitted
 
-    def answered(self, connection: ConnectionId, cost_bytes: int) -> None:
+    def on_answered(self, connection: ConnectionId, cost_bytes: int) -> None:
         """A request was answered: its bytes are free. Does nothing for a cost of 0."""
         account = self._accounts.get(connection)
         if account is None or not cost_bytes:

@@ -217,11 +217,11 @@ class Host:
             case replication.WriteMetadata():
                 self._services.tasks.create_task(self._write_metadata(effect))
             case replication.Released():
-                self._ownership_released(effect)
+                self._on_ownership_released(effect)
             case _:  # The partition machine consumes the store's other effects.
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
-    def _ownership_released(self, effect: replication.Released) -> None:
+    def _on_ownership_released(self, effect: replication.Released) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
         if effect.for_others:
             self._services.tasks.create_task(self._hand_over(self.partition.generation))

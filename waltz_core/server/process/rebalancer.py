@@ -111,7 +111,7 @@ class Rebalancer:
         preferred = {each for its in view.servers.values() for each in its.preferred}
         moves = self._balancer.plan_moves(owners, preferred, loads, published.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
-            self._balancer.partitions_moved(moves, now_ms)
+            self._balancer.on_partitions_moved(moves, now_ms)
             for partition_id, target in moves.items():
                 _log.info(
                     "balance.partition_moved partition=%s load=%.0f from=%s to=%s",

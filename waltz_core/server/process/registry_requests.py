@@ -118,7 +118,7 @@ class RegistryRequests:
         is_closed: Callable[[], bool],
     ) -> RegistryResponse:
         if access is not None:
-            own = self._writes.of(access.principal, is_limited=access.is_enforced)
+            own = self._writes.for_principal(access.principal, is_limited=access.is_enforced)
             try:
                 return await self._carry_out(request, own, access, is_closed)
             except errors.PermissionDenied as error:
@@ -236,21 +236,23 @@ class Arguments:
         """Return for how long a write is kept."""
         found = self._values.get("keep_ms")
         if type(found) is not int or not 0 <= found <= KEEP_MS_MAX:
-            raise self._wrong("keep_ms", f"0 to {KEEP_MS_MAX} (a year)")
+            raise self._bad_argument_error("keep_ms", f"0 to {KEEP_MS_MAX} (a year)")
         return found
 
     def flag(self, name: str) -> bool:
         """Return a flag; false if it is absent."""
         found = self._values.get(name, False)
         if type(found) is not bool:
-            raise self._wrong(name, "true or false")
+            raise self._bad_argument_error(name, "true or false")
         return found
 
     def text(self, name: str) -> str:
         """Return a short text."""
         found = self._values.get(name)
         if type(found) is not str or len(found) > NAME_CHARACTERS_MAX:
-            raise self._wrong(name, f"a text of at most {NAME_CHARACTERS_MAX} characters")
+            raise self._bad_argument_error(
+                name, f"a text of at most {NAME_CHARACTERS_MAX} characters"
+            )
         return found
 
     def summary(self) -> dict[str, Any]:
@@ -258,10 +260,12 @@ class Arguments:
         found = self._values.get("summary")
         if not isinstance(found, dict) or not _has_levels(found, _SUMMARY_LEVELS_MAX):
             # NB: whether Python can decode many levels depends on the depth of its stack.
-            raise self._wrong("summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels")
+            raise self._bad_argument_error(
+                "summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels"
+            )
         return found
 
-    def _wrong(self, name: str, expected: str) -> errors.BadRequest:
+    def _bad_argument_error(self, name: str, expected: str) -> errors.BadRequest:
         return errors.BadRequest(
             f"argument {name} of a registry request: expected {expected}, found "
             f"{self._values.get(name)!r:.200}"

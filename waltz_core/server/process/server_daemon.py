@@ -229,7 +229,7 @@ class Server:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
                 follow = follow_readable(
-                    coordinator.follow_replica_assignment, self._assignments_changed
+                    coordinator.follow_replica_assignment, self._on_assignments_changed
                 )
                 tasks.create_task(follow)
                 tasks.create_task(
@@ -242,7 +242,7 @@ class Server:
                 )
                 self._is_registered = True
                 tasks.create_task(
-                    follow_readable(coordinator.follow_servers, self._ownership_changed)
+                    follow_readable(coordinator.follow_servers, self._on_ownership_changed)
                 )
                 tasks.create_task(self._publish_metrics())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
@@ -309,7 +309,7 @@ class Server:
     # -----------------------------------------------------------------------------------------
     # ownership
 
-    def _assignments_changed(self, assignments: ReplicaAssignments) -> None:
+    def _on_assignments_changed(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
         self._newest_assignments = assignments
         self._tasks.create_task(self._apply_assignments(assignments))
@@ -325,7 +325,7 @@ class Server:
             self._assignments = assignments
             self._assign_hosts()
 
-    def _ownership_changed(self, view: ServersView) -> None:
+    def _on_ownership_changed(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
         self._failure_detector.follow(view)

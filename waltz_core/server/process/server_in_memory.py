@@ -168,7 +168,7 @@ class MemoryServer:
         for host in self.hosts.values():
             host.stop()
 
-    def failed(self, error: Exception) -> None:
+    def on_machine_failed(self, error: Exception) -> None:
         """A machine has raised: end all connections."""
         self.failure = self.failure or error
         assert self._listener is not None
@@ -237,7 +237,7 @@ class MemoryHost:
             self._partition,
             self._perform,
             on_report=lambda report: None,
-            on_failure=server.failed,
+            on_failure=server.on_machine_failed,
             name=f"memory-{partition_id}",
         )
         self.post, self.stop = self._driver.post, self._driver.stop

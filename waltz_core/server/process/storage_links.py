@@ -115,7 +115,7 @@ class SessionLinks:
                 write_backlog_bytes_max=self._write_backlog_bytes_max,
             )
         except WaltzError as error:
-            self._link_lost(key, entry, str(error))
+            self._on_link_lost(key, entry, str(error))
             return
         if entry.is_closed:
             link.abort("the store session has ended")
@@ -132,9 +132,9 @@ class SessionLinks:
 
         self._post(replication.ReplicaOpened(session_id, replica))
         if not entry.is_closed:
-            link.start(take, lambda reason: self._link_lost(key, entry, reason))
+            link.start(take, lambda reason: self._on_link_lost(key, entry, reason))
 
-    def _link_lost(
+    def _on_link_lost(
         self, key: tuple[SessionId, ReplicaId], entry: _SessionLink, reason: str
     ) -> None:
         if entry.is_closed:
@@ -211,14 +211,14 @@ class ReadLinks:
             read_link = self._links[replica] = _ReadLink(link)
             link.start(
                 lambda messages: _take_answers(replica, read_link, messages),
-                lambda reason: self._link_lost(replica, read_link, reason),
+                lambda reason: self._on_link_lost(replica, read_link, reason),
             )
             if link.is_closed:  # since the greeting: no handler would be notified
                 raise Unreachable(f"{replica}: {link.closed_reason}")
             link.send(self._opening)
             return read_link
 
-    def _link_lost(self, replica: ReplicaId, read_link: _ReadLink, reason: str) -> None:
+    def _on_link_lost(self, replica: ReplicaId, read_link: _ReadLink, reason: str) -> None:
         if self._links.get(replica) is read_link:
             del self._links[replica]
         for answer in read_link.waiting.values():

@@ -109,8 +109,8 @@ class Feed:
     # figures
 
     @property
-    def wants_turn(self) -> bool:
-        """Whether `turn` would send something now."""
+    def has_work(self) -> bool:
+        """Whether `deliver` would send something now."""
         return self._has_more
 
     @property
@@ -119,7 +119,7 @@ class Feed:
         return len(self._contexts)
 
     @property
-    def fetching(self) -> set[TransactionId]:
+    def fetching_from(self) -> set[TransactionId]:
         """Where the ranges begin that are fetched for it."""
         return {each.next for each in self._contexts.values() if each.is_fetching}
 
@@ -151,7 +151,7 @@ class Feed:
         context = self._contexts.get((request.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
-    def take(
+    def add_request(
         self, request: RequestReceived, mark: int, place: PartitionPosition
     ) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
@@ -203,16 +203,16 @@ class Feed:
             del self._contexts[key]
         self._congested.discard(connection)
 
-    def connection_congested(self, connection: ConnectionId) -> None:
+    def on_connection_congested(self, connection: ConnectionId) -> None:
         """Send nothing to this connection until it has drained."""
         self._congested.add(connection)
 
-    def drained(self, connection: ConnectionId) -> None:
+    def on_connection_drained(self, connection: ConnectionId) -> None:
         """The connection accepts frames again."""
         self._congested.discard(connection)
         self._has_more = True
 
-    def advanced(self, session_id: SessionId, high_water_mark: TransactionId) -> None:
+    def on_mark_advanced(self, session_id: SessionId, high_water_mark: TransactionId) -> None:
         """The high-water mark has moved, or a new session has confirmed it."""
         self._session_id = session_id
         self._high_water_mark = high_water_mark
@@ -228,7 +228,7 @@ class Feed:
     # -----------------------------------------------------------------------------------------
     # frames
 
-    def turn(self) -> list[FeedOutcome]:
+    def deliver(self) -> list[FeedOutcome]:
         """Send a frame to each ready context, up to `FRAMES_PER_TURN_MAX` of them (rule 3)."""
         out: list[FeedOutcome] = []
         self._has_more = False
@@ -246,7 +246,7 @@ class Feed:
                 self._contexts.move_to_end(key)
         return out
 
-    def headers_fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
+    def on_headers_fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
         """Headers were fetched: send them to all contexts that wait at their first ID."""
         out: list[FeedOutcome] = []
         for context in self._contexts.values():
@@ -258,7 +258,7 @@ class Feed:
                 self._has_more = True
         return out
 
-    def failed(self, first: TransactionId) -> list[RequestReceived]:
+    def on_fetch_failed(self, first: TransactionId) -> list[RequestReceived]:
         """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
             key for key, each in self._contexts.items() if each.is_fetching and each.next == first

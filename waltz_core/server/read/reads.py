@@ -194,7 +194,9 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # the session
 
-    def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[ReadOutcome]:
+    def on_session_opened(
+        self, session_id: SessionId, high_water_mark: TransactionId
+    ) -> list[ReadOutcome]:
         """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
@@ -202,11 +204,11 @@ class Reads:
         self._delayed.clear()
         return self._start_fetches()
 
-    def closed(self) -> None:
+    def on_session_closed(self) -> None:
         """The session has ended; its fetches may still succeed, and new ones wait."""
         self._is_open = False
 
-    def advanced(self, high_water_mark: TransactionId) -> None:
+    def on_mark_advanced(self, high_water_mark: TransactionId) -> None:
         """The high-water mark has moved."""
         self._high_water_mark = high_water_mark
 
@@ -244,9 +246,9 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
+    def request_range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request, now or after a fetch."""
-        if fault := _range_fault(message):
+        if fault := _range_request_error(message):
             return [reject(request, BadRequest(fault))]
         form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
         first = TransactionId(message.first)
@@ -260,7 +262,9 @@ class Reads:
             return [self._range_answer(request, message, run_or_none)]
         return self._fetch(_Key(first, last, bytes_max, form), request)
 
-    def data(self, request: RequestReceived, message: TransactionDataRequest) -> list[ReadOutcome]:
+    def request_data(
+        self, request: RequestReceived, message: TransactionDataRequest
+    ) -> list[ReadOutcome]:
         """Answer a request for one transaction's data, now or after a fetch."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
@@ -290,7 +294,7 @@ class Reads:
         self._reading_ahead[key] = None
         return key
 
-    def headers(self, first: TransactionId, last: TransactionId) -> list[ReadOutcome]:
+    def request_headers(self, first: TransactionId, last: TransactionId) -> list[ReadOutcome]:
         """Fetch feed headers from a storage; a `FeedHeaders` follows."""
         last = min(last, self._high_water_mark)
         assert first <= last
@@ -298,12 +302,12 @@ class Reads:
         return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
 
     def close(self, connection: ConnectionId, fed: Container[TransactionId]) -> None:
-        """A connection was closed; `fed` as in `feeds_ended` (rule 9)."""
+        """A connection was closed; `fed` as in `on_feeds_ended` (rule 9)."""
         for job in self._jobs.values():
             job.waiting = [each for each in job.waiting if each.connection != connection]
-        self.feeds_ended(fed)
+        self.on_feeds_ended(fed)
 
-    def feeds_ended(self, fed: Container[TransactionId]) -> None:
+    def on_feeds_ended(self, fed: Container[TransactionId]) -> None:
         """Some feeds have ended; the others wait for headers that begin at these IDs (rule 9)."""
         running = {job.key for job in self._running.values() if job is not None}
         dropped: set[_Key] = set()
@@ -384,7 +388,7 @@ class Reads:
         self._ready.extend(due)
         return self._start_fetches()
 
-    def range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
+    def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
         """A storage has sent a range."""
         job = self._running.get(token)
         if job is None:
@@ -392,7 +396,7 @@ class Reads:
         try:
             run = _check_range(message, job.key)
         except WaltzError as error:
-            return self.fetch_failed(FetchFailed(token, str(error)), now_ms)
+            return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
         del self._running[token], self._jobs[job.key]
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
@@ -403,10 +407,10 @@ class Reads:
         if job.for_feed:
             out.append(_feed_stretch(run))
         for request in job.waiting:
-            out += self._answers(request, run)
+            out += self._range_answers(request, run)
         return out + self._start_fetches()
 
-    def fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
+    def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
         """A fetch has failed; rules 2, 10 and 11."""
         job = self._running.get(event.token)
         if job is None:
@@ -423,7 +427,7 @@ class Reads:
             job.damage, job.damage_code = event.reason, event.damage_code
         out: list[ReadOutcome] = []
         if all(replica in job.tried for replica in self.replicas):
-            out = self._round_ended(job, event.reason)
+            out = self._on_round_ended(job, event.reason)
         if not job.waiting and not job.for_feed:
             del self._jobs[job.key]
         elif job.tried:
@@ -433,7 +437,7 @@ class Reads:
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start_fetches()
 
-    def _round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
+    def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
         """All replicas have failed: reject what has waited long enough (rule 11)."""
         job.tried.clear()
         job.rounds += 1
@@ -540,14 +544,14 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _answers(self, request: RequestReceived, run: _RangeRecords) -> list[ReadOutcome]:
+    def _range_answers(self, request: RequestReceived, run: _RangeRecords) -> list[ReadOutcome]:
         message = request.message
         if isinstance(message, RangeRequest):
             return [self._range_answer(request, message, run)]
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - run.first
         if skip >= run.lengths.size:
-            return self.data(request, message)  # the read-ahead ended before it
+            return self.request_data(request, message)  # the read-ahead ended before it
         record, _ = raw_records.slice_records(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(request, message, record)]
 
@@ -580,7 +584,7 @@ class Reads:
 _EMPTY: Final = np.empty(0, dtype=np.int64)
 
 
-def _range_fault(message: RangeRequest) -> str | None:
+def _range_request_error(message: RangeRequest) -> str | None:
     """Return the fault of a range request, if any."""
     if not 0 <= message.first <= message.last:
         return (

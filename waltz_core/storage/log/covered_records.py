@@ -84,7 +84,7 @@ class CoveredRecords:
         files.abandon()
         files.has_failed = files.is_broken = True  # until they are open
         try:
-            files.use(*self._reopen())
+            files.replace_files(*self._reopen())
         except WaltzError as error:
             raise DiskFailed(
                 f"partition {files.partition_id}: cannot write batches for records of Waltz "
@@ -100,7 +100,7 @@ class CoveredRecords:
         files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED)))
         files.covered_end = files.synced_max = last
         files.chain = files.synced_chain = end.chain if shortened is None else shortened.chain
-        with files.failing():
+        with files.fail_on_disk_error():
             rebatching.drop_batches(files.segments, end.transaction_id)
             rebatching.add_batches(files.segments, [] if shortened is None else [shortened])
 
@@ -120,7 +120,7 @@ class CoveredRecords:
             first, found_lengths, found, records
         ):
             return False
-        with files.failing():
+        with files.fail_on_disk_error():
             if here < lengths.size:
                 files.write_batches(lengths[here:], records[size:], ())
                 files.segments.sync()  # before the entries name them
@@ -166,7 +166,9 @@ class CoveredRecords:
     def settle_batches(self) -> None:
         """Make it durable that all records have their batches (rule 4)."""
         files = self._files
-        with files.failing():  # covering still, so that nothing is truncated that was synced
+        with (
+            files.fail_on_disk_error()
+        ):  # covering still, so that nothing is truncated that was synced
             rebatching.relink(files.segments)
             files.sync_count += files.segments.sync()
             files.segments.sync_index()

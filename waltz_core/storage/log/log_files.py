@@ -69,9 +69,9 @@ class LogFiles:
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
         self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
-        self.use(segments, slots)
+        self.replace_files(segments, slots)
 
-    def use(self, segments: Segments, slots: SlotFile) -> None:
+    def replace_files(self, segments: Segments, slots: SlotFile) -> None:
         """Take these files, which were just opened."""
         self.segments = segments
         self.slots = slots
@@ -286,7 +286,7 @@ class LogFiles:
         self._truncate_back(self.synced_max, self.synced_chain)
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def fail_on_disk_error(self) -> Iterator[None]:
         """Make a failure of the disk final (rule 3)."""
         try:
             yield

@@ -100,7 +100,7 @@ class Scrub:
 
     # ---- which partitions there are
 
-    def opened(self, partition_id: PartitionId, now_ms: int) -> None:
+    def on_partition_opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from where its pass had stopped."""
         turn = _PartitionScrub(self._positions.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
@@ -109,7 +109,7 @@ class Scrub:
             if self._reading is None:  # Not `_set_wake`: there may be a thousand partitions.
                 self.wake_at_ms = earliest(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
-    def partition_dropped(self, partition_id: PartitionId) -> None:
+    def on_partition_dropped(self, partition_id: PartitionId) -> None:
         """Remove a partition that is not served any more."""
         del self._turns[partition_id]
         if self._reading == partition_id:
@@ -134,7 +134,7 @@ class Scrub:
         if due and self._reading is None:
             self.wake_at_ms = max(self._free_at_ms, min(due))
 
-    def next_turn(self, now_ms: int) -> PartitionId | None:
+    def next_partition(self, now_ms: int) -> PartitionId | None:
         """Return the partition to read next, if it is time; `begin` must follow."""
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
@@ -162,7 +162,7 @@ class Scrub:
         self._set_wake()
         return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
-    def done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
+    def on_piece_done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
         """Take the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None

@@ -25,7 +25,7 @@ from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId
 from waltz_core.storage.log.scrub import ScrubState
-from waltz_core.storage.process.served_replicas import InThread, ServedReplicas
+from waltz_core.storage.process.served_replicas import ServedReplicas, ThreadRunner
 from waltz_core.storage.service import admin_execution, admin_tasks, service
 from waltz_core.storage.service.admin import (
     AdminDisconnected,
@@ -74,7 +74,7 @@ class AdminPort:
         *,
         post: Callable[[service.Event], None],
         report: Callable[[Report], None],
-        in_thread: InThread,
+        in_thread: ThreadRunner,
         tasks: asyncio.TaskGroup,
         on_failure: Callable[[Exception], None],
         scrub_states: Callable[[], Sequence[ScrubState]],
@@ -123,23 +123,29 @@ class AdminPort:
         connection = ConnectionId(next(self._numbers))
         self._links[connection] = link
         link.start(
-            partial(self._messages_received, connection), partial(self._link_closed, connection)
+            partial(self._on_messages_received, connection),
+            partial(self._on_link_closed, connection),
         )
 
-    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
+    def _on_messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         link = self._links[connection]
         version = link.version
         assert version is not None
         for message in link.filter_permitted(messages):
             assert isinstance(message, AdminMessage)
-            request, audited = AdminRequest(connection, version, message), link.audited(message)
+            request, audited = (
+                AdminRequest(connection, version, message),
+                link.audit_request(message),
+            )
             if audited is None:
                 self._driver.post(request)
             else:
                 self._audited[id(message)] = audited
-                audited.begin(partial(self._audit_line_written, request))
+                audited.begin(partial(self._on_audit_line_written, request))
 
-    def _audit_line_written(self, request: AdminRequest, error: errors.WaltzError | None) -> None:
+    def _on_audit_line_written(
+        self, request: AdminRequest, error: errors.WaltzError | None
+    ) -> None:
         """Carry out a request whose line is written, or reject it (rule 3)."""
         link, message = self._links.get(request.connection), request.message
         if link is None or link.is_closed or link.access is None:
@@ -152,7 +158,7 @@ class AdminPort:
         assert isinstance(answer, AdminMessage)
         self._send(SendAdminResponse(request.connection, answer, message))
 
-    def _link_closed(self, connection: ConnectionId, _reason: str) -> None:
+    def _on_link_closed(self, connection: ConnectionId, _reason: str) -> None:
         link = self._links.pop(connection)
         # Without access control, requests continue, as in Waltz 0.13.
         if link.access is not None:
@@ -259,7 +265,7 @@ class AdminPort:
         answer = self._reads[number] = asyncio.get_running_loop().create_future()
         try:
             self._post(LaneRequest(ADMINISTRATION, request))
-            return _or_raise(await answer)
+            return _raise_if_rejected(await answer)
         finally:
             del self._reads[number]
 
@@ -275,7 +281,7 @@ class AdminPort:
 
         return await self._serving.run_exclusively(partition_id, read, ends_session=False)
 
-    def answered(self, message: StorageMessage) -> None:
+    def on_answered(self, message: StorageMessage) -> None:
         """Take the service's answer to a read."""
         answer = self._reads.get(message.sequence)
         if answer is not None and not answer.done():
@@ -292,7 +298,7 @@ def _write_outcome(audited: AuditedRequest, answer: AdminMessage) -> None:
             audited.end("done")
 
 
-def _or_raise(answer: StorageMessage) -> StorageMessage:
+def _raise_if_rejected(answer: StorageMessage) -> StorageMessage:
     if isinstance(answer, Nack):
         raise errors.from_code(answer.error_code, answer.message)
     return answer

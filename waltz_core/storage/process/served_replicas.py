@@ -66,7 +66,7 @@ def run_concurrently(
             each.result()
 
 
-class InThread(Protocol):
+class ThreadRunner(Protocol):
     """Runs a blocking call on a thread of the storage's pool."""
 
     def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
@@ -84,7 +84,7 @@ class ServedReplicas:
         partitions: tuple[PartitionId, ...],
         post: Callable[[service.Event], None],
         report: Callable[[Report], None],
-        in_thread: InThread,
+        in_thread: ThreadRunner,
         on_opened: Callable[[PartitionLog], None],
         on_dropped: Callable[[PartitionId], None],
     ) -> None:
@@ -131,7 +131,7 @@ class ServedReplicas:
 
     # ---- following (rule 1)
 
-    def assigned(self, assignments: ReplicaAssignments) -> None:
+    def set_assignments(self, assignments: ReplicaAssignments) -> None:
         """Take a new replica assignment from ZooKeeper."""
         own_partitions = assignments.partitions.get(self.address)
         if own_partitions is None:
@@ -205,7 +205,9 @@ class ServedReplicas:
             )
 
     def _wait_s(self, retry_s: float) -> float | None:
-        stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
+        stored_here = [
+            each for each in self._engine.assigned_partitions() if self._engine.is_available(each)
+        ]
         return recheck_interval_s(
             retry_s, served=self.logs, wanted=self._wanted_partitions(), stored_here=stored_here
         )
@@ -215,7 +217,7 @@ class ServedReplicas:
         leaving: list[PartitionId] = []
         if self._coordinator is None:
             return leaving
-        for partition_id in self._engine.assigned():
+        for partition_id in self._engine.assigned_partitions():
             if partition_id in self._assigned or not self._engine.is_available(partition_id):
                 continue
             try:
@@ -244,7 +246,7 @@ class ServedReplicas:
 
         def open_all() -> None:
             with suppress(errors.WaltzError):  # Each of them gets the error again.
-                self._engine.found(partition_ids)
+                self._engine.assign_new(partition_ids)
             run_concurrently(open_one, partition_ids)
 
         await self._in_thread(open_all)
@@ -278,7 +280,7 @@ class ServedReplicas:
         self._on_dropped(partition_id)
         _log.info("storage.partition_closed partition=%s", partition_id)
 
-    def partition_idle(self, partition_id: PartitionId) -> None:
+    def on_partition_idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work."""
         self._dropping[partition_id].set()
 

@@ -182,7 +182,7 @@ class StorageDaemon:
         self._ssl = tls.listen_context(config)
         self._cluster = cluster
         self._coordinator = coordinator
-        self._writers = WriterThreads(config.writer_thread_count, self._work_done)
+        self._writers = WriterThreads(config.writer_thread_count, self._on_work_done)
         # For rare calls: opening, closing, files other than the logs.
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
@@ -193,7 +193,7 @@ class StorageDaemon:
             config.archive_url,
             cluster.cluster_key.bytes,
             self._read_ahead,
-            on_progress=self._archive_progressed,
+            on_progress=self._on_archive_progressed,
             bytes_per_s=config.archive_bytes_per_s,
         )
         self._links: dict[ConnectionId, Link] = {}
@@ -459,7 +459,7 @@ class StorageDaemon:
             was_known, is_known = is_known, serving.address in assignments.partitions
             if is_known and not was_known:
                 tasks.create_task(self._register(engine))  # its removal removed the registration
-            serving.assigned(assignments)
+            serving.set_assignments(assignments)
 
         await follow_readable(coordinator.follow_replica_assignment, take)
 
@@ -523,16 +523,17 @@ class StorageDaemon:
         link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
         self._links[connection] = link
         link.start(
-            partial(self._messages_received, connection), partial(self._link_closed, connection)
+            partial(self._on_messages_received, connection),
+            partial(self._on_link_closed, connection),
         )
 
-    def _messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
+    def _on_messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         for message in self._links[connection].filter_permitted(messages):
             assert isinstance(message, StorageMessage)
             self._post(LaneRequest(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
-    def _link_closed(self, connection: ConnectionId, _reason: str) -> None:
+    def _on_link_closed(self, connection: ConnectionId, _reason: str) -> None:
         del self._links[connection]
         self._post(service.Disconnected(connection))
 
@@ -557,13 +558,13 @@ class StorageDaemon:
                 self._apply_flow_control(effect)
             case service_effects.PartitionIdle():
                 assert self._serving is not None
-                self._serving.partition_idle(effect.log.partition_id)
+                self._serving.on_partition_idle(effect.log.partition_id)
             case service_effects.DropPartition():
                 assert self._serving is not None
                 self._serving.stop_serving(effect.log.partition_id, effect.why)
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
-                check.add_done_callback(partial(self._to_loop, self._space_checked))
+                check.add_done_callback(partial(self._post_to_loop, self._on_space_checked))
             case (
                 service_effects.UploadRange()
                 | service_effects.CollectFiles()
@@ -581,15 +582,20 @@ class StorageDaemon:
     def _use_archive(self, effect: service_effects.ArchiveEffect) -> None:
         match effect:
             case service_effects.UploadRange(upload):
-                self._submit(self._uploads, self._archive.upload, upload, self._upload_done)
+                self._submit(self._uploads, self._archive.upload, upload, self._on_upload_done)
             case service_effects.CollectFiles(collection):
                 self._submit(
-                    self._uploads, self._archive.collect_garbage, collection, self._collection_done
+                    self._uploads,
+                    self._archive.collect_garbage,
+                    collection,
+                    self._on_collection_done,
                 )
             case service_effects.WriteExpiry(expiry):
-                self._submit(self._uploads, self._archive.expire, expiry, self._expiry_done)
+                self._submit(self._uploads, self._archive.expire, expiry, self._on_expiry_done)
             case service_effects.ReadArchive(read):
-                self._submit(self._archive_reads, self._read_archive, read, self._archive_read_done)
+                self._submit(
+                    self._archive_reads, self._read_archive, read, self._on_archive_read_done
+                )
 
     def _submit(
         self,
@@ -607,7 +613,7 @@ class StorageDaemon:
             else:
                 self._fail(error)
 
-        threads.submit(call, job).add_done_callback(partial(self._to_loop, done))
+        threads.submit(call, job).add_done_callback(partial(self._post_to_loop, done))
 
     def _apply_flow_control(
         self,
@@ -629,7 +635,7 @@ class StorageDaemon:
     def _answer(self, connection: ConnectionId, message: StorageMessage) -> None:
         if connection == service.ADMINISTRATION:
             assert self._admin is not None
-            self._admin.answered(message)
+            self._admin.on_answered(message)
             return
         link = self._links.get(connection)
         if link is None:
@@ -646,7 +652,7 @@ class StorageDaemon:
         self._is_idle.clear()
         self._writers.run(work)
 
-    def _to_loop(
+    def _post_to_loop(
         self, take: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
     ) -> None:
         """Call on the loop's thread; this runs on another one."""
@@ -656,20 +662,20 @@ class StorageDaemon:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
-    def _upload_done(self, job: UploadJob, outcome: UploadOutcome) -> None:
+    def _on_upload_done(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self._storage_metrics.count_upload(job, outcome)
         self._post(archive_jobs.UploadDone(job, outcome))
 
-    def _collection_done(
+    def _on_collection_done(
         self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome
     ) -> None:
         self._storage_metrics.count_collection(job, outcome)
         self._post(archive_jobs.FilesCollected(job, outcome))
 
-    def _expiry_done(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+    def _on_expiry_done(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
         self._post(archive_jobs.ExpiryWritten(job, outcome))
 
-    def _archive_progressed(self) -> None:
+    def _on_archive_progressed(self) -> None:
         """Notify the machine; this runs on the thread of uploads."""
         with suppress(RuntimeError):  # The loop is closed: the process is ending.
             self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
@@ -682,21 +688,21 @@ class StorageDaemon:
             return error
         return answer_from_archive(reader, read)
 
-    def _archive_read_done(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
+    def _on_archive_read_done(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         failure = failure_in(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE):
-            self._archive.was_read(read.place, "" if failure is None else str(failure))
+            self._archive.on_place_read(read.place, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
 
-    def _space_checked(self, future: "Future[None]") -> None:
+    def _on_space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
             self._fail(error)
         else:
             self._post(service.SpaceChecked())
 
-    def _work_done(self, work: Work, outcome: WriteOutcome) -> None:
+    def _on_work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
         if isinstance(outcome, BaseException):
             self._fail(outcome)

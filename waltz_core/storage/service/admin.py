@@ -225,7 +225,7 @@ class AdminService:
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request.connection == connection:
-                self._reject(request, _disconnected())
+                self._reject(request, _disconnected_error())
             else:
                 self._waiting.append(request)
         self._ending |= {
@@ -244,7 +244,7 @@ class AdminService:
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
             if ends:
-                task = script.throw(_disconnected())  # which raises it, with what is done
+                task = script.throw(_disconnected_error())  # which raises it, with what is done
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
@@ -353,7 +353,7 @@ class AdminService:
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
-        held = yield from _held()
+        held = yield from _find_held_partitions()
         if isinstance(message, wire.HeldRequest):
             pairs = tuple(
                 (int(partition.partition_id), partition.is_available) for partition in held
@@ -369,7 +369,7 @@ class AdminService:
         )
 
     def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
-        held = yield from _held()
+        held = yield from _find_held_partitions()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
         archive = yield FindArchiveState()
@@ -479,7 +479,7 @@ class AdminService:
 # Parts of requests
 
 
-def _disconnected() -> WaltzError:
+def _disconnected_error() -> WaltzError:
     return Unavailable("the connection was closed before the request was done")
 
 
@@ -553,7 +553,7 @@ def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, 
     return state
 
 
-def _held() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
+def _find_held_partitions() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
     held = yield FindHeldPartitions()
     assert isinstance(held, tuple)
     return held

@@ -38,7 +38,7 @@ def carry_out(engine: StorageEngine, change: ReplicaChange) -> object:
     if isinstance(change, admin_tasks.PutCopy):
         return engine.put_copy(change.batches)
     engine.space.with_reserve(partial(_carry_out, engine, change))
-    if change.partition_id in engine.assigned():
+    if change.partition_id in engine.assigned_partitions():
         # The change is durable; `failed` has the reason why the log does not open.
         with suppress(WaltzError):
             engine.space.with_reserve(partial(engine.assign, change.partition_id))
@@ -71,7 +71,7 @@ def _carry_out(
 def held_by(engine: StorageEngine) -> tuple[HeldPartition, ...]:
     """Return all partitions that are held."""
     found = []
-    for partition_id in engine.assigned():
+    for partition_id in engine.assigned_partitions():
         log = engine.logs.get(partition_id)
         synced_max = BEFORE_FIRST if log is None else log.synced_max
         is_available = engine.is_available(partition_id)

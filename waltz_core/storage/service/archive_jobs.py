@@ -235,7 +235,7 @@ class ArchiveJobs:
         self._progress_ms = self.running_since_ms = now_ms
         self._is_stalled = False
 
-    def was_read(self, piece: ArchivePiece, read: ArchiveRead, now_ms: int) -> list[Effect]:
+    def on_piece_read(self, piece: ArchivePiece, read: ArchiveRead, now_ms: int) -> list[Effect]:
         """Take the result of a piece; return what follows, nothing if more must be read."""
         job = self._reading
         if job is None or job.piece is not piece:
@@ -256,47 +256,49 @@ class ArchiveJobs:
             is_replacement = isinstance(message, ReplaceObject)
             bytes_max = REPLACED_BYTES_MAX if is_replacement else self._limits.object_bytes
             if not read.is_last and job.read_bytes < bytes_max:
-                return self.work_progressed(now_ms)
+                return self.on_work_progressed(now_ms)
         self._reading = None
         if isinstance(message, ReplaceObject) and not error:
-            error = _incomplete(job, message)
+            error = _incomplete_error(job, message)
         if error or not job.runs:
-            return _range_ended(job, message, None, error)
+            return _range_result(job, message, None, error)
         upload = _upload_job(job, message)
         self._run(upload, job, now_ms)
         return [UploadRange(upload)]
 
-    def done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
+    def on_job_done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
         """Take the result or the progress of what runs; return what follows."""
         match event:
             case UploadDone(upload, made):
-                return self._upload_done(upload, made, now_ms)
+                return self._on_upload_done(upload, made, now_ms)
             case FilesCollected(collection, collected):
-                return self._collection_done(collection, collected, now_ms)
+                return self._on_collection_done(collection, collected, now_ms)
             case ExpiryWritten(expiry, expired):
-                return self._expiry_done(expiry, expired, now_ms)
+                return self._on_expiry_done(expiry, expired, now_ms)
             case ArchiveProgressed():
-                return self.work_progressed(now_ms)
+                return self.on_work_progressed(now_ms)
             case _:
                 assert_never(event)
 
-    def _upload_done(self, upload: UploadJob, outcome: UploadOutcome, now_ms: int) -> list[Effect]:
+    def _on_upload_done(
+        self, upload: UploadJob, outcome: UploadOutcome, now_ms: int
+    ) -> list[Effect]:
         """Take the result of an upload (rule 2)."""
         job = self._end_job(upload)
-        effects = self.work_progressed(now_ms)
+        effects = self.on_work_progressed(now_ms)
         if job is None:
             return effects
         assert isinstance(job.message, RangeToWrite)
         if isinstance(outcome, WaltzError):
-            return effects + _range_ended(job, job.message, None, str(outcome))
-        return effects + _range_ended(job, job.message, outcome)
+            return effects + _range_result(job, job.message, None, str(outcome))
+        return effects + _range_result(job, job.message, outcome)
 
-    def _collection_done(
+    def _on_collection_done(
         self, collection: GarbageCollectionJob, outcome: GarbageCollectionOutcome, now_ms: int
     ) -> list[Effect]:
         """Take the result of a collection (rule 2)."""
         job = self._end_job(collection)
-        effects = self.work_progressed(now_ms)
+        effects = self.on_work_progressed(now_ms)
         partition = ("partition", collection.partition_id)
         if isinstance(outcome, CollectedGarbage) and (outcome.file_count or outcome.unknown_count):
             fields = (
@@ -318,10 +320,12 @@ class ArchiveJobs:
         notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
 
-    def _expiry_done(self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int) -> list[Effect]:
+    def _on_expiry_done(
+        self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int
+    ) -> list[Effect]:
         """Take the result of an expiry (rule 2)."""
         job = self._end_job(expiry)
-        effects = self.work_progressed(now_ms)
+        effects = self.on_work_progressed(now_ms)
         if job is None:
             return effects
         prefix = (*_prefix(job), job.message.attempt)
@@ -340,7 +344,7 @@ class ArchiveJobs:
         self.running_since_ms = None
         return job
 
-    def work_progressed(self, now_ms: int) -> list[Effect]:
+    def on_work_progressed(self, now_ms: int) -> list[Effect]:
         """The work continues: notify the owners of all jobs (rule 4)."""
         self._progress_ms, self._is_stalled = now_ms, False
         jobs = list(self._jobs())
@@ -359,10 +363,10 @@ class ArchiveJobs:
             for each in jobs
         ]
 
-    def wake_up(self, now_ms: int) -> list[Effect]:
+    def on_wakeup(self, now_ms: int) -> list[Effect]:
         """Report a job that has just become stalled (rule 3), or a pause (rule 5)."""
         if self._is_pausing:
-            return self.work_progressed(now_ms)
+            return self.on_work_progressed(now_ms)
         wake_at_ms = self.wake_at_ms
         if wake_at_ms is None or now_ms < wake_at_ms:
             return []
@@ -380,7 +384,7 @@ class ArchiveJobs:
             self._running_for = None
 
 
-def _incomplete(job: _ArchiveJob, message: ReplaceObject) -> str:
+def _incomplete_error(job: _ArchiveJob, message: ReplaceObject) -> str:
     """Return why the batches that were read are not all of an object; empty if they are."""
     last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
     if last == message.last:
@@ -411,7 +415,7 @@ def _upload_job(job: _ArchiveJob, message: RangeToWrite) -> UploadJob:
 
 
 def _collection_job(job: _ArchiveJob, message: CollectGarbage) -> GarbageCollectionJob:
-    recorded = _recorded(job, message)
+    recorded = _recorded_manifest(job, message)
     return GarbageCollectionJob(SessionId(message.session_id), job.nonce, message.attempt, recorded)
 
 
@@ -420,14 +424,16 @@ def _expiry_job(job: _ArchiveJob, message: ExpireObjects) -> ExpiryJob:
         SessionId(message.session_id),
         job.nonce,
         message.attempt,
-        _recorded(job, message),
+        _recorded_manifest(job, message),
         TransactionId(message.before),
         message.before_ms,
         message.retention_ms,
     )
 
 
-def _recorded(job: _ArchiveJob, message: CollectGarbage | ExpireObjects) -> RecordedManifest:
+def _recorded_manifest(
+    job: _ArchiveJob, message: CollectGarbage | ExpireObjects
+) -> RecordedManifest:
     return RecordedManifest(
         job.partition_id,
         TransactionId(message.last),
@@ -437,7 +443,7 @@ def _recorded(job: _ArchiveJob, message: CollectGarbage | ExpireObjects) -> Reco
     )
 
 
-def _range_ended(
+def _range_result(
     job: _ArchiveJob, message: RangeToWrite, made: NewManifest | None, error: str = ""
 ) -> list[Effect]:
     """Return the report and the notification of a result; without a manifest, of none."""

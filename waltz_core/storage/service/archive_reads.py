@@ -134,7 +134,7 @@ class ArchiveReads:
             "the limit"
         )
 
-    def answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:
+    def on_answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:
         """A request has its answer, or its error (rules 6 and 7)."""
         self._count -= 1
         assert self._count >= 0

@@ -48,16 +48,16 @@ class Retention:
         """When to call `next_piece`; while a piece is under way, when that is done."""
         return self._due_ms if self._running is None else None
 
-    def opened(self, partition_id: PartitionId) -> None:
+    def on_partition_opened(self, partition_id: PartitionId) -> None:
         """A log is open."""
         self._sizes[partition_id] = None
 
-    def partition_dropped(self, partition_id: PartitionId) -> None:
+    def on_partition_dropped(self, partition_id: PartitionId) -> None:
         """A log is closed."""
         self.forget(partition_id)
         del self._sizes[partition_id]
 
-    def archived(self, partition_id: PartitionId, mark: AckedMarker, now_ms: int) -> None:
+    def on_archived(self, partition_id: PartitionId, mark: AckedMarker, now_ms: int) -> None:
         """The owner has sent the archived mark, and the log has its chain there (rule 3)."""
         self._marks[partition_id] = mark
         if self._limits.bytes_max or self._limits.age_ms_max:
@@ -103,7 +103,7 @@ class Retention:
             return max(removable, key=lambda each: sizes[each].size_bytes)
         return None
 
-    def done(self, partition_id: PartitionId, size: LogSize | None) -> None:
+    def on_piece_done(self, partition_id: PartitionId, size: LogSize | None) -> None:
         """Take the result of a piece; None after an error, which ends the log's turn."""
         if self._running == partition_id:
             self._running = None

@@ -291,13 +291,13 @@ class StorageService:
             case LaneRequest():
                 self._receive(event)
             case WorkDone():
-                self._work_done(event.work, event.result, now_ms)
+                self._on_work_done(event.work, event.result, now_ms)
             case Disconnected():
-                self._connection_closed(event.connection)
+                self._on_connection_closed(event.connection)
             case PartitionOpened():
-                self._partition_opened(event.log, now_ms)
+                self._on_partition_opened(event.log, now_ms)
             case PartitionDropped():
-                self._partition_dropped(event.partition_id)
+                self._on_partition_dropped(event.partition_id)
             case ScrubNow(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
                 self._scrub.request(sorted(wanted), now_ms)
@@ -312,9 +312,9 @@ class StorageService:
                 | ArchiveProgressed()
                 | ArchiveAnswered()
             ):
-                self._archive_done(event, now_ms)
+                self._on_archive_done(event, now_ms)
             case Wakeup():
-                self._effects += self._archive.wake_up(now_ms)
+                self._effects += self._archive.on_wakeup(now_ms)
                 self._move_idle_markers(now_ms)
                 self._queue_scrub_piece(now_ms)
                 self._check_space(now_ms)
@@ -451,7 +451,7 @@ class StorageService:
         self._retention.forget(lane.log.partition_id)
         lane.retention_piece = None
 
-    def _connection_closed(self, connection: ConnectionId) -> None:
+    def _on_connection_closed(self, connection: ConnectionId) -> None:
         """Forget a connection and its queued requests."""
         self._readers.pop(connection, None)
         self.queue_limits.forget(connection)
@@ -465,21 +465,21 @@ class StorageService:
                     queue.remove(request)
                     self.queue_limits.subtract(request)
 
-    def _partition_opened(self, log: PartitionLog, now_ms: int) -> None:
+    def _on_partition_opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, log.slot.promise)
-        self._scrub.opened(log.partition_id, now_ms)
-        self._retention.opened(log.partition_id)
+        self._scrub.on_partition_opened(log.partition_id, now_ms)
+        self._retention.on_partition_opened(log.partition_id)
         self._note_space(now_ms)
 
-    def _partition_dropped(self, partition_id: PartitionId) -> None:
+    def _on_partition_dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
-        self._scrub.partition_dropped(partition_id)
+        self._scrub.on_partition_dropped(partition_id)
         gone = UnknownPartition(
             f"partition {partition_id} was taken offline, or is no longer assigned to this storage"
         )
         self._fence(lane, gone)
-        self._retention.partition_dropped(partition_id)
+        self._retention.on_partition_dropped(partition_id)
         if lane.work is None:
             self._effects.append(PartitionIdle(lane.log))
 
@@ -551,7 +551,7 @@ class StorageService:
         )
         self._effects.append(RunWork(lane.work))
 
-    def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
+    def _on_work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             found: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
@@ -567,11 +567,11 @@ class StorageService:
             return
         lane.work = None
         self._update_lane(lane, work, result, now_ms)
-        self._background_piece_done(lane, work.piece, result, now_ms)
+        self._on_background_piece_done(lane, work.piece, result, now_ms)
         self._report_findings(lane, result)
         self._note_space(now_ms)
         scrubbed = result.scrubbed
-        if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
+        if scrubbed is not None and self._scrub.on_piece_done(work.partition_id, scrubbed, now_ms):
             self._report("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: what could not be repaired may be repairable now.
         is_marked = not work.requests and work.piece is None
@@ -598,7 +598,7 @@ class StorageService:
 
     def _queue_scrub_piece(self, now_ms: int) -> None:
         """Queue the scrub's next piece; it runs after the current work of its partition."""
-        while (partition_id := self._scrub.next_turn(now_ms)) is not None:
+        while (partition_id := self._scrub.next_partition(now_ms)) is not None:
             lane = self._lanes[partition_id]
             lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
             if lane.piece is not None and lane.work is None:
@@ -665,7 +665,7 @@ class StorageService:
             self._stop_serving(lane, result.files_error)
             return
         if result.failure is not None:
-            self._disk_failed(lane, result)
+            self._on_disk_failed(lane, result)
             return
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
@@ -685,7 +685,7 @@ class StorageService:
         elif isinstance(message, SetArchived):
             self._archive_reads.set_mark(message)
             mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
-            self._retention.archived(partition_id, mark, now_ms)
+            self._retention.on_archived(partition_id, mark, now_ms)
         elif isinstance(answer, Prepared):
             lane.prepared_max = TransactionId(answer.synced_max)
         elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
@@ -704,7 +704,7 @@ class StorageService:
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
 
-    def _disk_failed(self, lane: Lane, result: WorkResult) -> None:
+    def _on_disk_failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session (rule 6)."""
         assert result.failure is not None
         self._failures_count += 1
@@ -736,30 +736,30 @@ class StorageService:
             if lane.work is None:
                 self._start_work(lane)
 
-    def _background_piece_done(
+    def _on_background_piece_done(
         self, lane: Lane, piece: LanePiece | None, result: WorkResult, now_ms: int
     ) -> None:
         """Take the result of a piece of the archive or the retention."""
         partition_id = lane.log.partition_id
         if isinstance(piece, ArchivePiece):
             assert result.archive_read is not None
-            self._effects += self._archive.was_read(piece, result.archive_read, now_ms)
+            self._effects += self._archive.on_piece_read(piece, result.archive_read, now_ms)
         elif isinstance(piece, RetentionPiece):
-            self._retention.done(partition_id, result.log_size)
+            self._retention.on_piece_done(partition_id, result.log_size)
             if result.log_size is not None and result.log_size.removed:
                 start = lane.log.start.transaction_id
                 self._report("storage.segment_removed", partition=partition_id, start=start)
 
-    def _archive_done(
+    def _on_archive_done(
         self,
         event: UploadDone | FilesCollected | ExpiryWritten | ArchiveProgressed | ArchiveAnswered,
         now_ms: int,
     ) -> None:
         if isinstance(event, ArchiveAnswered):
-            self._effects += self._archive_reads.answered(event.read, event.outcome, now_ms)
+            self._effects += self._archive_reads.on_answered(event.read, event.outcome, now_ms)
             self._respond(event.read.request, event.outcome)
         else:
-            self._effects += self._archive.done(event, now_ms)
+            self._effects += self._archive.on_job_done(event, now_ms)
 
     def _forget_archiving(self, lane: Lane) -> None:
         self._archive.forget(lane.log.partition_id)

@@ -168,7 +168,7 @@ class StorageEngine:
         """Whether nothing can be assigned before a restart (`control_file.py`)."""
         return self._control.has_failed
 
-    def assigned(self) -> Sequence[PartitionId]:
+    def assigned_partitions(self) -> Sequence[PartitionId]:
         """Return the partitions that this storage holds, in order."""
         every = map(PartitionId, range(self.partition_count))
         return [
@@ -210,7 +210,7 @@ class StorageEngine:
             self._write_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
         return self._open_log(partition_id)
 
-    def found(self, partition_ids: Sequence[PartitionId]) -> None:
+    def assign_new(self, partition_ids: Sequence[PartitionId]) -> None:
         """Begin to hold partitions that were never held, durably: `assign` for many, all at once.
 
         Raises:
@@ -247,7 +247,9 @@ class StorageEngine:
             )
 
     def _open_assigned(self, for_each: ForEach) -> None:
-        for_each(self._try_open, [each for each in self.assigned() if each not in self.failed])
+        for_each(
+            self._try_open, [each for each in self.assigned_partitions() if each not in self.failed]
+        )
 
     def _try_open(self, partition_id: PartitionId) -> None:
         with suppress(WaltzError):  # The error is in `failed`.

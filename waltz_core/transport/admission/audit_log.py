@@ -137,7 +137,7 @@ class AuditFile:
         if minute != self._denials.minute:
             self._end_minute()
             self._denials.minute = minute
-        kind = _DenialKind.of(peer, requirement, message)
+        kind = _DenialKind.from_request(peer, requirement, message)
         if not self._denials.should_write(kind, has_room=self._has_room()):
             return
         fields = _fields_of(peer, requirement, message)
@@ -303,7 +303,7 @@ class _DenialKind(NamedTuple):
     partitions: tuple[int, ...]
 
     @staticmethod
-    def of(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
+    def from_request(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
         partitions: tuple[int, ...] = ()
         if isinstance(requirement, Requirement) and requirement.scope is Scope.NAMED:
             named = message.named_partitions()  # a peer can name thousands

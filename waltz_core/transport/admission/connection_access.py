@@ -82,7 +82,7 @@ class ConnectionAccess:
 
     def _grants(self) -> PrincipalGrants:
         grants = self._port.grants
-        return NO_GRANT if grants is None else grants.of(self.principal)
+        return NO_GRANT if grants is None else grants.for_principal(self.principal)
 
     @property
     def has_permission(self) -> bool:
@@ -106,10 +106,10 @@ class ConnectionAccess:
         """
         self.leave()  # a token may have changed the principal
         self._has_entered = True
-        quota = self._port.quotas.of(self.principal, self.now_ns)
+        quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         try:
             if quota is not None:
-                quota.connect(self)
+                quota.add_connection(self)
                 self.quota = quota
             count(self._tenant())
         except Overloaded as error:
@@ -126,7 +126,7 @@ class ConnectionAccess:
     def leave(self) -> None:
         """Count the connection no longer."""
         if self.quota is not None:
-            self.quota.leave(self)
+            self.quota.remove_connection(self)
             self.quota = None
 
     def end_excess(self) -> None:
@@ -184,7 +184,7 @@ class ConnectionAccess:
             self._change_quota()
 
     def _change_quota(self) -> None:
-        quota = self._port.quotas.of(self.principal, self.now_ns)
+        quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         if quota is self.quota:
             return
         self.leave()
@@ -205,14 +205,14 @@ class ConnectionAccess:
         except BadRequest as unknown:
             return unknown
         if isinstance(declared, Exempt):
-            return self._not_a_request(message)
+            return self._not_a_request_error(message)
         named: Collection[int] = ()
         if declared.scope is Scope.NAMED:
             named = own = message.named_partitions()
             if len(own) > 1:
                 named = self._granted.partitions_to_check(declared, own)
         for partition in named or _NO_PARTITION:
-            missing = self._granted.missing(declared, partition)
+            missing = self._granted.missing_verb(declared, partition)
             if missing is not None:
                 error = self._denial_error(declared, missing, partition, message)
                 if error is not None:
@@ -278,7 +278,7 @@ class ConnectionAccess:
             f"that it belongs to {self.principal}, found ID {client_id} without a proof.{hint}"
         )
 
-    def token_rejected(self, message: Credential, error: str) -> None:
+    def on_token_rejected(self, message: Credential, error: str) -> None:
         """Write to the audit log that a token was not accepted, even with "report".
 
         The line names the token if the port knows it: its peer has the secret.
@@ -289,7 +289,7 @@ class ConnectionAccess:
             peer, name = Peer(named.principal, self.peer), f"token {named.token_id}"
         self._audit_denial(peer, name, message, error, is_enforced=True)
 
-    def audited(self, request: Message) -> AuditedRequest | None:
+    def audit_request(self, request: Message) -> AuditedRequest | None:
         """Return the request for the audit log; None: it need not be written."""
         audit, requirement = self._port.audit, _requirement_of(request)
         if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
@@ -377,7 +377,7 @@ class ConnectionAccess:
         assert isinstance(requirement, Requirement)
         return self._report_denial(requirement, message, lambda: error) is None
 
-    def _not_a_request(self, message: Message) -> WaltzError | None:
+    def _not_a_request_error(self, message: Message) -> WaltzError | None:
         if not self._port.is_enforced:
             return None
         error = RemoteProtocolError(f"expected a request, found {type(message).__name__}")

@@ -114,7 +114,7 @@ class PortAccess:
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.log_revision(permissions)
 
-    def opened(
+    def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
         """Return the access of a new connection; `end` ends it now, with a reason.
@@ -129,7 +129,7 @@ class PortAccess:
         self._connections[made] = None
         return made
 
-    def closed(self, connection: "ConnectionAccess") -> None:
+    def remove_connection(self, connection: "ConnectionAccess") -> None:
         """Forget a connection."""
         self._connections.pop(connection, None)
         connection.leave()

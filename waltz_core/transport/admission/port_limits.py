@@ -105,7 +105,7 @@ class HandshakeLimits:
 
     def _take(self, host: str) -> bool:
         now_s = self._clock_s()
-        left = self._left(host, now_s)
+        left = self._tokens_left(host, now_s)
         if left < 1:
             return False
         if len(self._tokens) >= _HOSTS_MAX and host not in self._tokens:
@@ -113,7 +113,7 @@ class HandshakeLimits:
         self._tokens[host] = left - 1, now_s
         return True
 
-    def _left(self, host: str, now_s: float) -> float:
+    def _tokens_left(self, host: str, now_s: float) -> float:
         left, at_s = self._tokens.get(host, (float(self._burst), now_s))
         return min(self._burst, left + (now_s - at_s) * self._per_s)
 
@@ -122,13 +122,13 @@ class HandshakeLimits:
         self._tokens = {
             host: each
             for host, each in self._tokens.items()
-            if self._left(host, now_s) < self._burst
+            if self._tokens_left(host, now_s) < self._burst
         }
         if len(self._tokens) >= _HOSTS_MAX:
             self._tokens.clear()
 
 
-class HandshakeTurns:
+class HandshakeQueue:
     """Rule 5; a port calls `add` for each handshake, `call_later` is the loop's."""
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:

@@ -124,7 +124,7 @@ class Throttle:
             self._since_ns = self._access.now_ns
         self._waiting.extend(messages)
         if self._timer is None:
-            self._turn()
+            self._process_waiting()
 
     def stop(self) -> None:
         """Drop the requests that wait: the connection is closed."""
@@ -134,7 +134,7 @@ class Throttle:
         self._timer = self._feed_timer = None
         self._waiting.clear()
 
-    def _after(self, pause_ns: int, call: Callable[[], None]) -> asyncio.TimerHandle:
+    def _call_after(self, pause_ns: int, call: Callable[[], None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
         return loop.call_later(pause_ns / SECOND_NS, self._call_guarded, call)
 
@@ -147,7 +147,7 @@ class Throttle:
             self.stop()
             self._access.fail(error)
 
-    def _turn(self) -> None:
+    def _process_waiting(self) -> None:
         self._timer = None
         now_ns, pause_ns = self._access.now_ns, 0
         passed: list[Message] = []
@@ -164,7 +164,7 @@ class Throttle:
             pause_ns = quota.rejection_wait_ns(now_ns)
         self._has_rejected = False
         if pause_ns:
-            self._timer = self._after(pause_ns, self._turn)
+            self._timer = self._call_after(pause_ns, self._process_waiting)
         self._pass_on(passed)
 
     def _begin(self, message: Message, now_ns: int) -> int:
@@ -194,7 +194,7 @@ class Throttle:
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.mark_over_limit(message, error)
-        quota.rejected(_size_bytes(message), now_ns)
+        quota.charge_rejected(_size_bytes(message), now_ns)
         self._has_rejected = True
 
     def _note_overrun(self, key: CountedFeed) -> None:
@@ -218,7 +218,7 @@ class Throttle:
             self._access.end_excess()
         return None
 
-    def _mounted(self, key: CountedFeed, mount: "_MountKind | None", quota: Quota) -> None:
+    def _on_mounted(self, key: CountedFeed, mount: "_MountKind | None", quota: Quota) -> None:
         if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
@@ -235,7 +235,7 @@ class Throttle:
         bytes_max = max(per_s // RANGE_SHARE, RANGE_BYTES_MIN)
         return replace(message, bytes_max=min(message.bytes_max, bytes_max))
 
-    def sent(self, answer: Message) -> None:
+    def on_sent(self, answer: Message) -> None:
         """Charge a range or a part of a feed (rules 5 and 7), or end a feed that has failed."""
         quota = self._access.quota
         if quota is None:
@@ -243,36 +243,36 @@ class Throttle:
         match answer:
             case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
                 granted = np.frombuffer(answer.lengths, dtype=">i4")
-                quota.sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
+                quota.charge_sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
-                quota.sent(_range_bytes(answer), self._access.now_ns)
+                quota.charge_sent(_range_bytes(answer), self._access.now_ns)
             case FeedBatch():
-                self.feed_sent(answer.count * FEED_HEADER_BYTES)
+                self.on_feed_sent(answer.count * FEED_HEADER_BYTES)
             case TransactionDataResponse(result=(bytes() | memoryview() as data, _)):
-                quota.sent(len(data), self._access.now_ns)
+                quota.charge_sent(len(data), self._access.now_ns)
             case Mounted() | MountResponse(state=MountState.READY) | MountOutcome(is_ready=True):
                 mount = self._mounts.pop(answer.req_id, None)
-                self._mounted(_feed_key(answer), mount, quota)
+                self._on_mounted(_feed_key(answer), mount, quota)
             case ErrorResponse() | MountResponse() | MountOutcome():
                 if self._mounts.pop(answer.req_id, None) is _MountKind.NEW:
                     quota.end_feed(_feed_key(answer), self._access)
             case _:
                 pass
 
-    def feed_sent(self, size_bytes: int) -> None:
+    def on_feed_sent(self, size_bytes: int) -> None:
         """Charge a part of a feed (rule 7)."""
         self._unpaid_bytes += size_bytes
         if self._feed_timer is None:
-            self._pay()
+            self._charge_feeds()
 
-    def _pay(self) -> None:
+    def _charge_feeds(self) -> None:
         """Pay for what feeds have sent, until a share must wait."""
         self._feed_timer = None
         quota = self._access.quota
         while quota is not None and self._unpaid_bytes:
             size_bytes = min(self._unpaid_bytes, self._feed_share_bytes(quota))
             self._unpaid_bytes -= size_bytes
-            wait_ns = quota.sent(size_bytes, self._access.now_ns)
+            wait_ns = quota.charge_sent(size_bytes, self._access.now_ns)
             if wait_ns > SLACK_NS:
                 self._share = quota, quota.limits, self._access.now_ns + wait_ns
                 self._wait_for_share(wait_ns)
@@ -280,16 +280,16 @@ class Throttle:
         self._unpaid_bytes = 0
 
     def _wait_for_share(self, wait_ns: int) -> None:
-        self._feed_timer = self._after(min(wait_ns, SECOND_NS), self._pay_again)
+        self._feed_timer = self._call_after(min(wait_ns, SECOND_NS), self._retry_charge)
 
-    def _pay_again(self) -> None:
+    def _retry_charge(self) -> None:
         """Continue when the last share is paid, or the limits have changed (rule 7)."""
         quota, limits, paid_ns = self._share
         wait_ns = paid_ns - self._access.now_ns
         if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
             self._wait_for_share(wait_ns)
             return
-        self._pay()
+        self._charge_feeds()
         if self._feed_timer is None:
             self._resume_feeds()
 
@@ -299,7 +299,7 @@ class Throttle:
             return self._unpaid_bytes
         return max(per_s // RANGE_SHARE // max(len(quota.connections), 1), REQUEST_BYTES_MIN)
 
-    def feeds_ended(self, partition_id: int) -> None:
+    def on_feeds_ended(self, partition_id: int) -> None:
         """The daemon serves a partition no more."""
         quota = self._access.quota
         if quota is not None:

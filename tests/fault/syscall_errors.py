@@ -13,7 +13,7 @@ from tests.patience import HANG_S
 
 
 @contextmanager
-def injected(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
+def inject_errors(scenario: Scenario, storage: str, *options: str) -> Iterator[None]:
     """Inject errors into system calls of a storage, by options of strace."""
     tool = shutil.which("strace")
     if tool is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.commands import run_command
-from tests.fault.load import Scenario, command, segments, shown, wait_until
+from tests.fault.load import Scenario, segment_bytes, show_cluster, wait_until, waltz_command
 from tests.patience import HANG_S
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
@@ -25,19 +25,19 @@ class CommandOutput:
     error: str
 
 
-def begin(cluster: LocalCluster, subcommand: str, *words: str) -> subprocess.Popen[str]:
-    """Start a command that is awaited later, by `end`."""
-    line = command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
+def start_command(cluster: LocalCluster, subcommand: str, *words: str) -> subprocess.Popen[str]:
+    """Start a command that is awaited later, by `finish_command`."""
+    line = waltz_command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def end(started: subprocess.Popen[str]) -> CommandOutput:
+def finish_command(started: subprocess.Popen[str]) -> CommandOutput:
     """Wait for a command."""
     out, error = started.communicate(timeout=HANG_S)
     return CommandOutput(started.returncode, json.loads(out) if out.strip() else None, error)
 
 
-def _run(cluster: LocalCluster, subcommand: str, *words: str) -> CommandOutput:
+def _run_command(cluster: LocalCluster, subcommand: str, *words: str) -> CommandOutput:
     done = run_command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
     return CommandOutput(
         done.returncode, json.loads(done.stdout) if done.stdout.strip() else None, done.stderr
@@ -46,14 +46,14 @@ def _run(cluster: LocalCluster, subcommand: str, *words: str) -> CommandOutput:
 
 def run_checked(cluster: LocalCluster, subcommand: str, *words: str) -> Any:
     """Run a command that must succeed; return its output as JSON."""
-    ran = _run(cluster, subcommand, *words)
+    ran = _run_command(cluster, subcommand, *words)
     assert ran.code == 0, ran
     return ran.result
 
 
 def run_failing(cluster: LocalCluster, subcommand: str, *words: str) -> str:
     """Run a command that must fail; return its one sentence."""
-    ran = _run(cluster, subcommand, *words)
+    ran = _run_command(cluster, subcommand, *words)
     assert ran.code == 1, ran
     assert ran.result is None
     *_, sentence = ran.error.strip().splitlines()
@@ -61,7 +61,7 @@ def run_failing(cluster: LocalCluster, subcommand: str, *words: str) -> str:
     return sentence
 
 
-def address(cluster: LocalCluster, name: str) -> str:
+def member_address(cluster: LocalCluster, name: str) -> str:
     """Return the address of a member."""
     return f"127.0.0.1:{cluster.member(name).port}"
 
@@ -76,7 +76,7 @@ def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], Stora
     asyncio.run(write())
 
 
-def new_storage(cluster: LocalCluster) -> str:
+def start_new_storage(cluster: LocalCluster) -> str:
     """Start one more storage, which is not in the cluster yet; return its address."""
     made = cluster.add_storage()
     cluster.start(made.name)
@@ -92,7 +92,7 @@ def admin_port(cluster: LocalCluster, storage: str) -> tuple[str, str]:
 
 def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     """Return the assigned replicas of each partition."""
-    view = shown(cluster)
+    view = show_cluster(cluster)
     storages, partitions = view["storages"], view["partitions"]
     assert isinstance(storages, dict)
     assert isinstance(partitions, dict)
@@ -104,12 +104,14 @@ def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
 
 def check_replicas_equal(scenario: Scenario) -> None:
     """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
-    wait_until("every assigned replica engaged", lambda: not _not_engaged(scenario.cluster))
-    wait_until("replicas equal", lambda: not _unequal(scenario.cluster))
+    wait_until(
+        "every assigned replica engaged", lambda: not _partitions_not_engaged(scenario.cluster)
+    )
+    wait_until("replicas equal", lambda: not _unequal_partitions(scenario.cluster))
 
 
-def _not_engaged(cluster: LocalCluster) -> list[int]:
-    partitions = shown(cluster)["partitions"]
+def _partitions_not_engaged(cluster: LocalCluster) -> list[int]:
+    partitions = show_cluster(cluster)["partitions"]
     assert isinstance(partitions, dict)
     assigned = replicas(cluster)
     return [
@@ -117,7 +119,7 @@ def _not_engaged(cluster: LocalCluster) -> list[int]:
     ]
 
 
-def _unequal(cluster: LocalCluster) -> list[int]:
+def _unequal_partitions(cluster: LocalCluster) -> list[int]:
     names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
     found = []
     for number, assigned in replicas(cluster).items():
@@ -129,5 +131,5 @@ def _unequal(cluster: LocalCluster) -> list[int]:
 
 
 def _segments_of(cluster: LocalCluster, name: str, partition: int) -> dict[str, bytes]:
-    whole = segments(cluster, name)
+    whole = segment_bytes(cluster, name)
     return {path: data for path, data in whole.items() if path.startswith(f"{partition}/")}

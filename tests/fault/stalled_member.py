@@ -12,7 +12,7 @@ STALLED_S_MIN, STALLED_S_MAX, RUNNING_S = 0.45, 3.0, 0.1
 
 
 @contextmanager
-def stalling(cluster: LocalCluster, name: str) -> Iterator[None]:
+def stall_repeatedly(cluster: LocalCluster, name: str) -> Iterator[None]:
     """Stop a member again and again, each time for a little longer."""
     is_over = threading.Event()
 
