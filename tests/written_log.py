@@ -1,10 +1,10 @@
 """A log of changes of rows, and what a table that follows it must contain."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import pyarrow as pa
@@ -20,7 +20,8 @@ TRANSACTIONS = 120  # of an `append`
 KEYS = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5
-Rows = dict[int, tuple[int, int, int]]  # of an ID: value, partition, transaction
+COLUMNS = ("id:int64", "op:string", "value:int64")
+Rows = dict[int, tuple[Any, int, int]]  # of an ID: value, partition, transaction
 # From a transaction to its changes: an ID, and a value or None.
 Changes = Callable[[int, dict], list[tuple[int, int | None]]]
 
@@ -61,10 +62,10 @@ class Written(NamedTuple):
                         rows[key] = (value, partition, place)
         return rows
 
-    def command(self, table: Path | str, *more: str) -> list[str]:
+    def command(self, table: Path | str, *more: str, columns: Sequence[str] = COLUMNS) -> list[str]:
         return [
             *["follow", str(table), "--connect", self.connect, "--key", "id"],
-            *["--column", "id:int64", "--column", "op:string", "--column", "value:int64"],
+            *[word for each in columns for word in ("--column", each)],
             *["--header", "1", "--header", str(DELETE_HEADER)],
             *["--delete-header", str(DELETE_HEADER), "--delete-where", "op = 'D'"],
             *["--batch-transactions", "25", "--interval-s", "0.05", *more],
@@ -97,7 +98,17 @@ def ends(written: Written) -> dict[int, int]:
 def content(table: Path | str, version: int | None = None) -> Rows:
     rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
     assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: (row["value"], row["_partition"], row["_transaction_id"]) for row in rows}
+    place = ("_partition", "_transaction_id")
+    return {row["id"]: (_written(row["value"]), *(row[name] for name in place)) for row in rows}
+
+
+def _written(value: object) -> object:
+    """Return the value of a column without the fields that its payload lacks."""
+    if isinstance(value, list):
+        return [_written(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _written(each) for name, each in value.items() if each is not None}
+    return value
 
 
 def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:

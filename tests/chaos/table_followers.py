@@ -21,7 +21,7 @@ import psutil
 
 from tests.commands import run_command
 from tests.patience import HANG_S
-from tests.written_log import Written
+from tests.written_log import COLUMNS, Written
 
 ROOT = Path(__file__).parents[2]
 FINISHED_TWICE = "a repeated command has written version {after}, after version {before}"
@@ -105,10 +105,11 @@ class CommandFollower:
     """`waltz-core follow`."""
 
     targets: Mapping[str, int] = {"follower": 2}
+    columns: Sequence[str] = COLUMNS
 
     def __init__(self, written: Written, table: Path, directory: Path) -> None:
         self._table = table
-        self._words = written.command(table, "--batch-transactions", "100")
+        self._words = written.command(table, "--batch-transactions", "100", columns=self.columns)
         self._process = _Supervised(
             [sys.executable, "-m", "waltz_core", *self._words], directory / "follower.log"
         )
@@ -136,6 +137,12 @@ class CommandFollower:
         if versions[0] != versions[1]:
             return [FINISHED_TWICE.format(before=versions[0] - 1, after=versions[1] - 1)]
         return []
+
+
+class FoundFollower(CommandFollower):
+    """`waltz-core follow`, which finds the columns."""
+
+    columns = ()
 
 
 class SparkFollower:

@@ -1,6 +1,7 @@
 """Kills of followers, servers and storages at random points; the table always equals a replay.
 
     python -m tests.chaos.table_kills --kills 50 --seed 1
+    python -m tests.chaos.table_kills --kills 50 --follower found
     PYSPARK_VERSION=4.2.1 scripts/run python -m tests.chaos.table_kills --kills 50 --follower spark
 
 A client appends to a local cluster, and a follower keeps a Delta table equal to the log, while
@@ -9,14 +10,17 @@ replay of the log in plain Python.
 
 Rules:
     1. The victim and the moment of each kill are drawn from the seed. A moment is a delay, or the
-       appearance of a file: the data of a version that is not committed yet, or a version.
+       appearance of a file: the data of a version that is not committed yet, a version, or a
+       version that only adds fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
        first until the table has what the log had at the kill before: the others overlap.
     3. The expected table is computed from the log alone. The log must have what was acknowledged.
+    4. The follower `found` finds the columns, and the structs of the payloads gain fields.
 """
 
 import argparse
 import contextlib
+import json
 import random
 import shutil
 import sys
@@ -26,12 +30,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import isqrt
 from pathlib import Path
 
 import msgpack
 from deltalake import DeltaTable
 
-from tests.chaos.table_followers import CommandFollower, SparkFollower, TableFollower
+from tests.chaos.table_followers import CommandFollower, FoundFollower, SparkFollower, TableFollower
 from tests.fault.load import wait_until
 from tests.patience import PATIENT
 from tests.written_log import (
@@ -50,9 +55,10 @@ from waltz_core.errors import WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.tables.table_marks import decode
 
-FOLLOWERS = {"command": CommandFollower, "spark": SparkFollower}
+FOLLOWERS = {"command": CommandFollower, "found": FoundFollower, "spark": SparkFollower}
 MEMBERS = {"server": 1, "storage": 1}
 MOMENTS = ("delay", "data", "version")
+FIELDS = "fields"  # another moment, of structs that gain fields
 DELAY_S = 3.0
 POLL_S = 0.001
 SESSION_MS = 4_000
@@ -74,8 +80,9 @@ class Outcome:
 class EndlessWriter:
     """Appends upserts, deletes and other transactions in a thread, and keeps what was committed."""
 
-    def __init__(self, client: WaltzClient, seed: int) -> None:
+    def __init__(self, client: WaltzClient, seed: int, *, has_structs: bool = False) -> None:
         self._client, self._rng = client, random.Random(seed)
+        self._has_structs = has_structs
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._write, daemon=True)
         self.committed: dict[tuple[int, int], tuple[int, dict]] = {}
@@ -105,7 +112,7 @@ class EndlessWriter:
         rng = self._rng
         key = rng.randrange(KEYS)
         header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
-        row = {"id": key, "op": rng.choice("UUUD"), "value": rng.randrange(1000)}
+        row = {"id": key, "op": rng.choice("UUUD"), "value": self._value()}
         if header == DELETE_HEADER:
             row = {"id": key}
         elif header == OTHER_HEADER:
@@ -113,6 +120,15 @@ class EndlessWriter:
         partition = key % PARTITIONS
         future = self._client.append(msgpack.packb(row), partition=partition, header=header)
         return partition, header, row, future
+
+    def _value(self) -> object:
+        """Return a number, or a struct with lists of structs, whose fields become more (rule 4)."""
+        number = self._rng.randrange(1000)
+        if not self._has_structs:
+            return number
+        fields = isqrt(self.counts["committed"])
+        names = [f"f{self._rng.randint(0, fields)}" for _ in range(2)]
+        return {names[0]: number, "list": [{names[1]: number}, {"f0": number}]}
 
 
 class TableKills:
@@ -141,6 +157,9 @@ class TableKills:
                 (victim,) = self._rng.choices([*weights], [*weights.values()])
                 if not self._kill(victim):
                     continue
+                newest = self._table / f"_delta_log/{self._version():020}.json"
+                if victim == "follower" and only_adds_fields(newest):
+                    victim = "follower before a merge"
                 self.outcome.kills[victim] += 1
                 self._say(f"{self.outcome.kills.total():4}  {victim}, version {self._version()}")
                 if self._rng.random() < 0.5:
@@ -151,14 +170,19 @@ class TableKills:
 
     def _await_moment(self) -> None:
         """Wait for a drawn moment (rule 1)."""
-        moment = self._rng.choice(MOMENTS)
+        is_found = isinstance(self._follower, FoundFollower)
+        moment = self._rng.choice([*MOMENTS, FIELDS] if is_found else MOMENTS)
         if moment == "delay":
             self._pause(self._rng.uniform(0, DELAY_S))
             return
-        pattern = {"data": "*.parquet", "version": "_delta_log/*.json"}[moment]
+        pattern = "*.parquet" if moment == "data" else "_delta_log/*.json"
         after_s = self._rng.choice((0.0, 0.0, 0.002, 0.02, 0.1))
         known = set(self._table.glob(pattern))
-        while set(self._table.glob(pattern)) <= known:
+        while True:
+            new = set(self._table.glob(pattern)) - known
+            if any(moment != FIELDS or only_adds_fields(each) for each in new):
+                break
+            known |= new
             self._supervise()
             time.sleep(POLL_S)
         self._pause(after_s)
@@ -211,6 +235,19 @@ class TableKills:
         wait_until(f"the marks {marks} in the table", has_marks)
 
 
+def only_adds_fields(commit: Path) -> bool:
+    """Whether a commit of a table only adds fields of structs."""
+    try:
+        lines = commit.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return False
+    return {name for line in lines for name in json.loads(line)} == {
+        "commitInfo",
+        "metaData",
+        "txn",
+    }
+
+
 def read_log(client: WaltzClient) -> list[list[tuple[int, dict]]]:
     """Return the transactions of each partition: header and payload."""
     log = []
@@ -228,6 +265,7 @@ def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[st
         if written.log[partition][place : place + 1] != [sent]:
             yield f"partition {partition}: transaction {place} is not the acknowledged one"
     before: dict[int, int] | None = None
+    schema_before = ""
     history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
     for version, metadata in sorted(history.items()):
         decoded = decode(metadata)
@@ -242,11 +280,13 @@ def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[st
                 f"version {version} with marks {marks}: keys {keys} differ: expected "
                 f"{[expected.get(key) for key in keys]}, found {[found.get(key) for key in keys]}"
             )
+        schema = DeltaTable(table, version=version).schema().to_json()
         if before is not None and (
-            marks == before or any(marks[each] < mark for each, mark in before.items())
+            (marks == before and schema == schema_before)  # it does not add fields
+            or any(marks[each] < mark for each, mark in before.items())
         ):
             yield f"version {version} has the marks {marks} after {before}"
-        before = marks
+        before, schema_before = marks, schema
     if before != ends(written):
         yield f"the table ends at {before}, the log at {ends(written)}"
 
@@ -266,7 +306,7 @@ def play(
         )
         written = Written(cluster.connect, [])
         client = stack.enter_context(WaltzClient(cluster.connect, PATIENT))
-        writer = EndlessWriter(client, seed)
+        writer = EndlessWriter(client, seed, has_structs=follower == "found")
         stack.callback(writer.stop)
         following = FOLLOWERS[follower](written, table, directory)
         stack.callback(following.close)
@@ -279,7 +319,7 @@ def play(
         outcome = run.outcome
         outcome.wrong += following.finish()
         outcome.ended += following.ended
-        if follower == "command":
+        if follower != "spark":
             outcome.wrong += following.ended
         written.log.extend(read_log(client))
         outcome.wrong += compare(written, table, writer)

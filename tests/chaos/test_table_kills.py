@@ -15,9 +15,12 @@ from waltz_core.tables.table_marks import TableMarks, encode
 
 
 @pytest.mark.fault
-def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(tmp_path: Path):
+@pytest.mark.parametrize("follower", ["command", "found"])
+def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(
+    tmp_path: Path, follower: str
+):
     lines: list[str] = []
-    outcome = play(3, 4, "command", tmp_path, lines.append)
+    outcome = play(3, 4, follower, tmp_path, lines.append)
     assert outcome.wrong == [], lines
     assert outcome.kills.total() == 4
     assert outcome.counts["versions"] > 4

@@ -44,10 +44,12 @@ from tests.written_log import (
 )
 from waltz_core.client import Avro, WaltzClient
 from waltz_core.config import ClientConfig
+from waltz_core.tables.table_marks import decode
 
 AVRO_HEADER = 6
 PLACE = ("_partition", "_transaction_id")
 SECRET_HEADER = 7
+STRUCT_HEADER = 8
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +82,7 @@ def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):
 
 def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
     table = tmp_path / "table"
-    words = written.command(table, "--until", "now")
-    while "--column" in words:
-        at = words.index("--column")
-        del words[at : at + 2]
+    words = written.command(table, "--until", "now", columns=())
     for _ in range(2):
         done = run_command(*words)
         assert done.returncode == 0, done.stderr
@@ -115,6 +114,44 @@ def test_a_follower_that_is_killed_at_a_step_continues(
     follow(written, table)
     check_versions(written, table)
     assert content(table) == written.replayed(ends(written))
+
+
+def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
+    written: Written, client: WaltzClient, tmp_path: Path
+):
+    table = tmp_path / "table"
+    words = ["follow", str(table), "--connect", written.connect, "--key", "n", "--until", "now"]
+    words += ["--header", str(STRUCT_HEADER)]
+
+    def append(*rows: dict) -> None:
+        for row in rows:
+            client.append(msgpack.packb(row), partition=0, header=STRUCT_HEADER).result()
+            written.log[0].append((OTHER_HEADER, {"other": True}))
+
+    def state() -> tuple[int, str, list[dict]]:
+        delta = DeltaTable(table)
+        rows = delta.to_pyarrow_table().select(["n", "at"]).sort_by("n").to_pylist()
+        return delta.version(), delta.history(1)[0]["userMetadata"], rows
+
+    append({"n": 0, "at": {"x": 1}}, {"n": 1, "at": {"x": 2}})
+    assert run_command(*words).returncode == 0
+    version, marks, _ = state()
+    append({"n": 1, "at": {"x": 3}}, {"n": 2, "at": {"y": 4}})
+    command = [sys.executable, "-m", "tests.integration.killed_follower", "before _merge", "0"]
+    killed = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    rows = [{"n": 0, "at": {"x": 1, "y": None}}, {"n": 1, "at": {"x": 2, "y": None}}]
+    assert state() == (version + 1, marks, rows)
+    for _ in range(2):
+        assert run_command(*words).returncode == 0
+        after, marks, rows = state()
+        assert after == version + 2, "one commit of the batch, and none of the repeated command"
+        assert dict(decode(marks).marks) == ends(written)
+        assert [row["at"] for row in rows] == [
+            {"x": 1, "y": None},
+            {"x": 3, "y": None},
+            {"x": None, "y": 4},
+        ]
 
 
 def test_a_table_with_a_changes_function_equals_a_replay(written: Written, tmp_path: Path):

@@ -18,7 +18,7 @@ from tests import table_jars
 from tests.commands import run_command
 from tests.patience import PATIENT
 from tests.spark.tables_job import CATALOG, catalog_settings, ending_at, follow
-from tests.spark.test_tables import transactions, upsert
+from tests.spark.test_tables import started, transactions, upsert, with_delta
 from tests.spark.test_tables_killed import run_job
 from tests.written_log import DELETE_HEADER, PARTITIONS, Rows, Written, ends
 from waltz_core.client import WaltzClient
@@ -412,6 +412,47 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
     append(written, 3)
     with pytest.raises(BadConfig, match="expected format delta, found iceberg"):
         follow(lake, written.connect, table, format="delta")
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "given", [pytest.param("iceberg", marks=with_iceberg), pytest.param("delta", marks=with_delta)]
+)
+def test_structs_that_gain_fields_keep_their_values(
+    lake: SparkSession, connect: str, tmp_path: Path, given: str
+) -> None:
+    """Also in lists. The user adds the fields to the table: `follow` changes no declared type."""
+    table = f"{CATALOG}.shop.structs" if given == "iceberg" else str(tmp_path / "table")
+    name = table if given == "iceberg" else f"delta.`{table}`"
+
+    def payload(key: int, **fields: object) -> tuple[int, dict]:
+        return 0, {"id": key, "at": fields, "places": [fields]}
+
+    def follow_structs(fields: str, **more: object) -> None:
+        schema = f"id long, at struct<{fields}>, places array<struct<{fields}>>"
+        place = {"table": table, "format": given, "key": "id", "schema": schema}
+        waltz_spark.follow(lake, connect, **place, until="now", **more)
+
+    def rows() -> list[dict]:
+        if given == "iceberg":
+            lake.sql(f"REFRESH TABLE {table}")
+        found = lake.sql(f"SELECT id, at, places FROM {name} ORDER BY id").collect()
+        assert all(row["places"] == [row["at"]] for row in found)
+        return [row["at"].asDict() for row in found]
+
+    start = started(connect, *(payload(each, x=each) for each in range(3)))
+    follow_structs("x: long", start=start)
+    assert rows() == [{"x": 0}, {"x": 1}, {"x": 2}]
+    started(connect, payload(1, x=7, y="a"), payload(3, y="b"))
+    with pytest.raises(
+        BadConfig, match=r"column 'at': expected the declared .* Hint: .*ADD COLUMN"
+    ):
+        follow_structs("x: long, y: string")
+    for path in ("at.y", "places.element.y"):
+        lake.sql(f"ALTER TABLE {name} ADD COLUMN {path} string")
+    follow_structs("x: long, y: string")
+    after = [(0, None), (7, "a"), (2, None), (None, "b")]
+    assert rows() == [{"x": x, "y": y} for x, y in after]
 
 
 @pytest.mark.versions

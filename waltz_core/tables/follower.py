@@ -19,6 +19,8 @@ Rules:
     5. A start is for a table without marks: it is never ignored, and never replaces marks.
     6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
        and its own commit, and gets only the changes after its marks.
+    7. Without an end, the follower waits after a batch that reaches the end of the log. So the
+       number of versions depends on the interval, even if transactions always arrive.
 """
 
 import logging
@@ -391,6 +393,7 @@ class Follower(Generic[ChangesT]):
         self._batch_transactions = batch_transactions
         self._on_progress = on_progress
         self._first_version: int | None = None
+        self._is_pause_due = False  # rule 7
 
     def run(self, until: MarkMap | None = None) -> list[TableMarks]:
         """Apply the log up to the marks `until`, or forever; return the marks of the tables.
@@ -425,8 +428,8 @@ class Follower(Generic[ChangesT]):
             before = int(BEFORE_FIRST)
             starts = [{part: each.marks.get(part, before) for part in end} for each in self._tables]
             found = self._log.changes(starts, end)
-            for each, changes in zip(self._tables, found, strict=True):
-                each.commit(changes, end)
+            done = [each.commit(one, end) for each, one in zip(self._tables, found, strict=True)]
+            self._is_pause_due &= all(done)
             return False
         is_end = until is not None
         return all(each.finish(is_end=is_end) for each in self._tables) and is_end
@@ -441,10 +444,12 @@ class Follower(Generic[ChangesT]):
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report(starts, ends)
             end = next_batch(starts, LogState(ends, log.firsts), self._batch_transactions)
-            if end != starts:
+            if end != starts and not self._is_pause_due:
+                self._is_pause_due = until is None and end == ends
                 return end
-            if until is not None or any(each.is_due for each in self._tables):
+            if end == starts and (until is not None or any(each.is_due for each in self._tables)):
                 return None
+            self._is_pause_due = False
             self._log.wait()
 
     def _lowest(self, log: LogState) -> dict[int, int]:

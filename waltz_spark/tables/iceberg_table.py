@@ -32,6 +32,7 @@ from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 from waltz_spark.tables.merge_statement import (
     PlaceColumns,
+    check_columns,
     check_names,
     merge_actions,
     parts_of_name,
@@ -285,18 +286,7 @@ class MergedIcebergTable:
     def _missing_columns(self) -> list[StructField]:
         """Return the declared columns that the table lacks."""
         found = self._session.table(self._name).schema
-        declared = {part.name: part.dataType.simpleString() for part in self._schema}
-        for part in found:
-            if part.name not in declared:
-                raise BadConfig(
-                    f"table {self._name}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
-                )
-            if part.dataType.simpleString() != declared[part.name]:
-                raise BadConfig(
-                    f"table {self._name}: column {part.name!r}: expected the declared type "
-                    f"{declared[part.name]}, found {part.dataType.simpleString()}"
-                )
+        check_columns(self._name, found, self._schema)
         return [part for part in self._schema if part.name not in found.names]
 
     def _add_columns(self) -> None:

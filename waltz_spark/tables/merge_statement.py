@@ -8,7 +8,7 @@ Rules:
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
@@ -112,6 +112,28 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
                 "rename the column in the declared schema."
             )
         seen[name.lower()] = name
+
+
+def check_columns(table: str, found: StructType, declared: Iterable[StructField]) -> None:
+    """Check that the columns of a table are declared with their types.
+
+    Raises:
+        BadConfig: names the table and the column.
+    """
+    types = {part.name: part.dataType.simpleString() for part in declared}
+    for part in found:
+        if part.name not in types:
+            raise BadConfig(
+                f"table {table}: column {part.name!r} is not declared. Hint: declare all columns "
+                "of the table."
+            )
+        if part.dataType.simpleString() != types[part.name]:
+            raise BadConfig(
+                f"table {table}: column {part.name!r}: expected the declared type "
+                f"{types[part.name]}, found {part.dataType.simpleString()}. Hint: declare the type "
+                "of the table. Before you declare new fields of a struct, add them to the table: "
+                "ALTER TABLE ... ADD COLUMN."
+            )
 
 
 def parts_of_name(text: str) -> list[str]:

@@ -40,6 +40,7 @@ from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.merge_statement import (
     PLACE,
+    check_columns,
     check_names,
     merge_actions,
     parts_of_name,
@@ -303,19 +304,7 @@ class MergedDeltaTable:
     def _check_columns(self) -> None:
         if self._is_checked or not self._is_declared:
             return
-        declared = {part.name: part.dataType for part in (*self._schema, *PLACE.fields())}
-        for part in self._stored:
-            if part.name not in declared:
-                raise BadConfig(
-                    f"table {self._name}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
-                )
-            expected = declared[part.name].simpleString()
-            if part.dataType.simpleString() != expected:
-                raise BadConfig(
-                    f"table {self._name}: column {part.name!r}: expected the declared type "
-                    f"{expected}, found {part.dataType.simpleString()}"
-                )
+        check_columns(self._name, self._stored, (*self._schema, *PLACE.fields()))
         self._is_checked = True
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:

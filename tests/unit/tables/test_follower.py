@@ -134,6 +134,7 @@ def test_marks_are_committed_alone_also_if_the_log_is_never_idle():
         return replayed(starts, ends)
 
     log.replayed = grow
+    log.on_wait = lambda: None
     with pytest.raises(Killed):
         follower(log, table, count_max=1, clock_s=lambda: now_s).run()
     assert marks_of(table) == [{0: -1}, {0: 1}, {0: 3}, {0: 5}]
@@ -156,6 +157,24 @@ def test_the_ten_minutes_begin_with_the_last_commit():
     with pytest.raises(Killed):
         follower(log, table, clock_s=lambda: now_s).run()
     assert [versions for _, versions in at] == [0, 0, 2, 2, 2, 3]
+
+
+def test_without_an_end_the_follower_waits_after_it_has_reached_the_end_of_the_log():
+    """Also if there are more transactions then: the interval limits the number of versions."""
+    log, table = LogInMemory([("a", 1)] * 4), StoredVersions()
+    log.on_wait = lambda: log.partitions[0].append(("b", 1))
+    changes = log.changes
+
+    def arriving(starts, ends):
+        log.partitions[0].append(("c", 1))
+        if len(log.read) == 4:
+            raise Killed
+        return changes(starts, ends)
+
+    log.changes = arriving
+    with pytest.raises(Killed):
+        follower(log, table, count_max=3).run()
+    assert [ends[0] for _, ends in log.read] == [2, 4, 6, 8]
 
 
 def test_without_an_end_the_follower_waits_for_transactions():

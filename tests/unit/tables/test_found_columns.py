@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.delta_table import FollowedDeltaTable
 from waltz_core.tables.followed_log import changes_in
 from waltz_core.tables.follower import Follower, TableProgress
@@ -201,6 +201,25 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
         wrapped({"y": 0, "x": None}),
     ]
     assert DeltaTable(path).version() == 3, "create, a batch, the fields, a batch"
+
+
+def test_a_batch_that_is_rejected_after_its_new_fields_leaves_the_rows_and_marks(tmp_path: Path):
+    path = tmp_path / "t"
+    payloads = [{**row, "v": 0} for row in STRUCT_GROWS] + [{"id": 1, "v": -1}]
+    rows = followed(path, payloads, [1])
+    marks = DeltaTable(path).history(1)[0]["userMetadata"]
+    DeltaTable(path).alter.add_constraint({"positive": "v >= 0"})
+    for _ in range(2):  # another attempt writes no version
+        with pytest.raises(BadRequest, match="Hint: drop the constraint"):
+            followed(path, payloads, [3])
+        assert DeltaTable(path).version() == 3, "create, a batch, the constraint, the fields"
+    assert DeltaTable(path).history(1)[0]["userMetadata"] == marks
+    kept = DeltaTable(path).to_pyarrow_table().sort_by("id").to_pylist()
+    assert [row["_transaction_id"] for row in kept] == [row["_transaction_id"] for row in rows]
+    assert [row["c"] for row in kept] == [None, {"y": 0, "x": None}]
+    DeltaTable(path).alter.drop_constraint("positive")
+    assert followed(path, payloads, [3]) == followed(tmp_path / "whole", payloads, [3])
+    assert DeltaTable(path).version() == 5
 
 
 def test_columns_are_committed_also_if_the_batch_has_no_other_effect(tmp_path: Path):
