@@ -9,6 +9,7 @@ Rules:
     1. The output is UTF-8 without unnecessary blanks.
     2. A value that JSON does not have is an error with its value and position, `$.prices[2]`.
     3. A value that is nested too deeply for Python is an error, like invalid JSON.
+    4. An error of a text with more than `_LOCATED_CHARACTERS_MAX` characters has no position.
 """
 
 import json
@@ -16,8 +17,10 @@ import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+# A search in a larger text takes too long for a process that has received it from a peer.
+_LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
 NOT_JSON = "JSON supports neither NaN nor infinities"
@@ -91,7 +94,8 @@ def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:
-            raise _half_of_character(value) from error
+            is_located = len(text) <= _LOCATED_CHARACTERS_MAX  # rule 4
+            raise _half_of_character(value if is_located else None) from error
     return value
 
 
@@ -117,6 +121,8 @@ def _decoded(text: str) -> Any:  # noqa: ANN401
     except json.JSONDecodeError:
         raise
     except ValueError as error:
+        if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
+            raise ValueError(f"found {error}; {NOT_JSON}") from error
         # Read once more with these words kept, to find their position.
         place = _find_wrong_part(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
         if place is None:  # A later value of the same key has replaced it.

@@ -75,6 +75,13 @@ def test_half_a_character_is_rejected_with_its_place(decode: Callable[[bytes], o
         to_json({"a": "\ud800"})
 
 
+@pytest.mark.parametrize(("word", "cause"), [("NaN", "found NaN"), ('"\\ud800"', "a text")])
+def test_an_error_of_a_large_text_has_no_position(word: str, cause: str) -> None:
+    with pytest.raises(ValueError, match=cause) as caught:
+        from_json(b"[" + b"0," * 200_000 + word.encode() + b"]")
+    assert "$" not in str(caught.value)
+
+
 @pytest.mark.parametrize("inside", ["1", "NaN"])
 def test_too_deeply_nested_text_is_rejected_as_json(inside: str) -> None:
     text = f"[{inside}, " + "[" * 10_000 + "]" * 10_000 + "]"
