@@ -8,7 +8,7 @@ from tests import cluster_contract
 from tests.cluster_contract import World
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.write_registry import REMOVALS_MAX
+from waltz_core.cluster.write_registry import REMOVALS_MAX, TaskAttempt
 
 MARKS = {0: 41, 3: -1}
 KEEP_MS = 1 << 34
@@ -82,6 +82,20 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str)
             await over
 
 
+async def only_the_latest_attempt_of_a_task_finishes_a_write(world: World, root: str) -> None:
+    first, second = await created(world, root), await member(world, root)
+    await first.writes.begin("w", MARKS, 1_000)
+    await first.writes.enter("w", 0, "run", first.next_client_id)
+    await second.writes.enter("w", 0, "run", second.next_client_id)
+    for by in (TaskAttempt(0, 1), TaskAttempt(1, 1)):
+        with pytest.raises(errors.ConnectionSuperseded, match="has taken over from attempt 1"):
+            await first.writes.finish("w", {"committed": 7}, 2_000, by=by)
+    done = await second.writes.finish("w", {"committed": 8}, 2_000, by=TaskAttempt(0, 2))
+    assert done.summary == {"committed": 8}
+    again = await first.writes.finish("w", {"committed": 7}, 2_000, by=TaskAttempt(0, 1))
+    assert again == done
+
+
 async def the_retention_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
     one = await created(world, root)
     for name, keep_ms in (("begun", KEEP_MS), ("done", KEEP_MS), ("over", 0)):
@@ -121,6 +135,7 @@ async def a_write_with_many_tasks_is_removed_completely(world: World, root: str)
 SCENARIOS = [
     a_task_has_one_last_attempt,
     a_write_that_has_ended_ends_for_all_its_tasks,
+    only_the_latest_attempt_of_a_task_finishes_a_write,
     the_retention_of_a_write_begins_with_its_last_change,
     no_write_of_a_series_begins_after_a_later_one,
     a_write_with_many_tasks_is_removed_completely,

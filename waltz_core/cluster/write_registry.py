@@ -28,6 +28,9 @@ Rules (docs/spark.md, "Exactly once"):
        048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
        may have been removed, and begun by another principal, whose client ID must not be returned.
     9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
+    10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
+       task. Without it, an attempt that was paused could finish a write with outcomes that a later
+       attempt has changed: the later one may append a row that a lock had rejected before.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -142,6 +145,13 @@ class TaskState:
                 f"{data!r:.200}"
             )
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
+
+
+class TaskAttempt(NamedTuple):
+    """One attempt of one task."""
+
+    task: int
+    attempt: int
 
 
 class BegunWrite(NamedTuple):
@@ -357,9 +367,7 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if found != attempt:
-            raise _superseded_error(
-                write, task, f"attempt {found} of the task has taken over from attempt {attempt}"
-            )
+            raise _overtaken_error(write, TaskAttempt(task, attempt), found)
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that were ever begun."""
@@ -382,11 +390,19 @@ class WriteRegistry:
         names = () if listing is None else listing.names
         return sorted(int(name) for name in names if is_number(name))
 
-    async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
+    async def finish(
+        self,
+        write: str,
+        summary: Mapping[str, Any],
+        keep_ms: int,
+        *,
+        by: TaskAttempt | None = None,
+    ) -> WriteState:
         """Mark a write as done, and return it, with the summary of the first caller.
 
         Raises:
-            ConnectionSuperseded: the write was removed.
+            ConnectionSuperseded: the write was removed, or `by` is not the latest attempt of its
+                task (rule 10).
             PermissionDenied: the write belongs to another principal (rule 8).
             TooLarge: the summary does not fit into a node.
         """
@@ -411,12 +427,23 @@ class WriteRegistry:
             if found.is_done:
                 return found
             marks = found.marks
+            if by is not None:
+                same.append(await self._check_of_attempt(write, by))
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write([SetNode(path, _checked(done), node.stat.version), *same]):
                 return done
         raise errors.CoordinatorUnavailable(
             f"cannot change {path}: other processes changed it during each attempt"
         )
+
+    async def _check_of_attempt(self, write: str, by: TaskAttempt) -> Operation:
+        """Return a step that fails if a later attempt has begun (rule 10)."""
+        path = self._path(write, by.task)
+        node = await self._znodes.get(path)
+        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        if node is None or found != by.attempt:
+            raise _overtaken_error(write, by, found)
+        return CheckVersion(path, node.stat.version)
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
@@ -542,6 +569,11 @@ def _owner_in(node: Node) -> str:
 def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
     which = "" if task is None else f", task {task}"
     return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
+
+
+def _overtaken_error(write: str, by: TaskAttempt, found: int | None) -> errors.ConnectionSuperseded:
+    why = f"attempt {found} of the task has taken over from attempt {by.attempt}"
+    return _superseded_error(write, by.task, why)
 
 
 def _is_expired(node: Node, now_ms: int) -> bool:

@@ -823,9 +823,10 @@ class RegistryRequest(ClientMessage):
     """Read or change the record of an exactly-once write; sent again if there is no answer.
 
     A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
-    are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. `arguments`
-    is JSON: `keep_ms` and `in_series` of BEGIN, `run` of ENTER and TASKS, `summary` and `keep_ms`
-    of FINISH; otherwise it is empty.
+    are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. With an
+    `attempt`, FINISH succeeds only while it is the latest one of `task`. `arguments` is JSON:
+    `keep_ms` and `in_series` of BEGIN, `run` of ENTER and TASKS, `summary` and `keep_ms` of FINISH;
+    otherwise it is empty.
     """
 
     code = 91

@@ -11,7 +11,13 @@ from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_
 from tests.writes_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.write_registry import TaskState, WriteRegistry, WriteState, check_name
+from waltz_core.cluster.write_registry import (
+    TaskAttempt,
+    TaskState,
+    WriteRegistry,
+    WriteState,
+    check_name,
+)
 from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
@@ -89,6 +95,26 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     ):
         await its.writes.finish("w", {"rows": 1}, 9)
     assert await other.writes.read("w") == WriteState({0: 99}, 5)
+
+
+@on_virtual_loop
+async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhile(monkeypatch):
+    """The later one may append what a lock has rejected in this one."""
+    world, paused, its = await with_cluster()
+    other = Coordinator(await world.znodes(), ROOT)
+    await other.writes.begin("w", MARKS, 5)
+    await its.writes.enter("w", 0, "r", its.next_client_id)
+    real = paused.write
+
+    async def write(operations):
+        monkeypatch.undo()
+        await other.writes.enter("w", 0, "r", other.next_client_id)
+        return await real(operations)
+
+    monkeypatch.setattr(paused, "write", write)
+    with pytest.raises(errors.ConnectionSuperseded, match="attempt 2 of the task has taken over"):
+        await its.writes.finish("w", {"rows": 1}, 9, by=TaskAttempt(0, 1))
+    assert not (await other.writes.read("w")).is_done
 
 
 @on_virtual_loop

@@ -20,7 +20,12 @@ from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.write_registry import TaskState, WriteState, client_ids_of_others
+from waltz_core.cluster.write_registry import (
+    TaskAttempt,
+    TaskState,
+    WriteState,
+    client_ids_of_others,
+)
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records import strict_json
@@ -165,16 +170,25 @@ class WriteRequests:
         )
         return await self._carry_out(make, decode, directly)
 
-    async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
+    async def finish(
+        self,
+        write: str,
+        summary: Mapping[str, Any],
+        keep_ms: int,
+        *,
+        by: TaskAttempt | None = None,
+    ) -> WriteState:
         """Mark a write as done; see `WriteRegistry.finish`."""
 
         async def directly(coordinator: Coordinator) -> WriteState:
-            return await coordinator.writes.finish(write, summary, keep_ms)
+            return await coordinator.writes.finish(write, summary, keep_ms, by=by)
 
         make = partial(
             RegistryRequest,
             operation=RegistryOperation.FINISH,
             write=write,
+            task=0 if by is None else by.task,
+            attempt=0 if by is None else by.attempt,
             arguments=_json(summary=dict(summary), keep_ms=keep_ms),
         )
         return await self._carry_out(make, _decode_write, directly)

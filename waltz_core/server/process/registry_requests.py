@@ -36,6 +36,7 @@ from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.cluster.write_registry import (
     NAME_CHARACTERS_MAX,
     NODE_BYTES_MAX,
+    TaskAttempt,
     TaskState,
     WriteRegistry,
     client_ids_of_others,
@@ -157,7 +158,8 @@ class RegistryRequests:
                 result = await _read_tasks(writes, write, given.text("run"), is_closed)
                 return RegistryResponse(request.req_id, result)
             case RegistryOperation.FINISH:
-                done = await writes.finish(write, given.summary(), given.keep_ms())
+                by = TaskAttempt(_task(request), request.attempt) if request.attempt else None
+                done = await writes.finish(write, given.summary(), given.keep_ms(), by=by)
                 return RegistryResponse(request.req_id, done.to_bytes())
             case RegistryOperation.FORGET:
                 await writes.forget(write)
