@@ -10,20 +10,35 @@ Rules:
     2. There are at most `CONNECTIONS_MAX` connections, and requests whose client has disconnected
        count, too. Further connections are closed at once.
     3. The buffer for an incomplete head has `HEAD_BYTES_MAX`, and that for a body 64 KiB.
-    4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests.
+    4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests, or with
+       the exceptions that a bad request causes after its response.
+    5. With `kept_connections_max` there are that many connections, and a connection has any number
+       of requests, of any duration. It is closed if the head or the body of a request does not
+       arrive within `RECEIVE_S_MAX`, if there is no request for `IDLE_S_MAX`, or if the client
+       takes no byte of a response for `STALLED_S_MAX`. A TLS handshake takes `RECEIVE_S_MAX` at
+       most. A connection to a dead host is closed while it has bytes to send.
+    6. If a response is sent before the whole request has arrived, the rest is dropped: a client
+       that sends its whole request first must be able to read the response.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import socket
+import sys
+import termios
 from collections.abc import AsyncIterator
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Final
 
+import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from waltz_core.errors import BadConfig
+from waltz_core.transport import tcp
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -31,12 +46,23 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX: Final = 32
 HEAD_BYTES_MAX: Final = 8 * 1024
 REQUEST_S_MAX: Final = 5.0
+RECEIVE_S_MAX: Final = 20.0
+IDLE_S_MAX: Final = 75
+STALLED_S_MAX: Final = 30.0
+CHECK_INTERVAL_S: Final = 1.0
 CLOSE_S_MAX: Final = 1.0
 _SILENT: Final = logging.Logger("uvicorn", logging.CRITICAL + 1)  # noqa: LOG001 - rule 4; no logger of the process
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[int]:
+async def serve_http(
+    app: "ASGIApp",
+    *,
+    host: str,
+    port: int,
+    kept_connections_max: int | None = None,
+    ssl: SSLContext | None = None,
+) -> AsyncIterator[int]:
     """Serve the pages of `app` while the block runs; yields the port (0: any free one).
 
     Raises:
@@ -52,16 +78,31 @@ async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[i
         proxy_headers=False,
         workers=1,  # otherwise the environment is read
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        timeout_keep_alive=IDLE_S_MAX,
     )
     config.load()
     state = ServerState()
-    state.default_headers = [(b"connection", b"close")]  # rule 1
     loop = asyncio.get_running_loop()
+
+    def make_connection() -> H11Protocol:
+        if kept_connections_max is None:
+            return _Connection(config, state, {}, loop)
+        return _KeptConnection(config, state, loop, kept_connections_max)
+
+    if kept_connections_max is None:
+        state.default_headers = [(b"connection", b"close")]  # rule 1
     try:
-        server = await loop.create_server(lambda: _Connection(config, state, {}, loop), host, port)
+        server = await loop.create_server(
+            make_connection,
+            host,
+            port,
+            ssl=ssl,
+            ssl_handshake_timeout=None if ssl is None else RECEIVE_S_MAX,
+        )
     except OSError as error:
+        name = "http_port" if kept_connections_max is None else "port"
         raise BadConfig(
-            f"setting http_port: the daemon cannot listen at {host}:{port}: {error.strerror}"
+            f"setting {name}: the daemon cannot listen at {host}:{port}: {error.strerror}"
         ) from None
     try:
         yield server.sockets[0].getsockname()[1]
@@ -78,13 +119,26 @@ async def serve_http(app: "ASGIApp", *, host: str, port: int) -> AsyncIterator[i
                 await server.wait_closed()
 
 
-class _Connection(H11Protocol):
-    """A connection with the limits of this module."""
+class _SilentConnection(H11Protocol):
+    """A connection with rule 4."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+        self.logger, self.access_log = _SILENT, False
+        super().connection_made(transport)
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # a response was sent before the end of the request
+            self.transport.abort()
+
+
+class _Connection(_SilentConnection):
+    """A connection with rules 1 and 2."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
-        self.logger, self.access_log = _SILENT, False
         super().connection_made(transport)
         if max(len(self.connections), len(self.tasks)) > CONNECTIONS_MAX:  # rule 2
             transport.abort()
@@ -95,3 +149,64 @@ class _Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
+
+
+class _KeptConnection(_SilentConnection):
+    """A connection with rule 5."""
+
+    _check_timer: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        loop: asyncio.AbstractEventLoop,
+        connections_max: int,
+    ) -> None:
+        super().__init__(config, state, {}, loop)
+        self._connections_max = connections_max
+        self._received_s = self._taken_s = loop.time()
+        self._checked_cycle: object = None
+        self._unsent_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+        super().connection_made(transport)
+        if max(len(self.connections), len(self.tasks)) > self._connections_max:
+            transport.abort()
+            return
+        self._check()
+
+    def _check(self) -> None:
+        """Close the connection by rule 5, or check it again later."""
+        now_s = self.loop.time()
+        if self.cycle is not self._checked_cycle or not self._is_receiving():
+            self._checked_cycle, self._received_s = self.cycle, now_s
+        sock = self.transport.get_extra_info("socket")
+        unsent_bytes = self.transport.get_write_buffer_size() + _count_queued_bytes(sock)
+        is_waiting = self.flow.write_paused or self.transport.is_closing()
+        if not is_waiting or unsent_bytes < self._unsent_bytes:
+            self._taken_s = now_s
+        self._unsent_bytes = unsent_bytes
+        is_slow = now_s - self._received_s > RECEIVE_S_MAX or now_s - self._taken_s > STALLED_S_MAX
+        if is_slow or tcp.silence_ms(sock) is not None:
+            self.transport.abort()
+        else:
+            self._check_timer = self.loop.call_later(CHECK_INTERVAL_S, self._check)
+
+    def _is_receiving(self) -> bool:
+        """Return whether the connection waits for the rest of a head or a body."""
+        if self.timeout_keep_alive_task is not None:  # uvicorn closes an idle connection
+            return False
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.more_body or cycle.response_complete
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+        super().connection_lost(exc)
+
+
+def _count_queued_bytes(sock: socket.socket) -> int:
+    """Return the bytes in the system that the client has not acknowledged."""
+    found = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(found, sys.byteorder)

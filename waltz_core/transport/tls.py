@@ -46,7 +46,7 @@ from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.admission.port_limits import network_of
-from waltz_core.transport.token_source import TokenSource, token_source_in
+from waltz_core.transport.token_source import ForwardedToken, TokenSource, token_source_in
 
 _log = logging.getLogger(__name__)
 
@@ -133,11 +133,15 @@ class ListenContext(ssl.SSLContext):
 class DialContext(ssl.SSLContext):
     """A dialer's context; `token` is the place of its token, if it has one (rule 7)."""
 
-    token: TokenSource | None = None
+    token: TokenSource | ForwardedToken | None = None
 
 
-def dial_context(config: TlsConfig, connect: str) -> DialContext | None:
+def dial_context(
+    config: TlsConfig, connect: str, token: ForwardedToken | None = None
+) -> DialContext | None:
     """Return the context for outgoing connections; None: without TLS.
+
+    A `token` replaces the place of a token in the connect string.
 
     Raises:
         BadConfig: the connect string, a setting or a file is not valid; or there is a token, and no
@@ -145,7 +149,14 @@ def dial_context(config: TlsConfig, connect: str) -> DialContext | None:
     """
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
-    return _client_context(_effective_settings(config, place_in(connect)), token_source_in(connect))
+    source = token or token_source_in(connect)
+    return _client_context(_effective_settings(config, place_in(connect)), source)
+
+
+def has_certificate(config: TlsConfig, connect: str) -> bool:
+    """Whether this process presents a certificate to the peers that it connects to."""
+    chosen = _effective_settings(config, place_in(connect))
+    return chosen is not None and bool(chosen.tls_certificate)
 
 
 def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
@@ -381,7 +392,9 @@ def _read_settings(place: str) -> TlsConfig:
     return replace(found, tls=found.tls or ON, **paths)
 
 
-def _client_context(chosen: TlsConfig | None, token: TokenSource | None) -> DialContext | None:
+def _client_context(
+    chosen: TlsConfig | None, token: TokenSource | ForwardedToken | None
+) -> DialContext | None:
     is_verified = chosen is not None and chosen.tls_verify != "nothing"
     if token is not None and not is_verified:
         raise BadConfig(
@@ -448,22 +461,30 @@ def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:
 
 
 def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
-    file, key = chosen.tls_certificate, chosen.tls_key or chosen.tls_certificate
-    for name, each in (("tls_certificate", file), ("tls_key", key)):
+    load_certificate(context, "tls", chosen.tls_certificate, chosen.tls_key)
+
+
+def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: str) -> None:
+    """Load the files of the settings `kind`_certificate and `kind`_key; raises BadConfig.
+
+    NB: after an error, the context may have a certificate without its key.
+    """
+    key = key_file or file
+    for name, each in ((f"{kind}_certificate", file), (f"{kind}_key", key)):
         try:
             Path(each).read_bytes()  # the errors of `ssl` do not name the file
         except OSError as error:
             raise _unreadable_file_error(name, each, error) from None
 
     def no_password() -> NoReturn:
-        raise BadConfig(f"setting tls_key: {key!r}: expected a private key without a password")
+        raise BadConfig(f"setting {kind}_key: {key!r}: expected a private key without a password")
 
     try:
         context.load_cert_chain(file, key, no_password)
     except ssl.SSLError as error:
         where = file if key == file else f"{file} and {key}"
         raise _bad_file_error(
-            "tls_certificate", where, "a certificate and its private key", error
+            f"{kind}_certificate", where, "a certificate and its private key", error
         ) from None
 
 

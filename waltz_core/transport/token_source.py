@@ -1,6 +1,7 @@
 """The place of a client's token, as a connect string names it: a file or an environment variable.
 
-The token is read for each connection, so that it can be replaced while the process runs.
+The token is read for each connection, so that it can be replaced while the process runs. A process
+that acts for others, such as the gateway, keeps the token of each of them in memory.
 """
 
 import os
@@ -35,6 +36,20 @@ class TokenSource:
         except UnicodeDecodeError:
             raise BadConfig(f"{self}: expected a token in ASCII, found other bytes") from None
         return Token.parse(text, str(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedToken:
+    """The token of a caller, on whose behalf this process connects."""
+
+    token: Token
+
+    def __str__(self) -> str:
+        return "the token of the caller"
+
+    def read(self) -> Token:
+        """Return the token."""
+        return self.token
 
 
 def token_source_in(connect: str) -> TokenSource | None:

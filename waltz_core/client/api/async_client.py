@@ -66,6 +66,7 @@ from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.transport import tls
+from waltz_core.transport.token_source import ForwardedToken
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
@@ -88,12 +89,18 @@ class AsyncWaltzClient(OpenedByConnect):
     """
 
     def __init__(
-        self, directory: Directory, connect: str, config: ClientConfig, *, client_id: int | None
+        self,
+        directory: Directory,
+        connect: str,
+        config: ClientConfig,
+        *,
+        client_id: int | None,
+        token: ForwardedToken | None = None,
     ) -> None:
         self.config = config
         self.directory = directory
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self._ssl = tls.dial_context(config, connect)
+        self._ssl = tls.dial_context(config, connect, token)
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
