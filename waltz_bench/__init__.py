@@ -4,6 +4,7 @@
 `measuring.py` has their input, result and report.
 
     single_appends, batch_appends   appends: single, in batches, with a pool of locks; the feed
+    gateway_appends                 appends over HTTP, compared with the Python client
     flood, hot_lock                 writers that compete for a server or for a lock
     rejections, failover            moves of partitions: false rejections, gaps in answers
     checkpoint, many_partitions     new sessions under load; clusters with many partitions

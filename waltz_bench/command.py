@@ -31,6 +31,7 @@ WORKLOADS: dict[str, tuple[str, str]] = {
     "false-rejections": ("batch_appends", "false_rejections"),
     "feed": ("single_appends", "feed"),
     "flood": ("flood", "flood"),
+    "gateway": ("gateway_appends", "gateway"),
     "hot-lock": ("hot_lock", "hot_lock"),
     "many-partitions": ("many_partitions", "many_partitions"),
     "move-rejections": ("rejections", "move_rejections"),

@@ -143,6 +143,12 @@ class Meter:
         return roles
 
 
+def cpu_seconds_of(pid: int) -> float:
+    """Return the CPU time of one process."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
 def _client_cpu_seconds(daemons: set[int]) -> float:
     """Return the CPU time of this process and of its descendants that are not daemons."""
     own = psutil.Process()

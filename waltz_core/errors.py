@@ -5,8 +5,9 @@ module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
-        BadConfig (ClusterNotFound), BadRequest, ClientAheadOfLog, TooLarge, UnknownPartition,
-        ClientNotOpen, BeforeLogStart, PermissionDenied (ClientIdDenied)
+        BadConfig (ClusterNotFound), BadRequest (RequestRejected (IdempotencyKeyReused)),
+        ClientAheadOfLog, TooLarge, UnknownPartition, ClientNotOpen, BeforeLogStart,
+        PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
@@ -27,7 +28,12 @@ Rules:
        operator does; docs/reference/errors.md shows both.
 """
 
+import reprlib
 from typing import Any, ClassVar, Final
+
+_REPR: Final = reprlib.Repr()  # of values of any size, which a peer has sent
+_REPR.maxlevel = 1
+FOUND_CHARACTERS_MAX: Final = 200
 
 
 class WaltzError(Exception):
@@ -74,6 +80,39 @@ class BadRequest(UsageError):
     """
 
     code = 12
+
+
+class RequestRejected(BadRequest):
+    """The gateway rejects an HTTP request: a part is missing, unknown or not valid.
+
+    `part` names this part; `expected`, `found` and `hint` describe it.
+
+    Action: Correct the part that the message names.
+    """
+
+    code = 51
+
+    def __init__(
+        self, part: str, *, expected: str = "", found: object = None, hint: str = ""
+    ) -> None:
+        shown = "an object" if isinstance(found, dict) else _REPR.repr(found)
+        super().__init__(f"{part}: expected {expected}, found {shown}" if expected else part)
+        self.part = part
+        self.expected = expected
+        self.hint = hint
+        is_short = isinstance(found, bool | int | float) or (
+            isinstance(found, str) and len(found) <= FOUND_CHARACTERS_MAX
+        )
+        self.found = found if found is None or is_short else shown
+
+
+class IdempotencyKeyReused(RequestRejected):
+    """An idempotency key was used for a request with other transactions.
+
+    Action: Use a new key for each request.
+    """
+
+    code = 52
 
 
 class ClientAheadOfLog(UsageError):

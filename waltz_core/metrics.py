@@ -486,6 +486,29 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
             "it would deny."
         ),
     ),
+    (
+        "gateway_requests_total",
+        _COUNTER,
+        ("operation", "status"),
+        (
+            "HTTP requests that the gateway has answered. Label operation: append, marks, range or "
+            "feed."
+        ),
+    ),
+    (
+        "gateway_request_seconds",
+        _HISTOGRAM,
+        ("operation",),
+        "Time from a request to its response; for a feed, to the beginning of the response.",
+    ),
+    (
+        "gateway_appended_transactions_total",
+        _COUNTER,
+        (),
+        "Transactions that the gateway has reported as committed.",
+    ),
+    ("gateway_callers", _GAUGE, (), "Callers, by token, with a client in the gateway."),
+    ("gateway_feeds", _GAUGE, (), "Feeds that are open."),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
 assert len(TABLE) == len(_ROWS), "a duplicate name in the table"

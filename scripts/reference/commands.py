@@ -12,7 +12,7 @@ from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 WIDTH = 100
 # Their options are the settings of a kind.
-DAEMONS = {"storage run": "storage", "server run": "server"}
+DAEMONS = {"storage run": "storage", "server run": "server", "gateway run": "gateway"}
 DEFAULT = re.compile(r" *\[default: ([^]]*)\]| *\[(required)\]")
 
 

@@ -57,6 +57,7 @@ COMPONENTS = (
     ),
     Component("storage", ("waltz_core/storage/",), STORAGE_LEVELS, logging.DEBUG),
     Component("client", ("waltz_core/client/",), field="machine"),
+    Component("gateway", ("waltz_core/gateway/",)),
     Component("spark", ("waltz_spark/",)),
     Component("every-process", ("waltz_core/",)),
 )

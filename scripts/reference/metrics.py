@@ -18,7 +18,7 @@ UNITS = {
 
 def tables() -> dict[str, str]:
     """Return a table for each area."""
-    return {area: _table(f"waltz_{area}_") for area in ("server", "storage")}
+    return {area: _table(f"waltz_{area}_") for area in ("server", "storage", "gateway")}
 
 
 def _table(prefix: str) -> str:

@@ -68,6 +68,7 @@ LIBRARY_FILES = {
     "deltalake": ("waltz_core/tables/delta_table.py",),
     "fastavro": ("waltz_core/schemas/avro_codec.py",),
     "google": ("waltz_core/schemas/protobuf_codec.py",),
+    "h11": ("waltz_core/transport/http_port.py",),
     "kazoo": (
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",
@@ -83,7 +84,11 @@ LIBRARY_FILES = {
     "py4j": ("waltz_spark/session_errors.py",),
     "rich": ("waltz_core/cli/output.py", "waltz_core/cli/progress.py"),
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
-    "starlette": ("waltz_core/daemon_pages.py", "waltz_core/transport/http_port.py"),
+    "starlette": (
+        "waltz_core/daemon_pages.py",
+        "waltz_core/gateway/http_routes.py",
+        "waltz_core/transport/http_port.py",
+    ),
     "uvicorn": ("waltz_core/transport/http_port.py",),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.

@@ -14,7 +14,7 @@ from waltz_core.config.settings import load
 @options.argument(
     "kind",
     "KIND",
-    "the kind of process: client, local, server, storage, or tls for a TLS file",
+    "the kind of process: client, gateway, local, server, storage, or tls for a TLS file",
     type=options.NamedChoice(sorted(KINDS)),
 )
 @options.config_file

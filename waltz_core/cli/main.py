@@ -186,6 +186,18 @@ GROUPS: Mapping[str, GroupEntry] = {
             "server metrics server1:15182 --match high_water_mark",
         ),
     ),
+    "gateway": GroupEntry(
+        "run a gateway, which offers HTTP to applications in other languages",
+        {
+            "client.gateway_run": {
+                "run": "run a gateway (sample: conf/gateway.toml)",
+            },
+        },
+        (
+            "gateway run --connect zk1:2181/waltz/payments",
+            "gateway run --config conf/gateway.toml",
+        ),
+    ),
     "access": GroupEntry(
         "show and change the permissions and tokens of principals",
         {

@@ -8,6 +8,7 @@ from files, the environment and flags. `connect_string.py` parses the address of
 from waltz_core.config.declarations import (
     KINDS,
     ClientConfig,
+    GatewayConfig,
     LocalConfig,
     ServerConfig,
     StorageConfig,
@@ -18,6 +19,7 @@ from waltz_core.config.declarations import (
 __all__ = [
     "KINDS",
     "ClientConfig",
+    "GatewayConfig",
     "LocalConfig",
     "ServerConfig",
     "StorageConfig",

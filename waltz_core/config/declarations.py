@@ -825,6 +825,89 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatewayConfig(TlsConfig, ZooKeeperConfig):
+    """A gateway: HTTP for applications in other languages; a client of the servers."""
+
+    kind: ClassVar[str] = "gateway"
+
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
+    listen_host: str = setting(
+        "127.0.0.1",
+        "The address at which the gateway listens. Another address than loopback requires "
+        "`https_certificate`.",
+    )
+    port: int = _port(15_380, "Port for HTTP requests of applications; 0 uses any free port.")
+    https_certificate: str = setting(
+        "",
+        "A PEM file with the certificate of `port`, followed by its chain of issuers. If it "
+        "is empty, the port uses HTTP without TLS. SIGHUP reads the file again.",
+    )
+    https_key: str = setting(
+        "",
+        "A PEM file with the private key of `https_certificate`. If it is empty, the key is "
+        "in the file of `https_certificate`.",
+    )
+    insecure_network: bool = setting(
+        False,  # noqa: FBT003 - the name explains it
+        "Whether the gateway may listen on a non-loopback address without "
+        "`https_certificate`. If true, every host on the way can read tokens and payloads, so "
+        "use it only in a private network, or behind a proxy with TLS.",
+    )
+    http_host: str = _http_host()
+    http_port: int = _port(
+        0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
+    )
+    connections_max: int = setting(
+        1_024,
+        "Maximum number of open connections of applications; the gateway closes further ones.",
+        minimum=1,
+        maximum=100_000,
+    )
+    body_bytes_max: int = _bytes(
+        8 * MIB,
+        "Maximum size of the body of a request. If it is too large, few requests use all of "
+        "`memory_bytes_max`.",
+        minimum=64 * KIB,
+        maximum=64 * MIB,
+    )
+    memory_bytes_max: int = _bytes(
+        256 * MIB,
+        "Maximum bytes of the bodies of all requests that the gateway processes at the same "
+        "time. Over the limit, it rejects appends with status 503.",
+        minimum=MIB,
+    )
+    feeds_max: int = setting(
+        256,
+        "Maximum number of feeds that are open at the same time. Each has a connection to a "
+        "server, and up to 4 MiB of payloads in memory.",
+        minimum=1,
+        maximum=100_000,
+    )
+    request_timeout_ms: int = _ms(
+        30_000,
+        "Time after which the outcome of an append is unknown if no server has answered. The "
+        "timeout of applications should be longer.",
+        minimum=100,
+    )
+    idempotency_retention_ms: int = _ms(
+        60 * 60 * 1000,
+        "Time for which the servers keep an idempotency key after the append. If it is too "
+        "short, a late retry appends a second time. If it is too long, the 10,000 keys that a "
+        "principal can have are used up.",
+        minimum=1_000,
+    )
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+        _check_hosts(self.listen_host, self.listen_host or "localhost", self.http_host)
+        super().validate()
+        self._check_ports_differ("port", "http_port")
+        self._check_at_most("body_bytes_max", "memory_bytes_max")
+        if self.https_key and not self.https_certificate:
+            raise BadConfig("setting https_key requires https_certificate, which is not set")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalConfig(Config):
     """A cluster of processes on one machine, for development, notebooks and tests."""
 
@@ -866,7 +949,15 @@ class LocalConfig(Config):
 
 
 KINDS: dict[str, type[Config]] = {
-    each.kind: each for each in (StorageConfig, ServerConfig, ClientConfig, TlsConfig, LocalConfig)
+    each.kind: each
+    for each in (
+        StorageConfig,
+        ServerConfig,
+        GatewayConfig,
+        ClientConfig,
+        TlsConfig,
+        LocalConfig,
+    )
 }
 
 

@@ -21,7 +21,10 @@ def _no_cluster(monkeypatch):
             "access token creat",
             "core access token: unknown command 'creat'; did you mean 'create'?",
         ),
-        ("config show foo", "unknown value 'foo'; expected one of client, local, server, storage"),
+        (
+            "config show foo",
+            "unknown value 'foo'; expected one of client, gateway, local, server, storage",
+        ),
         ("cluster show --jsn", "waltz-core cluster show: unknown option '--jsn'; did you mean"),
         ("server run --prot=3", "unknown option '--prot'; did you mean '--port'?"),
         ("local up --partition-count 3", "did you mean '--partitions'?"),

@@ -1,0 +1,206 @@
+"""Clients that are slow, disconnect or send too much, and a gateway that ends before an answer."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from tests.gateway_process import body_of
+from tests.loops import until
+from tests.unit.gateway.gateway_world import in_gateway_world
+from waltz_core.client.links.write_requests import WriteRequests
+from waltz_core.transport import http_port
+
+HEAD = b"POST /v1/transactions HTTP/1.1\r\nHost: x\r\n"
+MIB = 1024 * 1024
+
+
+def row(data, **more):
+    return {"data": data, "partition": 1, **more}
+
+
+def with_gateway(scenario, **settings):
+    async def play(world):
+        async with world.gateway(**settings) as gateway:
+            await scenario(world, gateway)
+
+    in_gateway_world(play)
+
+
+async def connect_to(gateway):
+    return await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+
+
+async def read_answer(reader):
+    """Return the status and the JSON of a response."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(size))
+
+
+def request_with(body, *, key=""):
+    named = f"Idempotency-Key: {key}\r\n" if key else ""
+    return HEAD + f"{named}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.fixture
+def no_error_is_logged(caplog):
+    """Check that the log has no error: a client could fill it."""
+    yield
+    assert [each for each in caplog.get_records("call") if each.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.usefixtures("no_error_is_logged")
+@pytest.mark.parametrize("disconnects", [False, True])
+def test_an_incomplete_body_is_abandoned(monkeypatch, disconnects):
+    if not disconnects:
+        monkeypatch.setattr(http_port, "RECEIVE_S_MAX", 0.2)
+        monkeypatch.setattr(http_port, "CHECK_INTERVAL_S", 0.01)
+
+    async def scenario(world, gateway):
+        reader, writer = await connect_to(gateway)
+        writer.write(HEAD + b"Content-Length: 1000\r\n\r\n" + bytes(500))
+        await until(lambda: gateway.routes._memory._bytes == 500)
+        if disconnects:
+            writer.transport.abort()
+        else:
+            assert await reader.read() == b""
+        await until(lambda: not gateway.routes._memory._bytes)
+        metric = "waltz_gateway_requests_total"
+        await until(lambda: gateway.metrics.value(metric, operation="append", status=400))
+        assert world.transaction_count() == 0
+        writer.close()
+
+    with_gateway(scenario)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
+    async def scenario(world, gateway):
+        reader, writer = await connect_to(gateway)
+        if is_chunked:
+            writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+            for _ in range(64):
+                writer.write(b"%x\r\n" % MIB + bytes(MIB) + b"\r\n")
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        else:
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (64 * MIB))
+            for _ in range(64):
+                writer.write(bytes(MIB))
+                await writer.drain()
+        status, fields = await read_answer(reader)
+        assert (status, fields["type"]) == (413, "TooLarge")
+        assert not gateway.routes._memory._bytes
+        writer.write(request_with(body_of(row("a"))))
+        status, fields = await read_answer(reader)
+        assert (status, world.log(1)) == (200, [b"a"])
+        writer.close()
+
+    with_gateway(scenario, body_bytes_max=MIB)
+
+
+@pytest.mark.usefixtures("no_error_is_logged")
+def test_the_rest_of_a_rejected_request_is_not_trusted():
+    """The answer is sent before the body has arrived; then the body has a wrong chunk."""
+
+    async def scenario(_world, gateway):
+        reader, writer = await connect_to(gateway)
+        writer.write(HEAD + b"Authorization: Bearer x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert (await read_answer(reader))[0] == 401
+        writer.write(b"no chunk\r\n" * 10)
+        assert b"HTTP/1.1 2" not in await reader.read()
+        writer.close()
+        async with gateway.client() as client:
+            assert (await client.append(row("a"))).status == 200
+
+    with_gateway(scenario)
+
+
+@pytest.mark.usefixtures("no_error_is_logged")
+def test_a_client_that_disconnects_gets_its_outcome_with_the_key():
+    async def scenario(world, gateway):
+        body = body_of(row("a"), row("b"))
+        _, writer = await connect_to(gateway)
+        writer.write(request_with(body, key="k"))
+        await writer.drain()
+        await until(lambda: world.log(1))
+        writer.transport.abort()
+        reader, writer = await connect_to(gateway)
+        writer.write(request_with(body, key="k"))
+        status, fields = await read_answer(reader)
+        assert status == 200
+        assert [each["transaction_id"] for each in fields["outcomes"]] == [0, 1]
+        assert world.log(1) == [b"a", b"b"]
+        writer.close()
+
+    with_gateway(scenario)
+
+
+def test_a_gateway_ends_between_the_append_and_its_answer(monkeypatch):
+    finish, is_in_log = WriteRequests.finish, asyncio.Event()
+
+    async def never_finish(*_arguments, **_named):
+        is_in_log.set()
+        await asyncio.Event().wait()
+
+    async def scenario(world, gateway):
+        body = body_of(row("a"), row("b"))
+        async with world.gateway() as ends:
+            monkeypatch.setattr(WriteRequests, "finish", never_finish)
+            reader, writer = await connect_to(ends)
+            writer.write(request_with(body, key="k"))
+            await is_in_log.wait()
+            assert world.log(1) == [b"a", b"b"]
+        assert await reader.read() == b""
+        writer.close()
+        monkeypatch.setattr(WriteRequests, "finish", finish)
+        async with gateway.client() as client:
+            other = await client.append(row("a"), row("c"), key="k")
+            assert (other.status, other.body["type"]) == (422, "IdempotencyKeyReused")
+            answer = await client.append(row("a"), row("b"), key="k")
+            assert [each["transaction_id"] for each in answer.body["outcomes"]] == [0, 1]
+        assert world.log(1) == [b"a", b"b"]
+
+    with_gateway(scenario)
+
+
+@pytest.mark.parametrize("texts", [("a", "a"), ("a", "b")])
+def test_two_gateways_get_a_key_at_the_same_time(texts):
+    async def append(gateway, text):
+        async with gateway.client() as client:
+            while True:
+                answer = await client.append(row(text), row(text), key="k")
+                if answer.status not in (503, 504):
+                    return answer
+
+    async def scenario(world, first):
+        async with world.gateway() as second, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(append(gateway, text))
+                for gateway, text in zip((first, second), texts, strict=True)
+            ]
+        answers = [each.result() for each in tasks]
+        if texts[0] == texts[1]:
+            assert [each.status for each in answers] == [200, 200]
+            assert answers[0].body == answers[1].body
+        else:
+            assert sorted(each.status for each in answers) == [200, 422]
+        winner = next(each for each in range(2) if answers[each].status == 200)
+        assert world.log(1) == [texts[winner].encode()] * 2
+
+    with_gateway(scenario)
+
+
+@pytest.mark.usefixtures("no_error_is_logged")
+def test_a_feed_whose_client_has_disconnected_ends():
+    async def scenario(_world, gateway):
+        _, writer = await connect_to(gateway)
+        writer.write(b"GET /v1/partitions/1/feed?from=-1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: gateway.routes.feed_count)
+        writer.transport.abort()
+        await until(lambda: not gateway.routes.feed_count)
+        assert len(gateway.callers) == 1
+
+    with_gateway(scenario)

@@ -1,0 +1,34 @@
+"""The example for Node at gateways in memory, while appends, answers and a gateway are lost."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.loops import until
+from tests.unit.gateway.gateway_world import in_gateway_world
+
+PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "gateway_client.mjs"
+COUNT = 50
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_node_client_loses_and_duplicates_nothing():
+    async def scenario(world):
+        async with world.gateway(request_timeout_ms=500) as stays:
+            async with world.gateway(request_timeout_ms=500) as ends:
+                process = await asyncio.create_subprocess_exec(
+                    *("node", str(PROGRAM), f"{ends.url},{stays.url}", str(COUNT)),
+                    stdout=asyncio.subprocess.PIPE,
+                )
+                await until(lambda: world.transaction_count() >= COUNT // 2)
+            output, _ = await process.communicate()
+        assert output.decode().splitlines()[-2:] == [
+            "lost 0, duplicated 0",
+            f"gateway client: OK, {COUNT} transactions",
+        ]
+        assert process.returncode == 0
+        assert world.transaction_count() == COUNT
+
+    in_gateway_world(scenario, fault_rate=0.1)

@@ -1,0 +1,49 @@
+"""The OpenAPI document describes the operations, and only what it declares."""
+
+import json
+
+import pytest
+
+from waltz_core.gateway import openapi
+
+
+def references(value):
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def test_each_operation_is_described():
+    document = openapi.document()
+    found = {
+        (details["operationId"], method.upper(), path)
+        for path, methods in document["paths"].items()
+        for method, details in methods.items()
+    }
+    assert found == {(each.name, each.method, each.path) for each in openapi.OPERATIONS}
+
+
+def test_each_reference_leads_to_a_schema_and_each_schema_is_used():
+    document = openapi.document()
+    names = {each.removeprefix("#/components/schemas/") for each in references(document)}
+    assert names == document["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("each", openapi.OPERATIONS, ids=lambda each: each.name)
+def test_each_parameter_of_the_path_is_declared(each):
+    details = openapi.document()["paths"][each.path][each.method.lower()]
+    in_path = {
+        parameter["name"] for parameter in details["parameters"] if parameter["in"] == "path"
+    }
+    assert in_path == {part[1:-1] for part in each.path.split("/") if part.startswith("{")}
+    assert "default" in details["responses"]
+
+
+def test_the_document_is_json():
+    document = openapi.document()
+    assert json.loads(json.dumps(document)) == document
+    assert document["openapi"] == "3.1.0"

@@ -1,0 +1,228 @@
+"""A client for each caller: it presents the caller's token, so the servers check its permissions.
+
+Rules (decision 066):
+    1. The gateway has no permissions of its own. A request with a token is sent on connections with
+       this token. A request without one is sent on connections without a token, as `anonymous`; if
+       the gateway has a certificate, it is rejected, because the servers would take it for a
+       request of the principal of the certificate.
+    2. The gateway keeps tokens in memory only, and finds a caller by the hash of its token.
+    3. A new token is presented to a server before the first request, so that a wrong one is
+       rejected at once. If a server rejects the token of a known caller, or an error has ended a
+       stream of its client, the caller is forgotten: its next request opens a new client.
+    4. There are at most `CALLERS_MAX` callers. A caller is closed after `IDLE_S_MAX` without a
+       request; if there are too many, the one that was idle for the longest time.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_core import errors
+from waltz_core.access.tokens import Token, hash_of
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.links.write_requests import WriteRequests
+from waltz_core.config.declarations import ClientConfig
+from waltz_core.gateway.shared_directory import SharedDirectory
+from waltz_core.transport import tls
+from waltz_core.transport.token_source import ForwardedToken
+
+_log = logging.getLogger(__name__)
+
+CALLERS_MAX: Final = 256
+IDLE_S_MAX: Final = 300.0
+SWEEP_INTERVAL_S: Final = 10.0
+_ANONYMOUS: Final = ""
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A caller with its client, and the number of its requests in progress."""
+
+    key: str
+    token: ForwardedToken | None
+    client: AsyncWaltzClient
+    writes: WriteRequests
+    request_count: int = 0
+    idle_since_s: float = 0.0
+    is_over: bool = False  # it is forgotten (rule 3)
+
+    async def close(self) -> None:
+        """Close its client."""
+        await self.writes.close()
+        await self.client.close()
+
+
+class Callers:
+    """The callers of one gateway; see the module's rules."""
+
+    def __init__(self, connect: str, config: ClientConfig, directory: SharedDirectory) -> None:
+        self._connect = connect
+        self._config = config
+        self._directory = directory
+        self._has_certificate = tls.has_certificate(config, connect)
+        self._callers: dict[str, Caller] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    @contextlib.asynccontextmanager
+    async def request_of(self, authorization: str | None) -> AsyncIterator[Caller]:
+        """Yield the caller of a request with this `Authorization` header.
+
+        Raises:
+            AuthenticationFailed: there is no valid token where one is needed.
+            Overloaded: there are too many callers with requests in progress.
+        """
+        token = self._token_in(authorization)
+        caller = await self._find(token)
+        caller.request_count += 1
+        try:
+            yield caller
+        except errors.AuthenticationFailed:
+            caller.is_over = True
+            raise
+        except errors.OutcomeUnknown:
+            raise  # whatever the reason is, the caller must repeat the request
+        except errors.Unavailable:
+            await self.check_token(caller)
+            raise
+        finally:
+            caller.request_count -= 1
+            caller.idle_since_s = self._loop.time()
+            if caller.is_over and self._callers.get(caller.key) is caller:
+                del self._callers[caller.key]
+            if not caller.request_count and self._callers.get(caller.key) is not caller:
+                await caller.close()
+
+    async def check_token(self, caller: Caller) -> None:
+        """Check the token of a caller whose request failed as unavailable (rule 3).
+
+        Raises:
+            AuthenticationFailed: a server rejects it. The client itself waits for a valid one.
+        """
+        if caller.token is None:
+            return
+        try:
+            await _present(caller.client)
+        except errors.AuthenticationFailed:
+            caller.is_over = True
+            raise
+
+    @contextlib.asynccontextmanager
+    async def own_client(
+        self, caller: Caller, config: ClientConfig | None = None
+    ) -> AsyncIterator[AsyncWaltzClient]:
+        """Yield a client of the caller, not open yet, which is used for one purpose only."""
+        client = self.new_client(caller.token, config)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    def new_client(
+        self, token: ForwardedToken | None, config: ClientConfig | None = None
+    ) -> AsyncWaltzClient:
+        """Return a client with a token; it is not open yet."""
+        return AsyncWaltzClient(
+            self._directory.view(),
+            self._connect,
+            config or self._config,
+            client_id=None,
+            token=token,
+        )
+
+    async def sweep(self) -> None:
+        """Close idle callers until cancelled (rule 4)."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            until_s = self._loop.time() - IDLE_S_MAX
+            for caller in list(self._callers.values()):
+                if not caller.request_count and caller.idle_since_s < until_s:
+                    del self._callers[caller.key]
+                    await caller.close()
+
+    async def close(self) -> None:
+        """Close all of them."""
+        callers, self._callers = list(self._callers.values()), {}
+        async with asyncio.TaskGroup() as group:
+            for caller in callers:
+                group.create_task(caller.close())
+
+    def _token_in(self, authorization: str | None) -> Token | None:
+        if authorization is None:
+            if self._has_certificate:  # rule 1
+                raise errors.AuthenticationFailed(
+                    "the request has no token. Hint: send the header `Authorization: Bearer "
+                    "TOKEN`, with the content of a token file."
+                )
+            return None
+        kind, _, text = authorization.partition(" ")
+        try:
+            if kind.lower() == "bearer":
+                return Token.parse(text, "header Authorization")
+        except errors.BadConfig as error:
+            raise errors.AuthenticationFailed(str(error)) from None
+        raise errors.AuthenticationFailed(
+            f"header Authorization: expected Bearer TOKEN, found the scheme {kind[:20]!r}"
+        )
+
+    async def _find(self, token: Token | None) -> Caller:
+        key = _ANONYMOUS if token is None else hash_of(token.secret)  # rule 2
+        if (known := self._callers.get(key)) is not None:
+            return known
+        lock = self._opening.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                if (known := self._callers.get(key)) is not None:
+                    return known
+                made = await self._open(key, None if token is None else ForwardedToken(token))
+                try:  # only now: a wrong token must not close the client of another caller
+                    await self._make_room()
+                except BaseException:
+                    await made.close()
+                    raise
+                self._callers[key] = made
+                return made
+        finally:
+            self._opening.pop(key, None)
+
+    async def _open(self, key: str, token: ForwardedToken | None) -> Caller:
+        client = self.new_client(token)
+        await client.open()
+        try:
+            if token is not None:
+                await _present(client)
+        except BaseException:
+            await client.close()
+            raise
+        made = Caller(key, token, client, WriteRequests(self._connect, client))
+        made.idle_since_s = self._loop.time()
+        return made
+
+    async def _make_room(self) -> None:
+        if len(self._callers) < CALLERS_MAX:
+            return
+        idle = [each for each in self._callers.values() if not each.request_count]
+        if not idle:
+            raise errors.Overloaded(f"the gateway has requests of {CALLERS_MAX} callers")
+        oldest = min(idle, key=lambda each: each.idle_since_s)
+        del self._callers[oldest.key]
+        await oldest.close()
+
+
+async def _present(client: AsyncWaltzClient) -> None:
+    """Present the token to the first server that answers (rule 3)."""
+    for address in sorted({owner.address for owner in client.directory.owners.values()}):
+        try:
+            await client.links.get(address)
+        except errors.AuthenticationFailed:
+            raise
+        except (errors.Unavailable, errors.ProtocolError) as error:
+            _log.info("gateway.server_unreachable server=%s error=%s", address, error)
+        else:
+            return

@@ -1,0 +1,168 @@
+"""The gateway process: its ports, its session with ZooKeeper, its metrics and its shutdown.
+
+Rules:
+    1. The gateway keeps no state: applications may use several gateways, and restart them at any
+       time.
+    2. It needs ZooKeeper to start, and afterwards only to find partitions that have moved.
+    3. It listens on a non-loopback address only with TLS, or with `insecure_network`: requests have
+       tokens.
+    4. A token in the connect string is an error: callers without a token would act with it.
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from waltz_core import errors
+from waltz_core.cluster.zookeeper.startup import retry_start_step
+from waltz_core.config.declarations import ClientConfig, GatewayConfig
+from waltz_core.config.host_names import is_loopback
+from waltz_core.daemon_pages import Health, HealthCallback, serve_pages
+from waltz_core.gateway.callers import Callers
+from waltz_core.gateway.http_routes import GatewayParts, GatewayRoutes
+from waltz_core.gateway.shared_directory import SharedDirectory
+from waltz_core.metrics import Metrics
+from waltz_core.transport import net, tls
+from waltz_core.transport.http_port import serve_http
+from waltz_core.transport.token_source import token_source_in
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: GatewayConfig) -> None:
+    """Run a gateway until SIGTERM or SIGINT; raises the error that ended it otherwise."""
+    net.run(serve(config, on_ready=_print_ready))
+
+
+def _print_ready(address: str) -> None:
+    _log.info("gateway.ready address=%s", address)
+    print(f"gateway ready {address}", flush=True)  # noqa: T201 - the parent process waits for it
+
+
+async def serve(
+    config: GatewayConfig,
+    *,
+    on_ready: Callable[[str], None] = lambda _address: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until `stop` is set (without one: until SIGTERM or SIGINT)."""
+    loop = asyncio.get_running_loop()
+    context = _listen_context(config)
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, _reload_certificate, config, context)
+    client_config = _client_config(config)
+    directory = SharedDirectory(config.connect, client_config)
+    await retry_start_step(
+        "the cluster", directory.open, timeout_ms=config.zookeeper_connect_timeout_ms
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(directory.close)
+        callers = Callers(config.connect, client_config, directory)
+        stack.push_async_callback(callers.close)
+        metrics = Metrics("gateway", with_process=True)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        routes = GatewayRoutes(GatewayParts(config, client_config, callers, metrics, tasks))
+        metrics.set_source("waltz_gateway_callers", lambda: len(callers))
+        metrics.set_source("waltz_gateway_feeds", lambda: routes.feed_count)
+        background = [
+            tasks.create_task(directory.follow(), name="directory"),
+            tasks.create_task(callers.sweep(), name="sweep"),
+        ]
+        async with AsyncExitStack() as ports:
+            if config.http_port:
+                pages = serve_pages(
+                    metrics, _health_of(directory), host=config.http_host, port=config.http_port
+                )
+                await ports.enter_async_context(pages)
+            served = serve_http(
+                routes.app(),
+                host=config.listen_host,
+                port=config.port,
+                kept_connections_max=config.connections_max,
+                ssl=context,
+            )
+            port = await ports.enter_async_context(served)
+            scheme = "http" if context is None else "https"
+            on_ready(f"{scheme}://{config.listen_host}:{port}")
+            await stop.wait()
+        for task in background:
+            task.cancel()
+
+
+def _health_of(directory: SharedDirectory) -> HealthCallback:
+    async def health() -> Health:
+        owners = directory.directory.owners
+        count = directory.directory.cluster.partition_count
+        details = {"partitions_with_owner": len(owners), "partition_count": count}
+        reasons = [] if owners else ["no partition has an owner"]
+        return Health(len(owners) == count, reasons, details)
+
+    return health
+
+
+def _client_config(config: GatewayConfig) -> ClientConfig:
+    if token_source_in(config.connect) is not None:
+        raise errors.BadConfig(
+            "setting connect: expected no token, because the gateway forwards the tokens of its "
+            "callers. Hint: remove token_file or token_env."
+        )
+    return ClientConfig(
+        connect=config.connect,
+        zookeeper_connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+        zookeeper_session_timeout_ms=config.zookeeper_session_timeout_ms,
+        zookeeper_request_timeout_ms=config.zookeeper_request_timeout_ms,
+        tls=config.tls,
+        tls_certificate=config.tls_certificate,
+        tls_key=config.tls_key,
+        tls_authorities=config.tls_authorities,
+        tls_verify=config.tls_verify,
+        request_timeout_ms=config.request_timeout_ms,
+    )
+
+
+def _listen_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    """Return the context of the port; raises BadConfig, also by rule 3."""
+    if config.https_certificate:
+        return _read_certificate(config)
+    if is_loopback(config.listen_host):
+        return None
+    if not config.insecure_network:
+        raise errors.BadConfig(
+            f"setting listen_host: {config.listen_host!r} is not a loopback address, which "
+            "requires https_certificate. Hint: in a private network, or behind a proxy with TLS, "
+            "insecure_network = true permits it without TLS."
+        )
+    _log.warning(
+        "network.insecure host=%s missing=%r hint=%r",
+        config.listen_host,
+        "https_certificate",
+        "every host that can connect may read and write: see docs/security.md",
+    )
+    return None
+
+
+def _read_certificate(config: GatewayConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    tls.load_certificate(context, "https", config.https_certificate, config.https_key)
+    return context
+
+
+def _reload_certificate(config: GatewayConfig, context: ssl.SSLContext | None) -> None:
+    """Read the certificate again; if it is not valid, the previous one stays in use."""
+    if context is None:
+        return
+    try:
+        _read_certificate(config)  # first: half of a pair of files must not be used
+        tls.load_certificate(context, "https", config.https_certificate, config.https_key)
+    except errors.BadConfig as error:
+        _log.error("tls.reload_failed error=%s", error)
+    else:
+        _log.info("tls.reloaded certificate=%s", config.https_certificate)

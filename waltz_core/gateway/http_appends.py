@@ -1,0 +1,87 @@
+"""Appends of a request without an idempotency key, and the JSON of the outcomes of all appends.
+
+Rules:
+    1. Each transaction has its own outcome, in the order of the request. A request is not atomic.
+    2. The transactions of one partition enter the log in the order of the request.
+    3. The status is 200 if all transactions are committed. Otherwise it is that of the worst
+       outcome: a transaction whose outcome is unknown before one that is not in the log.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from waltz_core import errors
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
+from waltz_core.gateway.request_parsing import NewTransaction
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from waltz_core.records.record import TransactionId
+
+_OUTCOME: TypeAlias = "TransactionId | errors.WaltzError"
+# Worst first.
+_SEVERITY: Final = (500, 504, 401, 403, 503, 429, 413, 404, 400, 409)
+
+
+class AppendReply(NamedTuple):
+    """The answer to a request: its status, headers and JSON, and the errors in it."""
+
+    status: int
+    headers: dict[str, str]
+    fields: dict[str, Any]
+    errors: list[errors.WaltzError]
+
+
+async def append_all(client: AsyncWaltzClient, rows: Sequence[NewTransaction]) -> AppendReply:
+    """Append the transactions; return the answer."""
+    sent: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
+    for row in rows:
+        try:
+            sent.append((row.partition, await _append(client, row)))
+        except errors.WaltzError as error:
+            sent.append((row.partition, error))
+    outcomes: list[tuple[int, _OUTCOME]] = []
+    for partition, future in sent:
+        if isinstance(future, errors.WaltzError):
+            outcomes.append((partition, future))
+            continue
+        try:
+            outcomes.append((partition, await future))
+        except errors.WaltzError as error:
+            outcomes.append((partition, error))
+    return answer_of(outcomes)
+
+
+async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Future[TransactionId]":
+    return await client.append(
+        row.data,
+        partition=row.partition,
+        header=row.header,
+        write_locks=row.write_locks,
+        read_locks=row.read_locks,
+        append_locks=row.append_locks,
+        client_high_water_mark=row.mark,
+    )
+
+
+def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendReply:
+    """Return the answer for partitions and outcomes."""
+    shown = [
+        {"partition": partition, **fields_of(outcome)}
+        if isinstance(outcome, errors.WaltzError)
+        else {"partition": partition, "transaction_id": int(outcome)}
+        for partition, outcome in outcomes
+    ]
+    found = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
+    if not found:
+        return AppendReply(200, {}, {"outcomes": shown}, [])
+    worst = min(found, key=_severity)
+    fields = fields_of(worst) | {"outcomes": shown}
+    return AppendReply(status_of(worst), headers_of(worst), fields, found)
+
+
+def _severity(error: errors.WaltzError) -> int:
+    status = status_of(error)
+    return _SEVERITY.index(status) if status in _SEVERITY else -1

@@ -1,0 +1,186 @@
+"""The feed of a partition as server-sent events or as lines of JSON.
+
+Rules:
+    1. Each feed has a client of its own, because a client has one feed for each partition.
+    2. One batch of events waits for a slow reader, with about `BATCH_BYTES_MAX`. Then the feed
+       pauses: the client requests no more data, and the server's buffer for it is bounded. The HTTP
+       port closes the connection of a reader that reads nothing for a time (http_port.py, rule 5).
+    3. After `HEARTBEAT_S` without a transaction the gateway sends a heartbeat with the mark. A
+       filter moves the mark past transactions that do not match.
+    4. An error that ends the feed is its last event. Before the response begins, the position and
+       the permissions are checked, so that most errors are the status of the response. With a
+       heartbeat the token is checked: a client would wait until its token is valid again.
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.client import AsyncTransaction, AsyncWaltzClient, PoisonPolicy, RangeForm
+from waltz_core.client.model.callbacks import policy_of
+from waltz_core.client.read.data_cache import DataBudget
+from waltz_core.client.read.feed_delivery import DeliveryProgress, DeliveryRun
+from waltz_core.client.read.ranges import RangeQuery
+from waltz_core.config.declarations import ClientConfig
+from waltz_core.gateway.json_errors import fields_of
+from waltz_core.records import strict_json
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
+
+BATCH_MAX: Final = 256
+BATCH_BYTES_MAX: Final = 256 * 1024
+CACHE_BYTES_MAX: Final = 4 * 1024 * 1024
+PREFETCH_COUNT_MAX: Final = 4_096
+HEARTBEAT_S: Final = 10.0
+EVENT_STREAM: Final = "text/event-stream"
+JSON_LINES: Final = "application/x-ndjson"
+
+
+class _Batch(NamedTuple):
+    """Events with their marks, and the mark after them; the last batch ends the feed."""
+
+    events: Sequence[tuple[int, dict[str, Any]]]
+    mark: int
+    is_last: bool = False
+
+
+Encode = Callable[[int, dict[str, Any] | None], bytes]
+
+
+def feed_config(config: ClientConfig) -> ClientConfig:
+    """Return the settings of a feed's client: small, because there may be many feeds."""
+    return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
+
+
+class HttpFeed:
+    """Receives the feed of one partition after a mark, and yields its events."""
+
+    is_batched = True
+
+    def __init__(self, client: AsyncWaltzClient, partition: int, mark: int) -> None:
+        self._client = client
+        self._partition = partition
+        self._mark = mark  # of the events that were yielded
+        self._batches: asyncio.Queue[_Batch] = asyncio.Queue(1)  # full: `apply` waits (rule 2)
+        client.subscriptions.data_budget = DataBudget(CACHE_BYTES_MAX)
+
+    async def check(self) -> None:
+        """Check position and permissions (rule 4).
+
+        Raises:
+            PermissionDenied, AuthenticationFailed: the caller may not read the partition.
+            ClientAheadOfLog, BeforeLogStart: the log does not have the position.
+        """
+        last = await self._client.high_water_mark(self._partition)
+        if self._mark > last:
+            last = await self._client.high_water_mark(self._partition, linearizable=True)
+        if self._mark > last:
+            raise errors.ClientAheadOfLog(
+                f"partition {self._partition}: the mark {self._mark} is above the log's, {last}. "
+                "Hint: the state may be that of another cluster."
+            )
+        if last > BEFORE_FIRST:
+            first = min(self._mark + 1, last)
+            query = RangeQuery(TransactionId(first), TransactionId(first), RangeForm.HEADERS)
+            await self._client.requests.range(PartitionId(self._partition), query)
+
+    async def events(self, header_values: tuple[int, ...], encode: Encode) -> AsyncIterator[bytes]:
+        """Yield encoded events; a heartbeat has None instead of a transaction."""
+        await self._client.subscribe_consumer(self, [self._partition], header_values)
+        yield encode(self._mark, None)
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    batch = await self._batches.get()
+            except TimeoutError:
+                try:
+                    await self._check_token()
+                except errors.AuthenticationFailed as error:
+                    yield encode(self._mark, fields_of(error))
+                    return
+                if self._batches.empty():
+                    yield encode(self._mark, None)
+                continue
+            if batch.events:
+                yield b"".join(encode(mark, fields) for mark, fields in batch.events)
+            self._mark = batch.mark
+            if batch.is_last:
+                return
+
+    async def _check_token(self) -> None:
+        owner = self._client.directory.owners.get(PartitionId(self._partition))
+        if owner is None:
+            return
+        try:
+            await self._client.links.get(owner.address)
+        except errors.AuthenticationFailed:
+            raise
+        except (errors.Unavailable, errors.ProtocolError):
+            return  # the client of the feed tries again, and logs it
+
+    # --- the consumer of the client's feed
+
+    async def start_mark(self, partition_id: PartitionId) -> TransactionId:
+        """Return the position after which the feed begins."""
+        return TransactionId(self._mark)
+
+    async def apply(
+        self,
+        partition_id: PartitionId,
+        run: DeliveryRun,
+        last: TransactionId,
+        failed: Callable[[], bool],
+    ) -> DeliveryProgress:
+        """Pass transactions on; waits while the reader is slow (rule 2)."""
+        source = self._client.subscriptions.data(partition_id)
+        events: list[tuple[int, dict[str, Any]]] = []
+        size, caught = 0, None
+        try:
+            for number, words in run[:BATCH_MAX]:
+                if not failed() or size > BATCH_BYTES_MAX:
+                    break
+                transaction = AsyncTransaction(partition_id, TransactionId(number), words, source)
+                data = await transaction.data()
+                size += len(data)
+                events.append((number, fields_of_transaction(number, transaction.header, data)))
+        except errors.WaltzError as error:
+            caught = error
+        if events or not run:
+            mark = last if len(events) == len(run) else events[-1][0]
+            await self._batches.put(_Batch(events, mark))
+        return DeliveryProgress(len(events), caught)
+
+    async def uncaught(
+        self,
+        partition_id: PartitionId,
+        transaction_id: TransactionId,
+        error: Exception,
+    ) -> PoisonPolicy:
+        """Report an error that ends the feed (rule 4); other errors are retried."""
+        policy = policy_of(error)
+        if policy is PoisonPolicy.STOP:
+            known = error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
+            before = transaction_id - 1
+            await self._batches.put(_Batch([(before, fields_of(known))], before, is_last=True))
+        return policy
+
+
+def fields_of_transaction(transaction_id: int, header: int, data: bytes) -> dict[str, Any]:
+    """Return the JSON of a transaction."""
+    text = base64.b64encode(data).decode("ascii")
+    return {"transaction_id": transaction_id, "header": header, "data": text}
+
+
+def as_server_sent_event(mark: int, fields: dict[str, Any] | None) -> bytes:
+    """Encode an event; its ID is the mark, which a browser sends as `Last-Event-ID`."""
+    if fields is None:
+        return b": heartbeat\nid: %d\n\n" % mark
+    kind = b"error" if "type" in fields else b"transaction"
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (mark, kind, strict_json.to_json(fields))
+
+
+def as_json_line(mark: int, fields: dict[str, Any] | None) -> bytes:
+    """Encode an event as a line; a heartbeat has the mark only."""
+    return strict_json.to_json({"mark": mark} if fields is None else fields) + b"\n"

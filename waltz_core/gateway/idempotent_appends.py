@@ -1,0 +1,302 @@
+"""Appends with an idempotency key: each enters the log once, however often its request is sent.
+
+A key is an exactly-once write of the registry (`cluster/write_registry.py`, decisions 032 and 066)
+with one task. So it holds across restarts of the gateway, and across several gateways.
+
+Rules:
+    1. The write is begun with the marks of its partitions, before anything is appended. Each
+       attempt enters its task: it gets the client ID of the task, and fences the earlier attempts.
+    2. The n transactions of a request in one partition have the sequence numbers k * n + 1 to
+       k * n + n, where k rises with each time that they are sent. So the request ID of a
+       transaction in the log states which one it is, also if two of them are equal.
+    3. A later attempt mounts its partitions first: then all appends of earlier attempts are final.
+       It finds the transactions that are in the log by the client ID, and sends the others.
+    4. A transaction that is known not to be in the log for a temporary reason is sent again, before
+       all later ones.
+    5. The outcomes are stored when the write is finished. Each later request gets them.
+    6. The name of the run is the hash of the request, so a key cannot be used for two requests.
+    7. Only the latest attempt may finish the write: a later one may append a transaction that a
+       lock had rejected before.
+    8. At most `ATTEMPTS_MAX` requests are processed at a time, and `REGISTRY_CHANGES_MAX` of them
+       change the registry: concurrent changes repeat each other.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from waltz_core import errors
+from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, RowOutcomeCode, TaskClaim
+from waltz_core.cluster.write_registry import TaskAttempt, WriteState
+from waltz_core.gateway.callers import Caller, Callers
+from waltz_core.gateway.http_appends import AppendReply, answer_of
+from waltz_core.gateway.request_parsing import NewTransaction, with_partition
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import BEFORE_FIRST, TransactionId, partition_of_hash
+
+ATTEMPTS_MAX: Final = 64
+REGISTRY_CHANGES_MAX: Final = 4
+BATCH_BYTES_MAX: Final = 1024 * 1024
+RESEND_DELAY_S: Final = 0.05
+_PREFIX: Final = "http-"
+_TASK: Final = 0
+# After one of these, some transactions may be in the log.
+_INTERRUPTIONS: Final = (errors.Unavailable, errors.Superseded, errors.PermissionDenied)
+
+
+class _Rejection(NamedTuple):
+    """A transaction that a lock has rejected: the winner, and a mark of the log."""
+
+    winner: int
+    high_water_mark: int
+
+
+class IdempotentAppends:
+    """See the module's rules; `connect` is the cluster, `retention_ms` the time for a key."""
+
+    def __init__(
+        self, callers: Callers, connect: str, *, retention_ms: int, timeout_ms: int
+    ) -> None:
+        self._callers = callers
+        self._connect = connect
+        self._retention_ms = retention_ms
+        self._timeout_s = timeout_ms / 1000
+        self._attempts = asyncio.Semaphore(ATTEMPTS_MAX)
+        self._registry_changes = asyncio.Semaphore(REGISTRY_CHANGES_MAX)
+
+    async def append(self, caller: Caller, key: str, rows: Sequence[NewTransaction]) -> AppendReply:
+        """Append the transactions once; return the answer, which is the same each time.
+
+        Raises:
+            IdempotencyKeyReused: the key was used for another request.
+            WaltzError: the outcome is not known yet; the same request determines it.
+        """
+        write, count = _PREFIX + key, caller.client.partition_count
+        rows = with_partition(rows, partition_of_hash(crc32(key.encode()), count))
+        request = _hash_of(rows)
+        async with self._attempts:
+            state = await self._begin(caller, write, rows)
+            if not state.is_done:
+                state = await self._attempt(caller, write, rows, request)
+        return _answer_in(state, rows, request)
+
+    async def _begin(
+        self, caller: Caller, write: str, rows: Sequence[NewTransaction]
+    ) -> WriteState:
+        partitions = sorted({row.partition for row in rows})
+        marks = await caller.client.high_water_marks(partitions)
+        for row in rows:
+            if row.mark is not None and row.mark > marks[row.partition]:
+                partition = row.partition
+                mark = await caller.client.high_water_mark(partition, linearizable=True)
+                if row.mark > mark:
+                    raise errors.ClientAheadOfLog(
+                        f"partition {partition}: the mark {row.mark} is above the log's, {mark}. "
+                        "Hint: the state may be that of another cluster."
+                    )
+        async with self._registry_changes:
+            return await caller.writes.begin(write, marks, self._retention_ms)
+
+    async def _attempt(
+        self, caller: Caller, write: str, rows: Sequence[NewTransaction], request: str
+    ) -> WriteState:
+        claim = TaskClaim(self._connect, write, _TASK, run=request)
+        async with self._callers.own_client(caller) as client:
+            client.claim = claim
+            await client.open()
+            if claim.is_done:
+                return await self._finished(caller, write)
+            if claim.state.runs[0] != request:  # rule 6
+                raise _key_reused_error()
+            try:
+                outcomes = await self._append_parts(client, claim, rows)
+                summary, by = (
+                    _summary_of(outcomes, request),
+                    TaskAttempt(_TASK, claim.state.attempt),
+                )
+                async with self._registry_changes:  # rule 7
+                    return await caller.writes.finish(write, summary, self._retention_ms, by=by)
+            except _INTERRUPTIONS as error:
+                raise errors.OutcomeUnknown(f"the append was interrupted: {error}") from error
+
+    async def _append_parts(
+        self, client: AsyncWaltzClient, claim: TaskClaim, rows: Sequence[NewTransaction]
+    ) -> dict[int, TransactionId | _Rejection]:
+        """Append the transactions of each partition; return the outcomes by position."""
+        outcomes: dict[int, TransactionId | _Rejection] = {}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for partition in sorted({row.partition for row in rows}):
+                    own = [at for at, row in enumerate(rows) if row.partition == partition]
+                    task = _PartitionTask(client, claim, partition, [rows[at] for at in own])
+                    found = await task.append()
+                    outcomes |= {own[at]: each for at, each in found.items()}
+        except TimeoutError:
+            raise errors.OutcomeUnknown(f"it has taken longer than {self._timeout_s:g} s") from None
+        return outcomes
+
+    async def _finished(self, caller: Caller, write: str) -> WriteState:
+        state = await caller.writes.read(write)
+        if state is None:
+            raise errors.ConnectionSuperseded(f"write {write} was removed meanwhile")
+        return state
+
+
+class _PartitionTask:
+    """The transactions of one request in one partition."""
+
+    def __init__(
+        self,
+        client: AsyncWaltzClient,
+        claim: TaskClaim,
+        partition: int,
+        rows: Sequence[NewTransaction],
+    ) -> None:
+        self._client = client
+        self._claim = claim
+        self._partition = partition
+        self._rows = rows
+        self._outcomes: dict[int, TransactionId | _Rejection] = {}
+        self._base = 0  # k * n of rule 2
+
+    async def append(self) -> Mapping[int, TransactionId | _Rejection]:
+        """Append the missing transactions; return the outcomes of all by position."""
+        if self._claim.state.attempt > 1:
+            await self._find_earlier()
+        while not await self._send_missing():
+            self._base += len(self._rows)
+            await asyncio.sleep(RESEND_DELAY_S)
+        return self._outcomes
+
+    async def _find_earlier(self) -> None:
+        """Rule 3."""
+        last = (await self._client.mount([self._partition]))[self._partition]
+        first = self._claim.marks[self._partition] + 1
+        if last < first:
+            return
+        count, highest = len(self._rows), 0
+        async for chunk in self._client.read_range(
+            self._partition, first, last, form=RangeForm.HEADERS
+        ):
+            headers = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
+            own = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
+            for each in own:
+                sequence = int(each["req_id"]["sequence"])
+                self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
+                highest = max(highest, sequence)
+        self._base = -(-highest // count) * count
+
+    async def _send_missing(self) -> bool:
+        """Send the transactions without an outcome, in order; return whether all have one now."""
+        for first, last in self._runs():
+            rows = self._rows[first : last + 1]
+            sequences = {self._partition: self._base + first + 1}
+            await self._client.begin_sequences(sequences)
+            future = await self._client.append_batch(
+                self._partition,
+                _payload_of(rows),
+                len(rows),
+                client_high_water_mark=BEFORE_FIRST,  # each row has its own
+            )
+            if not self._take(first, await future):
+                return False
+        return True
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last position of rows to send together."""
+        first, size = -1, 0
+        for at, row in enumerate(self._rows):
+            is_known = at in self._outcomes
+            if first >= 0 and (is_known or size + len(row.data) > BATCH_BYTES_MAX):
+                yield first, at - 1
+                first = -1
+            if not is_known:
+                first, size = (at, len(row.data)) if first < 0 else (first, size + len(row.data))
+        if first >= 0:
+            yield first, len(self._rows) - 1
+
+    def _take(self, first: int, outcome: BatchOutcome) -> bool:
+        """Keep the final outcomes; return whether all are final (rule 4)."""
+        ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
+        conflicting, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
+        is_final = True
+        for offset, reason in enumerate(reasons):
+            if reason == RowOutcomeCode.COMMITTED:
+                self._outcomes[first + offset] = TransactionId(ids[offset])
+            elif reason == RowOutcomeCode.LOCK:
+                self._outcomes[first + offset] = _Rejection(conflicting[offset], mark)
+            elif reason in (RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE):
+                raise errors.TooLarge(
+                    f"partition {self._partition}: the server rejects a transaction: "
+                    f"{RowOutcomeCode(reason).name} {outcome.detail}"
+                )
+            else:
+                is_final = False
+        return is_final
+
+
+def _payload_of(rows: Sequence[NewTransaction]) -> bytes:
+    return encode_append(
+        [row.header for row in rows],
+        [row.data for row in rows],
+        write_locks=[row.write_locks for row in rows],
+        read_locks=[row.read_locks for row in rows],
+        append_locks=[row.append_locks for row in rows],
+        marks=[BEFORE_FIRST if row.mark is None else row.mark for row in rows],
+    )
+
+
+def _hash_of(rows: Sequence[NewTransaction]) -> str:
+    """Return the hash of a request."""
+    made = hashlib.sha256()
+    for row in rows:
+        made.update(repr((len(row.data), *row[1:])).encode())
+        made.update(row.data)
+    return made.hexdigest()
+
+
+def _summary_of(outcomes: Mapping[int, TransactionId | _Rejection], request: str) -> dict[str, Any]:
+    """Return what the registry keeps: about 40 bytes for a transaction."""
+    ordered = [outcomes[at] for at in range(len(outcomes))]
+    return {
+        "request": request,
+        "ids": [BEFORE_FIRST if isinstance(each, _Rejection) else each for each in ordered],
+        "rejections": [list(each) for each in ordered if isinstance(each, _Rejection)],
+    }
+
+
+def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) -> AppendReply:
+    """Return the answer of a finished write."""
+    summary = state.summary
+    if not summary:
+        raise errors.ConnectionSuperseded("the idempotency key expires at this moment")
+    if summary["request"] != request:
+        raise _key_reused_error()
+    rejections = iter(summary["rejections"])
+    outcomes: list[tuple[int, TransactionId | errors.WaltzError]] = []
+    for row, transaction_id in zip(rows, summary["ids"], strict=True):
+        if transaction_id != BEFORE_FIRST:
+            outcomes.append((row.partition, TransactionId(transaction_id)))
+            continue
+        winner, mark = next(rejections)
+        failed = errors.LockFailed(
+            f"partition {row.partition}: lock conflict: transaction {winner} (or an earlier one) "
+            f"has written a lock of this transaction after the mark {row.mark}"
+        )
+        failed.conflicting, failed.high_water_mark = winner, mark
+        outcomes.append((row.partition, failed))
+    return answer_of(outcomes)
+
+
+def _key_reused_error() -> errors.IdempotencyKeyReused:
+    return errors.IdempotencyKeyReused(
+        "the idempotency key was used for another request",
+        expected="the same transactions as in the first request with this key",
+        found="other transactions",
+        hint="Use a new key for each request.",
+    )

@@ -1,0 +1,258 @@
+"""The OpenAPI document of the gateway: its operations, for programs that generate clients."""
+
+from typing import Any, Final, NamedTuple
+
+from waltz_core import __version__
+from waltz_core.gateway.http_feeds import EVENT_STREAM, JSON_LINES
+from waltz_core.gateway.request_parsing import KEY_CHARACTERS_MAX, TRANSACTIONS_MAX
+
+DOCUMENT_PATH: Final = "/v1/openapi.json"
+
+
+class HttpOperation(NamedTuple):
+    """One operation: its name in metrics, its method and path, and what it does."""
+
+    name: str
+    method: str
+    path: str
+    summary: str
+
+
+OPERATIONS: Final = (
+    HttpOperation("append", "POST", "/v1/transactions", "Append transactions."),
+    HttpOperation("marks", "GET", "/v1/marks", "Return the high-water marks of partitions."),
+    HttpOperation(
+        "range",
+        "GET",
+        "/v1/partitions/{partition}/transactions",
+        "Return committed transactions, about 1 MiB at a time.",
+    ),
+    HttpOperation(
+        "feed",
+        "GET",
+        "/v1/partitions/{partition}/feed",
+        "Stream the committed transactions after a mark, and new ones as they are committed.",
+    ),
+)
+
+_ID: Final = {"type": "integer", "format": "int64", "minimum": -1}
+_INT32: Final = {"type": "integer", "format": "int32"}
+_PARTITION: Final = {"type": "integer", "format": "int32", "minimum": 0}
+_TEXT: Final = {"type": "string"}
+_BASE64: Final = {"type": "string", "contentEncoding": "base64"}
+_LOCKS: Final = {
+    "type": "array",
+    "items": {
+        "description": "Name and key of a lock.",
+        "type": "array",
+        "prefixItems": [_TEXT, {"type": ["string", "integer"]}],
+        "minItems": 2,
+        "maxItems": 2,
+    },
+}
+_SCHEMAS: Final[dict[str, Any]] = {
+    "NewTransaction": {
+        "type": "object",
+        "properties": {
+            "data": _BASE64,
+            "header": _INT32 | {"default": 0},
+            "partition": _PARTITION
+            | {"description": "Default: that of the first lock, else the gateway chooses one."},
+            "write_locks": _LOCKS,
+            "read_locks": _LOCKS,
+            "append_locks": _LOCKS,
+            "mark": _ID
+            | {
+                "description": "The mark of the state from which the transaction was computed. "
+                "Required with write locks and read locks."
+            },
+        },
+        "required": ["data"],
+        "additionalProperties": False,
+    },
+    "Append": {
+        "type": "object",
+        "properties": {
+            "transactions": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/NewTransaction"},
+                "minItems": 1,
+                "maxItems": TRANSACTIONS_MAX,
+            }
+        },
+        "required": ["transactions"],
+        "additionalProperties": False,
+    },
+    "Outcome": {
+        "description": "A committed transaction has an ID. Another one has the fields of Error.",
+        "type": "object",
+        "properties": {
+            "partition": _PARTITION,
+            "transaction_id": _ID,
+            "type": _TEXT,
+            "error": _TEXT,
+            "winner": _ID,
+            "high_water_mark": _ID,
+        },
+        "required": ["partition"],
+    },
+    "Outcomes": {
+        "type": "object",
+        "properties": {
+            "outcomes": {"type": "array", "items": {"$ref": "#/components/schemas/Outcome"}}
+        },
+        "required": ["outcomes"],
+    },
+    "Error": {
+        "type": "object",
+        "properties": {
+            "type": _TEXT | {"description": "The class of the error."},
+            "error": _TEXT | {"description": "What failed."},
+            "expected": {"description": "The expected value."},
+            "found": {"description": "The found value."},
+            "hint": _TEXT | {"description": "What to do."},
+            "winner": _ID | {"description": "The transaction that has written the lock."},
+            "high_water_mark": _ID
+            | {"description": "A mark of the log from which to compute the transaction again."},
+            "first_available": _ID,
+            "outcomes": {"type": "array", "items": {"$ref": "#/components/schemas/Outcome"}},
+        },
+        "required": ["type", "error"],
+    },
+    "Marks": {
+        "type": "object",
+        "properties": {
+            "partition_count": _PARTITION,
+            "marks": {"type": "object", "additionalProperties": _ID},
+        },
+        "required": ["partition_count", "marks"],
+    },
+    "Transaction": {
+        "type": "object",
+        "properties": {"transaction_id": _ID, "header": _INT32, "data": _BASE64},
+        "required": ["transaction_id", "header", "data"],
+    },
+    "Range": {
+        "type": "object",
+        "properties": {
+            "transactions": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/Transaction"},
+            },
+            "next": _ID | {"description": "The first ID after this range."},
+            "high_water_mark": _ID,
+        },
+        "required": ["transactions", "next", "high_water_mark"],
+    },
+}
+
+
+def document() -> dict[str, Any]:
+    """Return the document."""
+    paths: dict[str, Any] = {}
+    for each in OPERATIONS:
+        paths[each.path] = {each.method.lower(): _DETAILS[each.name] | _common(each)}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Waltz gateway",
+            "version": __version__,
+            "description": "docs/gateway.md describes the operations and their guarantees.",
+        },
+        "paths": paths,
+        "security": [{}, {"token": []}],
+        "components": {
+            "schemas": _SCHEMAS,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _common(operation: HttpOperation) -> dict[str, Any]:
+    details = _DETAILS[operation.name]
+    responses = {**details["responses"], "default": _response("An error.", "Error")}
+    return {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": responses,
+    }
+
+
+def _response(text: str, schema: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"description": text, "content": content}
+
+
+def _parameter(
+    name: str, place: str, text: str, schema: dict[str, Any], *, is_required: bool = False
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": place,
+        "description": text,
+        "schema": schema,
+        "required": is_required,
+    }
+
+
+_PARTITION_OF_PATH: Final = _parameter(
+    "partition", "path", "The partition.", _PARTITION, is_required=True
+)
+_FILTER: Final = _parameter(
+    "header", "query", "Only transactions with one of these headers, such as `7,8`.", _TEXT
+)
+_DETAILS: Final[dict[str, dict[str, Any]]] = {
+    "append": {
+        "parameters": [
+            _parameter(
+                "Idempotency-Key",
+                "header",
+                "A request with the same key and the same transactions has the same outcomes.",
+                _TEXT | {"maxLength": KEY_CHARACTERS_MAX},
+            )
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Append"}}},
+        },
+        "responses": {
+            "200": _response("All transactions are committed.", "Outcomes"),
+            "409": _response("A lock has rejected transactions.", "Error"),
+        },
+    },
+    "marks": {
+        "parameters": [
+            _parameter("partition", "query", "Partitions, such as `0,3`; default: all.", _TEXT),
+            _parameter(
+                "linearizable",
+                "query",
+                "Whether a quorum confirms the marks.",
+                {"type": "boolean", "default": False},
+            ),
+        ],
+        "responses": {"200": _response("The marks.", "Marks")},
+    },
+    "range": {
+        "parameters": [
+            _PARTITION_OF_PATH,
+            _parameter("first", "query", "The first ID.", _ID, is_required=True),
+            _parameter("last", "query", "The last ID; default: the end of the log.", _ID),
+            _FILTER,
+        ],
+        "responses": {"200": _response("The transactions.", "Range")},
+    },
+    "feed": {
+        "parameters": [
+            _PARTITION_OF_PATH,
+            _parameter("from", "query", "The last transaction that you have applied.", _ID),
+            _parameter("Last-Event-ID", "header", "Replaces `from` after a reconnect.", _ID),
+            _FILTER,
+        ],
+        "responses": {
+            "200": {
+                "description": "Events until the connection ends.",
+                "content": {EVENT_STREAM: {"schema": _TEXT}, JSON_LINES: {"schema": _TEXT}},
+            }
+        },
+    },
+}

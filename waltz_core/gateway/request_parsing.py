@@ -1,0 +1,295 @@
+"""The checks of requests: bodies of appends, query parameters, headers.
+
+Rules:
+    1. An unknown field or parameter is an error: it may be a misspelled one.
+    2. `mark` is required with write locks and read locks. Only the caller has the mark of the state
+       from which it has computed the transaction.
+    3. A transaction is in the partition that it names, else in that of its first lock. If it has
+       neither, the partition of the request applies, which is the same in each retry with the same
+       idempotency key.
+    4. The bodies in memory have at most `memory_bytes_max`.
+    5. A request has at most `LOCKS_MAX` locks: the event loop hashes them in one step.
+"""
+
+import base64
+import binascii
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.client import lock, partition_of
+from waltz_core.client.model.transaction import check_header, check_locks
+from waltz_core.errors import RequestRejected
+from waltz_core.records import strict_json
+from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
+
+TRANSACTIONS_MAX: Final = 256
+HEADERS_MAX: Final = 64
+KEY_CHARACTERS_MAX: Final = 128
+_FIELDS: Final = (
+    "data",
+    "header",
+    "partition",
+    "write_locks",
+    "read_locks",
+    "append_locks",
+    "mark",
+)
+_KEY_CHARACTERS: Final = frozenset(
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
+)
+_INT64_MAX: Final = (1 << 63) - 1
+
+
+class NewTransaction(NamedTuple):
+    """One transaction of a request; `partition` is -1 if the request decides."""
+
+    data: bytes
+    header: int
+    partition: int
+    write_locks: tuple[int, ...]
+    read_locks: tuple[int, ...]
+    append_locks: tuple[int, ...]
+    mark: int | None
+
+
+class BodyMemory:
+    """The memory of the bodies of all requests (rule 4)."""
+
+    def __init__(self, *, body_bytes_max: int, memory_bytes_max: int) -> None:
+        self._body_bytes_max = body_bytes_max
+        self._memory_bytes_max = memory_bytes_max
+        self._bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def body(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield a whole body; its bytes count until the block ends.
+
+        Raises:
+            TooLarge: the body is too large.
+            Unavailable: there are too many bytes in other requests.
+        """
+        body = bytearray()
+        try:
+            async for part in parts:
+                body += part
+                self._bytes += len(part)
+                if len(body) > self._body_bytes_max:
+                    raise errors.TooLarge(
+                        f"the body has more than {self._body_bytes_max} bytes (body_bytes_max). "
+                        "Hint: send fewer transactions in a request."
+                    )
+                if self._bytes > self._memory_bytes_max:
+                    raise errors.Unavailable(
+                        "the bodies of requests in progress have more than "
+                        f"{self._memory_bytes_max} bytes (memory_bytes_max). Hint: send the "
+                        "request again later."
+                    )
+            yield bytes(body)
+        finally:
+            self._bytes -= len(body)
+
+
+def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction]:
+    """Return the transactions of a request; raises RequestRejected or another UsageError."""
+    try:
+        values = strict_json.from_json(body)
+    except ValueError as error:
+        raise RequestRejected(
+            "the body is not valid JSON", expected="a JSON object", found=str(error)
+        ) from None
+    if not isinstance(values, dict) or values.keys() != {"transactions"}:
+        found = list(itertools.islice(values, 5)) if isinstance(values, dict) else values
+        raise RequestRejected(
+            "the body", expected="an object with the field `transactions` only", found=found
+        )
+    rows = values["transactions"]
+    if not isinstance(rows, list) or not 0 < len(rows) <= TRANSACTIONS_MAX:
+        found = f"{len(rows)} transactions" if isinstance(rows, list) else rows
+        raise RequestRejected(
+            "field transactions",
+            expected=f"a list of 1 to {TRANSACTIONS_MAX} transactions",
+            found=found,
+        )
+    parsed: list[NewTransaction] = []
+    lock_count = 0
+    for at, row in enumerate(rows):
+        transaction = _parse_transaction(row, f"transactions[{at}]", partition_count)
+        lock_count += sum(map(len, transaction[3:6]))
+        if lock_count > LOCKS_MAX:  # rule 5
+            raise errors.TooLarge(
+                f"the request has more than {LOCKS_MAX} locks. Hint: send fewer transactions in a "
+                "request."
+            )
+        parsed.append(transaction)
+    return parsed
+
+
+def with_partition(rows: Sequence[NewTransaction], partition: int) -> list[NewTransaction]:
+    """Return the transactions; those without a partition get this one (rule 3)."""
+    return [row._replace(partition=partition) if row.partition < 0 else row for row in rows]
+
+
+def _parse_transaction(row: object, where: str, partition_count: int) -> NewTransaction:
+    if not isinstance(row, dict):
+        raise RequestRejected(where, expected="an object", found=row)
+    unknown = next((name for name in row if name not in _FIELDS), None)
+    if unknown is not None:
+        raise RequestRejected(
+            f"{where} has an unknown field", expected=", ".join(_FIELDS), found=unknown
+        )
+    locks = {name: _parse_locks(row.get(name, []), f"{where}.{name}") for name in _FIELDS[3:6]}
+    write, read, added = locks.values()
+    partition = row.get("partition")
+    if partition is not None:
+        partition = check_number(partition, f"{where}.partition", maximum=(1 << 31) - 1)
+        check_partition(partition, partition_count)
+    elif first := (write or read or added):
+        partition = partition_of(first[0], partition_count)
+    mark = row.get("mark")
+    if mark is not None:
+        mark = check_number(mark, f"{where}.mark", minimum=BEFORE_FIRST)
+    elif write or read:
+        raise RequestRejected(
+            f"{where}.mark is missing",
+            expected="the high-water mark of the state from which the transaction was computed",
+            found=None,
+            hint="Write locks and read locks require it; docs/gateway.md describes marks.",
+        )
+    header = check_number(
+        row.get("header", 0), f"{where}.header", minimum=-(1 << 31), maximum=(1 << 31) - 1
+    )
+    return NewTransaction(
+        _parse_data(row.get("data"), f"{where}.data"),
+        check_header(header),
+        -1 if partition is None else int(partition),
+        write,
+        read,
+        added,
+        mark,
+    )
+
+
+def _parse_data(value: object, where: str) -> bytes:
+    try:
+        if isinstance(value, str):
+            data = base64.b64decode(value, validate=True)
+            if len(data) <= TRANSACTION_BYTES_MAX:
+                return data
+            raise errors.TooLarge(
+                f"{where}: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
+            )
+    except (binascii.Error, ValueError):
+        pass
+    raise RequestRejected(where, expected="bytes in Base64", found=value)
+
+
+def _parse_locks(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > LOCKS_MAX:
+        raise RequestRejected(
+            where,
+            expected=f"a list of at most {LOCKS_MAX} locks",
+            found=f"{len(value)} locks" if isinstance(value, list) else value,
+        )
+    return check_locks(
+        where, [_parse_lock(each, f"{where}[{at}]") for at, each in enumerate(value)]
+    )
+
+
+def _parse_lock(value: object, where: str) -> int:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        name, key = value
+        if isinstance(key, str) or (
+            isinstance(key, int) and not isinstance(key, bool) and abs(key) <= _INT64_MAX
+        ):
+            return lock(name, key)
+    raise RequestRejected(
+        where, expected="[name, key], with a text and a text or a 64-bit integer", found=value
+    )
+
+
+def check_number(value: object, where: str, *, minimum: int = 0, maximum: int = _INT64_MAX) -> int:
+    """Return an integer; raises RequestRejected."""
+    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
+        return value
+    raise RequestRejected(where, expected=f"an integer of {minimum} to {maximum}", found=value)
+
+
+def check_partition(partition: int, partition_count: int) -> int:
+    """Return the number of a partition; raises UnknownPartition."""
+    if 0 <= partition < partition_count:
+        return partition
+    raise errors.UnknownPartition(
+        f"there is no partition {partition}: expected 0 to {partition_count - 1}"
+    )
+
+
+def check_key(key: str | None) -> str | None:
+    """Return an idempotency key; raises RequestRejected."""
+    if key is None or (0 < len(key) <= KEY_CHARACTERS_MAX and _KEY_CHARACTERS.issuperset(key)):
+        return key
+    raise RequestRejected(
+        "header Idempotency-Key",
+        expected=f"1 to {KEY_CHARACTERS_MAX} letters, digits, '-', '_', '.' and '~'",
+        found=key,
+        hint="Use a UUID.",
+    )
+
+
+class UrlParameters:
+    """The query parameters of a request (rule 1)."""
+
+    def __init__(self, given: Sequence[tuple[str, str]], known: Collection[str]) -> None:
+        self._values: Mapping[str, str] = dict(given)
+        for name, value in given:
+            if name not in known:
+                raise RequestRejected(
+                    f"unknown query parameter {name[:50]}",
+                    expected=", ".join(known) or "none",
+                    found=value,
+                )
+        if len(self._values) != len(given):
+            raise RequestRejected(
+                "a query parameter is given twice", expected="each once", found=str(given)
+            )
+
+    def number(self, name: str, *, minimum: int = 0) -> int | None:
+        """Return a number; None if it is not given."""
+        text = self._values.get(name)
+        return None if text is None else check_number(parse_integer(text), name, minimum=minimum)
+
+    def flag(self, name: str) -> bool:
+        """Return a flag; false if it is not given."""
+        text = self._values.get(name, "false")
+        if text not in ("true", "false"):
+            raise RequestRejected(f"query parameter {name}", expected="true or false", found=text)
+        return text == "true"
+
+    def numbers(self, name: str, *, minimum: int, maximum: int) -> tuple[int, ...]:
+        """Return a list such as `7,8`; empty if it is not given."""
+        text = self._values.get(name)
+        if text is None:
+            return ()
+        parts = text.split(",")
+        if len(parts) > HEADERS_MAX and name == "header":
+            raise RequestRejected(
+                "query parameter header", expected=f"at most {HEADERS_MAX} headers", found=text
+            )
+        return tuple(
+            check_number(
+                parse_integer(each), f"query parameter {name}", minimum=minimum, maximum=maximum
+            )
+            for each in parts
+        )
+
+    def headers(self) -> tuple[int, ...]:
+        """Return the parameter `header`, a filter."""
+        return self.numbers("header", minimum=-(1 << 31), maximum=(1 << 31) - 1)
+
+
+def parse_integer(text: str) -> int | str:
+    """Return the integer that a text is, or the text itself."""
+    is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) <= 20
+    return int(text) if is_number else text
