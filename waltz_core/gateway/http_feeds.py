@@ -84,7 +84,7 @@ class HttpFeed:
         if last > BEFORE_FIRST:
             first = min(self._mark + 1, last)
             query = RangeQuery(TransactionId(first), TransactionId(first), RangeForm.HEADERS)
-            await self._client.requests.range(PartitionId(self._partition), query)
+            await self._client.requests.fetch_range(PartitionId(self._partition), query)
 
     async def events(self, header_values: tuple[int, ...], encode: Encode) -> AsyncIterator[bytes]:
         """Yield encoded events; a heartbeat has None instead of a transaction."""
@@ -134,7 +134,7 @@ class HttpFeed:
         failed: Callable[[], bool],
     ) -> DeliveryProgress:
         """Pass transactions on; waits while the reader is slow (rule 2)."""
-        source = self._client.subscriptions.data(partition_id)
+        source = self._client.subscriptions.data_cache(partition_id)
         events: list[tuple[int, dict[str, Any]]] = []
         size, caught = 0, None
         try:
@@ -152,7 +152,7 @@ class HttpFeed:
             await self._batches.put(_Batch(events, mark))
         return DeliveryProgress(len(events), caught)
 
-    async def uncaught(
+    async def on_uncaught_exception(
         self,
         partition_id: PartitionId,
         transaction_id: TransactionId,

@@ -198,7 +198,7 @@ class GatewayRoutes:
         query_of = RangeQuery(
             TransactionId(first), TransactionId(end), RangeForm.WHOLE, headers, RANGE_BYTES_MAX
         )
-        chunk = await caller.client.requests.range(PartitionId(partition), query_of)
+        chunk = await caller.client.requests.fetch_range(PartitionId(partition), query_of)
         found["transactions"] = [fields_of_transaction(*row) for row in chunk.rows()]
         found["next"] = int(chunk.next)
         return _json(found)

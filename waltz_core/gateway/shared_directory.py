@@ -23,7 +23,7 @@ class SharedDirectory:
     """The one directory; `view` returns what a client gets."""
 
     def __init__(self, connect: str, config: ClientConfig) -> None:
-        self._directory = ZooKeeperDirectory.of(connect, config)
+        self._directory = ZooKeeperDirectory.from_config(connect, config)
         self._listeners: dict[DirectoryView, OwnersChanged] = {}
 
     async def open(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.loops import on_virtual_loop
@@ -265,6 +265,7 @@ async def test_the_retention_of_a_write_uses_the_clock_of_zookeeper():
     assert await writes.read("w") is None
 
 
+@example(b'{"format":2,"marks":{"":1},"keep_ms":5}')
 @given(
     st.binary(max_size=60)
     | st.sampled_from([WriteState({0: 1}, 5), TaskState(1, 2)]).flatmap(
@@ -282,7 +283,10 @@ def test_any_bytes_are_a_value_or_a_bad_format(data):
             value = kind.from_bytes(data)
         except errors.BadFormat as error:
             message = str(error)
-        assert isinstance(value, kind) if message is None else kind.__name__ in message
+        if message is None:
+            assert isinstance(value, kind)
+        else:
+            assert kind.__name__ in message or "exactly-once write" in message
 
 
 @on_virtual_loop
