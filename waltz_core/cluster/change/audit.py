@@ -1,11 +1,12 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-It has the user, time, command and outcome of each, even if the machine of the command is lost.
+The log has the user, time, command and outcome of each change, even if the machine that ran the
+command is lost.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.
        An entry with the outcome "begun" belongs to a change that was interrupted.
-    2. Only the newest `ENTRIES_MAX` are kept.
+    2. Only the newest `ENTRIES_MAX` entries are kept.
     3. A change does not begin if its entry cannot be written; if the outcome cannot be written, the
        change continues.
 """
@@ -54,7 +55,7 @@ class AuditEntry:
 
     @staticmethod
     def from_bytes(data: bytes) -> "AuditEntry":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
@@ -91,12 +92,12 @@ class AuditLog:
         self._znodes = nodes.znodes
 
     async def begin(self, entry: AuditEntry) -> str:
-        """Record a change that is about to begin; return its path, for `end`."""
+        """Record a change that is about to begin; return the path of its entry, for `end`."""
         paths = self._nodes.paths
         await self._nodes.ensure((paths.extensions, paths.audit))
         before = await self._names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
-        # ZooKeeper returns no names of sequential nodes: the new one is the one with this content.
+        # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
         await self._znodes.write([step])
         after = [name for name in await self._names() if name not in before]
         for name in reversed(after):

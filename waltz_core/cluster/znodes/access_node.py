@@ -3,9 +3,9 @@
 Rules:
     1. An unknown, missing or duplicate key, a value of another type, and a name or a range out of
        its limits make the node unreadable. A daemon then keeps its permissions (AC 6): a part that
-       an older version does not understand must not be read as "nothing".
-    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is a label
-       of metrics only. No token is for either.
+       an older version does not understand must not be read as an empty part.
+    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is only a
+       label of metrics. No token is for either of them.
 """
 
 import json
@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 
 
 def encode(permissions: Permissions) -> bytes:
-    """Return the node's bytes; raises BadConfig if they are over the limit."""
+    """Return the bytes of the node; raises BadConfig if they exceed the limit."""
     data = strict_json.to_json(
         {
             "format": _FORMAT,
@@ -69,7 +69,7 @@ def encode(permissions: Permissions) -> bytes:
 
 
 def decode(data: bytes) -> Permissions:
-    """Decode (rules 1 and 2); raises BadFormat."""
+    """Decode the bytes of the node (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
         raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
     try:
@@ -135,7 +135,7 @@ def _grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
 
 
 def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
-    """Return the ranges of a text like "0-3,7"; None: "all"."""
+    """Return the ranges in a text like "0-3,7"; None for "all"."""
     text = _text(found, "partitions")
     if text == "all":
         return None
@@ -186,7 +186,7 @@ def _expect(is_met: object, expected: str, found: object) -> None:
 
 
 def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
-    """Return a JSON object; with `keys`, it has these and no others."""
+    """Return a JSON object; with `keys`, the object must have exactly these keys."""
     if type(found) is not dict:
         raise ValueError(f"{where}: expected an object, found {type(found).__name__}")
     _expect(keys is None or set(found) == set(keys), f"{where} with the keys {keys}", sorted(found))
