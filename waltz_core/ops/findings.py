@@ -1,12 +1,12 @@
-"""All findings of the doctor: a sentence for each, and the command that repairs it.
+"""All findings of the doctor, each with a sentence and a command that repairs the problem.
 
-Users search for the sentences and scripts run the commands, so all are in one table, from which
-docs/doctor.md is generated.
+Users search for the sentences and scripts run the commands. So all of them are in one table, from
+which docs/doctor.md is generated.
 
 Rules:
-    1. A finding has a sentence of its own, and a command that can be run as it is printed. Words
-       in capitals in it are for the user to fill in. No command loses data as it is printed.
-    2. A name never changes its meaning: scripts look for it.
+    1. A finding has its own sentence, and a command that can be run as printed. Words in capitals
+       in a command are placeholders for the user. No command loses data when it is run as printed.
+    2. A name never changes its meaning, because scripts depend on it.
 """
 
 import string
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Area(Enum):
-    """The part of a cluster that a finding is about."""
+    """The part of a cluster to which a finding belongs."""
 
     ZOOKEEPER = "ZooKeeper"
     PROCESSES = "processes of a cluster on this machine"
@@ -28,7 +28,7 @@ class Area(Enum):
 
 
 class FindingKind(NamedTuple):
-    """One row of the table: names in braces are filled in."""
+    """One row of the table; names in braces are fields that a finding fills in."""
 
     area: Area
     name: str
@@ -38,7 +38,7 @@ class FindingKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong; `about` is the object."""
+    """One problem of a cluster; `about` identifies the affected object."""
 
     name: str
     about: str
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The identity of the finding, without its figures."""
+        """The identity of the finding; it does not depend on the figures in the sentence."""
         return self.name, self.about
 
 
@@ -493,6 +493,6 @@ def finding(name: str, about: object, **fields: object) -> Finding:
 
 
 def fields_of(kind: FindingKind) -> set[str]:
-    """Return the names of the fields to fill in."""
+    """Return the names of the fields that the sentence and the command of a finding need."""
     parsed = string.Formatter().parse(kind.sentence + kind.command)
     return {name for _, name, _, _ in parsed if name}

@@ -1,4 +1,4 @@
-"""The tables of `follow`: one in the options of the command, or several in a TOML file.
+"""The tables of `follow`: one from the options of the command, or several from a TOML file.
 
 ["/lake/accounts"]
 key = "id"
@@ -22,7 +22,7 @@ TABLE_FORMATS = ("delta", "parquet")
 
 
 class TableOptions(NamedTuple):
-    """A table; except its place, each field is an option of the command and a name in the file."""
+    """A table; each field but `place` is an option of the command and a name in the file."""
 
     place: str
     format: str | None = None
@@ -34,7 +34,7 @@ class TableOptions(NamedTuple):
     changes: str | None = None
 
     def rules(self, declared: ArrowSchema | None) -> ChangeRules:
-        """Return the rules for changes of transactions with these columns.
+        """Return the rules for the table, whose transactions have the columns `declared`.
 
         Raises:
             BadConfig: an option is not valid, or the changes function does not exist.
@@ -61,7 +61,7 @@ _TEXTS = ("format", "delete_where", "changes")
 
 
 def tables_in(file: Path) -> list[TableOptions]:
-    """Return the tables of a file, with a section for each.
+    """Parse the tables in a TOML file, which has a section for each table.
 
     Raises:
         BadConfig: the file cannot be read, has no table, or a name or a value is not valid.

@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root; if only hosts are given, this is one that no cluster has.
+# A session needs a root. If the connect string has none, use a root that is never a cluster's.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
 
@@ -42,7 +42,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
             }
             try:
                 rows.append({**row, **await _counts_of(session.at(root))})
-            except WaltzError as error:  # A partly deleted cluster must not hide the others.
+            except WaltzError as error:  # a partly deleted cluster must not hide the others
                 rows.append({**row, **dict.fromkeys(DETAILS)})
                 print_error(f"{root}: {error}")
     if as_json:
@@ -64,7 +64,7 @@ async def _counts_of(cluster: Coordinator) -> dict[str, object]:
 
 
 def _place(text: str) -> tuple[str, str]:
-    """Return a connect string, and the path of ZooKeeper to search."""
+    """Return a connect string with a root, and the path in ZooKeeper below which to search."""
     place, question, query = text.partition("?")
     hosts, _, path = place.partition("/")
     if path.strip("/"):
@@ -134,7 +134,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
 
 
 async def _expect_no_process(command: Command) -> None:
-    """Raise BadRequest while a server is registered or a storage answers."""
+    """Raise BadRequest if a server is registered or a storage answers."""
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
