@@ -76,7 +76,9 @@ class MemoryWaltz:
         fault_rate: float = 0.0,
     ) -> None:
         if partition_count < 1:
-            raise errors.BadRequest(f"expected at least one partition, found {partition_count}")
+            raise errors.BadRequest(
+                f"argument partition_count: expected at least 1, found {partition_count}"
+            )
         self._faults = Faults(Random(seed))  # noqa: S311 - replays a test, keeps no secret
         self.delay_ms, self.fault_rate = delay_ms, fault_rate
         self._gate = _Gate()
@@ -173,7 +175,8 @@ class MemoryWaltz:
         low, high = delay_ms if isinstance(delay_ms, tuple) else (delay_ms, delay_ms)
         if not 0 <= low <= high:
             raise errors.BadRequest(
-                f"argument delay: expected 0 <= least <= most, found {delay_ms}"
+                "delay_ms: expected a delay of at least 0, or a minimum and a maximum with 0 <= "
+                f"minimum <= maximum, found {delay_ms}"
             )
         self._faults.delay_ms = low, high
 
@@ -185,7 +188,7 @@ class MemoryWaltz:
     @fault_rate.setter
     def fault_rate(self, rate: float) -> None:
         if not 0.0 <= rate <= 1.0:
-            raise errors.BadRequest(f"argument of a fault rate: expected 0.0 to 1.0, found {rate}")
+            raise errors.BadRequest(f"fault_rate: expected a probability in 0.0..1.0, found {rate}")
         self._faults.rate = rate
 
     @property
@@ -216,8 +219,8 @@ class MemoryWaltz:
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and outcome_code_of(error) is None:
             raise errors.BadRequest(
-                "argument of fail_next_append: expected an error class that an append can "
-                f"raise, found {type(error).__name__}"
+                "argument error of fail_next_append: expected an error that an append can raise, "
+                f"found {type(error).__name__}"
             )
         self._faults.failures = InjectedFailures(count, error, enters_log)
 

@@ -486,8 +486,8 @@ class _OptionParser:
         chosen, deletes = self.ints("headers") or (), self.ints("deleteHeaders") or ()
         if chosen and (absent := sorted(set(deletes) - set(chosen))):
             raise BadConfig(
-                f"option 'deleteHeaders': expected some of option headers, found {absent[0]}, "
-                "which the read does not fetch"
+                "option 'deleteHeaders': expected headers that option 'headers' also lists, "
+                f"found {absent[0]}, which the read does not fetch"
             )
 
     def _has_feed(self) -> bool:

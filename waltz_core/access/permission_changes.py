@@ -99,10 +99,10 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
     for word in text.split(","):
         if word.strip() not in known:
             expected = (
-                f"expected one or more verbs of {', '.join(known)}, separated by commas, such as "
-                "read,append"
+                f"verbs: expected one or more of {', '.join(known)}, separated by commas, such "
+                "as 'read,append'"
             )
-            raise BadConfig(f"{expected}, found {text!r}")
+            raise BadConfig(f"{expected}; found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
 

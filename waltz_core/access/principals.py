@@ -49,13 +49,13 @@ def compile_pattern(pattern: str) -> "re.Pattern[str]":
 
     Raises BadConfig if it is invalid or has no group.
     """
-    expected = f"setting principal_pattern: {pattern!r}: expected a regular expression with a group"
+    expected = "setting principal_pattern: expected a regular expression with a group"
     try:
         made = re.compile(pattern)
     except re.error as error:
-        raise BadConfig(f"{expected}: {error}") from error
+        raise BadConfig(f"{expected}, found {pattern!r} ({error})") from error
     if not made.groups:
-        raise BadConfig(f'{expected}, such as "CN=(.+)", found an expression without a group')
+        raise BadConfig(f'{expected}, such as "CN=(.+)", found {pattern!r}, which has none')
     return made
 
 

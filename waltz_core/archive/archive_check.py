@@ -149,7 +149,9 @@ class ArchiveCheck:
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
         for each, wanted, actual in zip(names, expected, found, strict=True):
-            _expect(f"the {each} that ZooKeeper has", _format_value(wanted), _format_value(actual))
+            _expect(
+                f"the {each} (recorded in ZooKeeper)", _format_value(wanted), _format_value(actual)
+            )
         if manifest.newest:
             end = manifest.newest[-1].chain
             _expect(
@@ -311,7 +313,7 @@ class ArchiveCheck:
 
 def _expect(what: str, expected: object, found: object) -> None:
     if expected != found:
-        raise ChecksumMismatch(f"{what}: expected {expected}, found {found}")
+        raise ChecksumMismatch(f"expected {expected} as {what}, found {found}")
 
 
 def _format_value(found: object) -> object:

@@ -249,9 +249,8 @@ class Manifest:
         for first, last in bounds:
             if first != reach + 1 or last < first:
                 raise BadFormat(
-                    f"manifest {name}: the objects are not contiguous: expected the next one "
-                    f"to begin at transaction {reach + 1}, found one with the IDs "
-                    f"{first}..{last}"
+                    f"manifest {name}: expected the next object to begin at transaction "
+                    f"{reach + 1}, found an object with transactions {first}..{last}"
                 )
             reach = last
         if reach != self.last or not 0 <= self.first <= self.last + 1:
@@ -405,7 +404,7 @@ def _fields_of(
                 found.append(_parse_whole_number(each))
         except (TypeError, ValueError) as error:
             raise BadFormat(
-                f"manifest {name}: field {field} of {kind.__name__}: {error}"
+                f"manifest {name}, field {field} of {kind.__name__}: {error}"
             ) from error
     return tuple(found)
 

@@ -209,15 +209,14 @@ class ArchiveReader:
         manifest = self.manifest
         if 0 <= first < manifest.first:
             raise BeforeLogStart(
-                f"archive of partition {manifest.partition_id}: the requested transactions "
-                f"{first}..{last} are not available: the first available one is "
-                f"{manifest.first}",
+                f"archive of partition {manifest.partition_id}: transactions {first}..{last} "
+                f"were requested, but the first available one is {manifest.first}",
                 manifest.first,
             )
         if not 0 <= first <= last <= manifest.last:
             raise BadRequest(
-                f"archive of partition {manifest.partition_id}: the requested transactions "
-                f"{first}..{last} are not available: the last archived one is {manifest.last}"
+                f"archive of partition {manifest.partition_id}: transactions {first}..{last} "
+                f"were requested, but the last archived one is {manifest.last}"
             )
 
     def _plan_read(

@@ -80,8 +80,8 @@ class RestoredRange:
         entries = [_intact_entry(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
-                f"archive {store.url}: cannot restore partition "
-                f"{saved.manifest.partition_id}: all of its archived objects have expired"
+                f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
+                "because all of its archived objects have expired"
             )
         if not existing:
             raise ObjectMissing(

@@ -57,8 +57,8 @@ class SavedManifest(NamedTuple):
         for before, after in pairwise(found):
             if after.first != before.last + 1:
                 raise BadFormat(
-                    f"manifest {self.name}: the pages are not contiguous: expected an object "
-                    f"that begins at transaction {before.last + 1}, found one with the IDs "
+                    f"manifest {self.name}: expected the next page to begin at transaction "
+                    f"{before.last + 1}, found a page that begins with transactions "
                     f"{after.first}..{after.last}"
                 )
         return found

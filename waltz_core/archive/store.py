@@ -188,9 +188,9 @@ class ArchiveStore:
                 found = self._files.get_file_info(folder)
             if rest and found.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
-                    f"archive: cannot {operation} {self._full_path(name)}: folder {folder} has no "
-                    "files. Hint: check that the directory is mounted, and that the URL is "
-                    "that of the archive of this cluster."
+                    f"archive: cannot {operation} {self._full_path(name)}, because folder "
+                    f"{folder} has no files. Hint: check that the directory is mounted, and that "
+                    "the URL is that of the archive of this cluster."
                 ) from error
             raise
 
@@ -460,7 +460,9 @@ def _translate_errors(operation: str, place: str) -> Iterator[None]:
         if operation == "write":  # The bucket is missing, which is no damage.
             reason = "the bucket or the folder does not exist"
             raise ArchiveUnavailable(f"archive: cannot write {place}: {reason}") from error
-        raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
+        raise ObjectMissing(
+            f"archive: cannot {operation} {place}, because it does not exist"
+        ) from error
     except _FAILURES as error:
         raise ArchiveUnavailable(
             f"archive: cannot {operation} {place}: {_error_reason(error)}"

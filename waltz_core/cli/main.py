@@ -66,7 +66,7 @@ GROUPS: Mapping[str, GroupEntry] = {
             },
             "cluster.cluster_list": {
                 "list": "list the clusters in a ZooKeeper ensemble, or below one of its znodes",
-                "show-key": "print the cluster key: the ID of the cluster, which each storage has",
+                "show-key": "print the cluster key, a UUID that identifies the cluster",
                 "delete": (
                     "delete a cluster's znodes from ZooKeeper; the storages keep their records"
                 ),

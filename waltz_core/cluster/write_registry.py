@@ -52,6 +52,8 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 
+_WRITE = "state of an exactly-once write"
+_TASK = "state of a task of an exactly-once write"
 ATTEMPTS_MAX = 100
 # The maximum number of recorded runs of a task. Two would be enough to detect another run. Each
 # attempt writes all recorded runs, so a tenant must not make the list long.
@@ -98,11 +100,11 @@ class WriteState:
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
         """Decode a node of format 1 or 2; raises BadFormat."""
-        values = _object(data, "WriteState", (1, _FORMAT_OF_WRITES))
+        values = _object(data, _WRITE, (1, _FORMAT_OF_WRITES))
         if values["format"] == 1:
             values["keep_ms"] = KEEP_MS_OF_FORMAT_1
-        _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
-        _check_kinds({"principal": "", **values}, "WriteState", {"principal": str})
+        _check_kinds(values, _WRITE, {"marks": dict, "keep_ms": int})
+        _check_kinds({"principal": "", **values}, _WRITE, {"principal": str})
         marks, summary = values["marks"], values.get("summary")
         if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(
@@ -111,7 +113,8 @@ class WriteState:
             )
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(
-                f"state of an exactly-once write: expected a summary, found {summary!r:.200}"
+                "state of an exactly-once write: expected an object in field summary, found "
+                f"{summary!r:.200}"
             )
         return WriteState(
             {int(name): mark for name, mark in marks.items()},
@@ -137,12 +140,12 @@ class TaskState:
     @staticmethod
     def from_bytes(data: bytes) -> "TaskState":
         """Decode the node's bytes; raises BadFormat."""
-        values = _object(data, "TaskState", (_FORMAT_OF_TASKS,))
-        _check_kinds(values, "TaskState", {"client_id": int, "attempt": int, "runs": list})
+        values = _object(data, _TASK, (_FORMAT_OF_TASKS,))
+        _check_kinds(values, _TASK, {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
             raise errors.BadFormat(
-                "state of a task of an exactly-once write: expected names of runs, found "
-                f"{data!r:.200}"
+                "state of a task of an exactly-once write: expected a list of names in field "
+                f"runs, found {data!r:.200}"
             )
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
 
@@ -351,7 +354,8 @@ class WriteRegistry:
             raise _superseded_error(
                 write,
                 task,
-                "a run of this write has completed it or taken over, and its state was removed",
+                "another run has completed this write or taken it over, and the state of the "
+                "write was removed",
             )
         if state.is_done:
             raise _superseded_error(write, task, "the task has already finished")
@@ -415,7 +419,8 @@ class WriteRegistry:
                 raise _superseded_error(
                     write,
                     None,
-                    "a run of this write has completed it or taken over, and its state was removed",
+                    "another run has completed this write or taken it over, and the state of the "
+                    "write was removed",
                 )
             found = self._state(path, node)
             if marks not in (None, found.marks):
@@ -554,8 +559,8 @@ def _checked(state: WriteState) -> bytes:
     data = state.to_bytes()
     if len(data) > NODE_BYTES_MAX:
         raise errors.TooLarge(
-            "state of an exactly-once write, with its marks and its summary: expected at "
-            f"most {NODE_BYTES_MAX} bytes, found {len(data)}"
+            f"state of an exactly-once write: expected at most {NODE_BYTES_MAX} bytes, found "
+            f"{len(data)}"
         )
     return data
 
@@ -592,7 +597,7 @@ def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"{what}: not valid JSON: {error!s:.200}") from error
+        raise errors.BadFormat(f"{what} is not valid JSON: {error!s:.200}") from error
     if not isinstance(values, dict) or values.get("format") not in formats:
         expected = " or ".join(map(str, formats))
         raise errors.BadFormat(
@@ -606,5 +611,5 @@ def _check_kinds(values: Mapping[str, Any], what: str, kinds: Mapping[str, type]
         value = values.get(name)
         if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
             raise errors.BadFormat(
-                f"{what}: expected {name} as {kind.__name__}, found {value!r:.200}"
+                f"{what}: expected field {name} of type {kind.__name__}, found {value!r:.200}"
             )

@@ -15,7 +15,7 @@ Rules:
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -132,7 +132,7 @@ def load(
                 f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         values[name] = _convert_value(name, value, known[name].type, origin)
-        _check(f"{origin}: {name}", values[name], known[name])
+        _check(f"{origin}, setting {name}", values[name], known[name])
         origins[name] = origin
 
     if path is not None:
@@ -180,13 +180,13 @@ def _convert_value(name: str, value: object, wanted: Any, origin: str) -> Value:
             return int(value)
         except ValueError:
             raise BadConfig(
-                f"{origin}: setting {name}: expected an integer, found {value!r}"
+                f"{origin}, setting {name}: expected an integer, found {value!r}"
             ) from None
     if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if type(value) is not wanted:
         expected = {int: "an integer", bool: "true or false", str: "a text"}[wanted]
-        raise BadConfig(f"{origin}: setting {name}: expected {expected}, found {value!r}")
+        raise BadConfig(f"{origin}, setting {name}: expected {expected}, found {value!r}")
     assert isinstance(value, str | int | bool)
     return value
 
@@ -208,6 +208,12 @@ def _missing(config_type: type[Config], name: str) -> str:
         f"{kind}: setting {name} is required. Hint: set it in {kind}.toml, in the environment as "
         f"{variable}, or with the option --{flag}"
     )
+
+
+def shown_names(names: Sequence[str], count_max: int) -> str:
+    """Return the first names, separated by commas, with "..." if there are more."""
+    more = ", ..." if len(names) > count_max else ""
+    return ", ".join(names[:count_max]) + more or "none"
 
 
 def nearest_name_hint(name: str, known: list[str]) -> str:
@@ -234,7 +240,7 @@ def render(config_type: type[Config], values: Mapping[str, object]) -> str:
                 f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         typed = _convert_value(name, value, known[name].type, kind)
-        _check(f"{kind}: {name}", typed, known[name])
+        _check(f"{kind}, setting {name}", typed, known[name])
         lines.append(f"{name} = {toml_literal(name, typed)}\n")
     return "".join(lines)
 

@@ -124,11 +124,11 @@ def _check_secret(secret: object, key_id: str, name: str) -> bytes:
     # NB: an error must not contain the key.
     if not isinstance(secret, bytes):
         raise errors.BadConfig(
-            f"{name}: key {key_id!r}: expected bytes, found {type(secret).__name__}"
+            f"{name}, key {key_id!r}: expected bytes, found {type(secret).__name__}"
         )
     if len(secret) != KEY_BYTES:
         raise errors.BadConfig(
-            f"{name}: key {key_id!r}: expected {KEY_BYTES} bytes, found {len(secret)}"
+            f"{name}, key {key_id!r}: expected {KEY_BYTES} bytes, found {len(secret)}"
         )
     return secret
 

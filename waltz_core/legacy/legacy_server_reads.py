@@ -198,7 +198,7 @@ class LegacyServerReads:
         data, fault = answer.result
         if data is None:
             raise errors.Unavailable(
-                f"{reader.owner.address}: partition {reader.partition_id}, transaction "
+                f"{reader.owner.address}, partition {reader.partition_id}, transaction "
                 f"{transaction_id}: {fault}"
             )
         return bytes(data)

@@ -168,7 +168,7 @@ def encode_append(
         try:
             arrays[name] = pa.array(values, _TYPES[name])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise BadRequest(f"append batch: column {name}: {error}") from error
+            raise BadRequest(f"append batch, column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
         found = {name: len(array) for name, array in arrays.items()}
         raise BadRequest(
@@ -249,17 +249,17 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
         cast = column if column.type == kind else column.cast(kind)
     except pa.ArrowException as error:
         raise BadRequest(
-            f"append batch: column {name}: expected {kind}, found {column.type}: {error}"
+            f"append batch, column {name}: expected {kind}, found {column.type} ({error})"
         ) from error
     if name in LOCK_COLUMNS:
         # `values` may contain elements outside of the lists, but its null count is free.
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(
-                f"append batch: column {name}: expected locks without nulls, found a null"
+                f"append batch, column {name}: expected locks without nulls, found a null"
             )
     elif cast.null_count:
         raise BadRequest(
-            f"append batch: column {name}: expected no nulls, found {cast.null_count} nulls"
+            f"append batch, column {name}: expected no nulls, found {cast.null_count} nulls"
         )
     return cast
 
@@ -281,7 +281,8 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch = _read_batch(payload)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: expected an Arrow stream with one record batch: {_short_message(error)}"
+            "append batch: expected an Arrow stream with one record batch, found other bytes "
+            f"({_short_message(error)})"
         ) from error
     if batch.num_rows > rows_max:
         raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
@@ -291,7 +292,8 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch.validate(full=True)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: columns are inconsistent: {_short_message(error)}"
+            "append batch: expected columns that match each other, found an inconsistency "
+            f"({_short_message(error)})"
         ) from error
     rows = _rows_of(batch)
     _verify_data(rows)
@@ -321,8 +323,9 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
             )
     schema = pa.ipc.read_schema(head)
     if not (schema.equals(APPEND_SCHEMA) or schema.equals(APPEND_SCHEMA_WITH_MARKS)):
+        expected = ", ".join(f"{field.name} {field.type}" for field in APPEND_SCHEMA)
         found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-        raise BadRequest(f"append batch: expected the columns of APPEND_SCHEMA, found {found}")
+        raise BadRequest(f"append batch: expected the columns {expected}, found {found}")
     if _is_compressed(memoryview(body.metadata)):
         raise BadRequest("append batch: expected uncompressed buffers, found compressed ones")
     return pa.ipc.read_record_batch(body, schema)
@@ -340,12 +343,14 @@ def _is_compressed(metadata: memoryview) -> bool:
         (root,) = struct.unpack_from("<I", metadata, 0)
         header = _slot(metadata, root, 2)
         if header is None:
-            raise BadRequest("append batch: a record batch message without a header")
+            raise BadRequest(
+                "append batch: expected a record batch message with a header, found one without"
+            )
         (distance,) = struct.unpack_from("<I", metadata, header)
         return _slot(metadata, header + distance, 3) is not None
     except struct.error as error:
         raise BadRequest(
-            f"append batch: the metadata of the record batch is damaged: {error}"
+            f"append batch: the metadata of the record batch is damaged ({error})"
         ) from error
 
 
@@ -355,7 +360,8 @@ def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
     vtable = table - to_vtable
     if vtable < 0:
         raise BadRequest(
-            "append batch: the metadata of the record batch is damaged: a table is before its start"
+            "append batch: the metadata of the record batch is damaged (a table is before its "
+            "start)"
         )
     (vtable_bytes,) = struct.unpack_from("<H", metadata, vtable)
     if 4 + 2 * slot >= vtable_bytes:
@@ -369,14 +375,14 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     for name, column in columns.items():
         if name not in LOCK_COLUMNS and column.null_count:
             raise BadRequest(
-                f"append batch: column {name}: expected no nulls, found {column.null_count} nulls"
+                f"append batch, column {name}: expected no nulls, found {column.null_count} nulls"
             )
     data = columns["data"]
     marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None
     if marks is not None and marks.min() < BEFORE_FIRST:
         raise BadRequest(
-            f"append batch: column {MARK_FIELD.name}: expected marks of at least "
-            f"{BEFORE_FIRST}, found {marks.min()}"
+            f"append batch, column {MARK_FIELD.name}: expected marks of at least {BEFORE_FIRST}, "
+            f"found {marks.min()}"
         )
     return AppendRows(
         headers=_values(columns["header"], np.int32),
@@ -422,7 +428,7 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
     else:
         offsets = _offsets(column)
     if values.null_count:
-        raise BadRequest(f"append batch: column {name}: expected locks without nulls, found a null")
+        raise BadRequest(f"append batch, column {name}: expected locks without nulls, found a null")
     assert offsets[-1] <= len(values)
     held = _values(values, np.int32)[offsets[0] : offsets[-1]]
     return LockColumn(offsets - offsets[0], held)

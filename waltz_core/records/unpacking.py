@@ -213,8 +213,8 @@ class Unpacker:
             return self._builders[each]([value])
         except _MISMATCHES as error:
             raise BadFormat(
-                f"{where(row)}: column {part.name!r}: expected {part.type}, "
-                f"found {value!r} ({error})"
+                f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
+                f"({error})"
             ) from None
 
 

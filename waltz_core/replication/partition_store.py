@@ -543,7 +543,7 @@ class PartitionStore:
             self._writing = None
             assert self._session is not None
             self._session.end(
-                SessionEnd(EndCause.FENCED, "another server has claimed a store session")
+                SessionEnd(EndCause.FENCED, "another server has begun a store session")
             )
 
     def _on_metadata_written(self, nodes: PartitionNodes) -> None:
@@ -597,7 +597,8 @@ class PartitionStore:
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release(
-                f"other servers have claimed {self._lost_race_count} store sessions before this one"
+                f"other servers have begun store sessions in all {self._lost_race_count} "
+                "attempts of this server"
             )
             return True
         if self._lost_race_count > 1:

@@ -91,7 +91,9 @@ class AvroCodec:
             raise BadFormat(f"not a value of the Avro schema: {reason:.300}") from None
         rest = len(body) - source.tell()
         if rest:
-            raise BadFormat(f"not a value of the Avro schema: {rest} more bytes after the value")
+            raise BadFormat(
+                f"expected one value of the Avro schema, found {rest} more bytes after it"
+            )
         return value
 
     def field_names(self) -> tuple[str, ...]:

@@ -127,13 +127,17 @@ class SchemaCheck:
 
     def _union(self, schema: list[Any], namespace: str, depth: int) -> tuple[list[Any], _Size]:
         if not schema:
-            raise BadFormat("Avro schema: a union without types")
+            raise BadFormat(
+                "Avro schema: expected a union with at least one type, found an empty one"
+            )
         if any(isinstance(each, list) for each in schema):
-            raise BadFormat("Avro schema: a union in a union")
+            raise BadFormat("Avro schema: expected no union in a union, found one")
         parts = [self._type(each, namespace, depth - 1) for each in schema]
         names = [branch_name(found) for found, _ in parts]
         if len(set(names)) != len(names):
-            raise BadFormat(f"Avro schema: a union with two types {sorted(names)!r:.100}")
+            raise BadFormat(
+                f"Avro schema: expected a union of different types, found {sorted(names)!r:.100}"
+            )
         sizes = [size for _, size in parts]
         return [found for found, _ in parts], _Size(
             _flat_size(1).excess + max(size.excess for size in sizes),
@@ -239,7 +243,9 @@ def branch_name(schema: str | dict[str, Any]) -> str:
 
 
 def _too_deep() -> BadFormat:
-    return BadFormat(f"Avro schema: nested over {DEPTH_MAX} levels deep")
+    return BadFormat(
+        f"Avro schema: expected at most {DEPTH_MAX} levels of nested types, found more"
+    )
 
 
 def _is_name(value: object, pattern: re.Pattern[str]) -> bool:

@@ -28,6 +28,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
+from waltz_core.config.settings import shown_names
 from waltz_core.schemas.strict_values import (
     Convert,
     binary,
@@ -145,7 +146,7 @@ def _enum_number(names: Mapping[int, str]) -> Convert:
         if isinstance(value, str) and value in numbers:
             return numbers[value]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise mismatch_error(f"one of {', '.join(list(numbers)[:10])}", value)
+            raise mismatch_error(f"one of {shown_names(list(numbers), 10)}", value)
         return value
 
     return convert
@@ -281,7 +282,8 @@ class MessageBuilder:
                 other = chosen.setdefault(part.oneof, part.name)
                 if other != part.name:
                     raise ValueError(
-                        f"fields {other!r} and {part.name!r} are of one oneof: expected one of them"
+                        f"fields {other!r} and {part.name!r} are in the same oneof: expected a "
+                        "value in one of them, found values in both"
                     )
             try:
                 self._field(message, part, given)

@@ -176,7 +176,9 @@ class _Lookup:
             if key in known:
                 continue
             if len(known) >= REFERENCES_MAX:  # rule 3
-                raise BadFormat(f"{what}: expected at most {REFERENCES_MAX} referenced schemas")
+                raise BadFormat(
+                    f"{what}: expected at most {REFERENCES_MAX} referenced schemas, found more"
+                )
             known[key] = None  # ends the recursion for a schema that refers to itself
             part = self.version(subject, version)
             self._collect(part, known, what)
@@ -235,8 +237,9 @@ def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) ->
     registry = f"the schema registry at {where}"
     if status in (401, 403):
         return BadConfig(
-            f"{registry} rejects the credentials with status {status}: {reason}. Hint: a file with "
-            "user:password is given as auth_file, in Spark as option schemaRegistryAuthFile."
+            f"{registry} rejects the credentials with status {status}: {reason}. Hint: pass a "
+            "file with user:password as argument auth_file, in Spark as option "
+            "schemaRegistryAuthFile."
         )
     if status == 409:
         return BadRequest(
@@ -246,7 +249,10 @@ def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) ->
     if status in (400, 422) and reply is not None:
         return BadRequest(f"{registry} rejects the request with status {status}: {reason}")
     if 300 <= status < 400:
-        return BadConfig(f"{registry} redirects, which is not followed. Hint: use the final URL.")
+        return BadConfig(
+            f"{registry} answers with a redirect, which Waltz does not follow. Hint: use the "
+            "final URL."
+        )
     return BadConfig(
         f"{where}: expected Confluent's HTTP API, found an answer of status {status}: {reason}. "
         "Hint: check the URL of the schema registry."

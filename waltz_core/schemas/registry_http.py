@@ -50,10 +50,10 @@ def basic_auth(auth_file: str) -> str:
             text = file.read(_AUTH_BYTES_MAX + 1).strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BadConfig(f"schema registry: file {auth_file!r}: {reason}") from None
+        raise BadConfig(f"schema registry: file {auth_file!r} cannot be read ({reason})") from None
     if b":" not in text or len(text) > _AUTH_BYTES_MAX or len(text.splitlines()) != 1:
         raise BadConfig(
-            f"schema registry: file {auth_file!r}: expected one line, user:password, found "
+            f"schema registry: expected one line, user:password, in file {auth_file!r}, found "
             "something else"
         )
     return f"Basic {base64.b64encode(text).decode()}"

@@ -34,7 +34,7 @@ def check_schema(schema: ArrowSchema) -> None:
         BadConfig: the error names the column.
     """
     if not schema.names:
-        raise BadConfig("expected one or more columns of the table, found none")
+        raise BadConfig("schema of the table: expected one or more columns, found none")
     _check_names(schema, "", _RESERVED)
     for part in schema:
         _check_nested(part.type, part.name, 1)
@@ -51,8 +51,8 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
         if _NO_NAME.search(part.name) or not part.name:
             raise BadConfig(
                 f"column {path + part.name!r}: Delta does not permit this name. Hint: "
-                "use a name without spaces, control characters and ,;{}()=, which does not start "
-                "with __delta_rs_."
+                "use a name without spaces, without control characters, without the characters "
+                "`,;{}()=`, and without the prefix `__delta_rs_`."
             )
         if (known := seen.get(part.name.lower())) is not None:
             none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""

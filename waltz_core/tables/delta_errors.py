@@ -123,7 +123,7 @@ def library_error(table: str, error: Exception) -> LibraryError:
     if found := _FOUND_TWICE.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
-            f"{found[1]}: partitions have no order. Hint: use a key that includes the "
+            f"{found[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
     meaning = next(each for each in _MEANINGS if each.text.search(text))

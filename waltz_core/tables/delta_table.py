@@ -194,8 +194,8 @@ class FollowedDeltaTable:
         missing = set(self._key) - set(self.columns().names)
         if missing and _has_rows(table):
             raise BadConfig(
-                f"table {self._uri}: expected a key column {min(missing)!r}, found "
-                f"{', '.join(self.columns().names)}"
+                f"table {self._uri}: expected key column {min(missing)!r} in the table, found "
+                f"the columns {', '.join(self.columns().names)}"
             )
         return not missing
 
@@ -252,15 +252,15 @@ class FollowedDeltaTable:
         for part in _schema_of(table):
             if part.name not in self._schema.names:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
+                    f"table {self._uri}: column {part.name!r} of the table is not declared. "
+                    "Hint: declare all columns of the table."
                 )
             declared = self._schema.field(part.name).type
             if _plain(part.type) != _plain(declared):
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r}: expected the declared type "
-                    f"{declared}, found {part.type}. Hint: a column keeps its type; declare this "
-                    "type, or use a new table."
+                    f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
+                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"declare {part.type}, or use a new table."
                 )
 
     @contextmanager

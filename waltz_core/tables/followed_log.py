@@ -101,7 +101,9 @@ class LoggedTable:
         self._known = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
             raise BadConfig(
-                "columns are found in msgpack and JSON only. Hint: declare the columns."
+                "schema: expected declared columns for payloads in "
+                f"{type(data_format).__name__}, found none. Hint: declare the columns; they are "
+                "derived from the payloads only for msgpack and json."
             )
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
         rows = transactions_schema(declared)

@@ -300,9 +300,9 @@ class TableProgress(Generic[ChangesT]):
             is_new = state.version is None
             if is_new and state.has_rows and not is_given:
                 raise BadConfig(
-                    "the table has rows or another follower, but no marks of follower "
-                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has the "
-                    "log, or use another table."
+                    "the table has rows, or marks of another follower, but no marks of follower "
+                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has "
+                    "the log, or use another table."
                 )
             if state.rules is not None:
                 common_rules(state.rules, self._name.rules)
@@ -311,9 +311,9 @@ class TableProgress(Generic[ChangesT]):
         stored = continued_marks(state.metadata, state.version, self._name)
         if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
-                f"a start was given, but follower {self._name.follower!r} has written the table "
-                f"up to {_marks_text(stored.marks)}. Hint: omit the start; the follower continues "
-                "from the marks of the table."
+                f"start marks or a start time were given, but follower {self._name.follower!r} "
+                f"has already written the table up to {_marks_text(stored.marks)}. Hint: omit "
+                "the start; the follower continues from the marks of the table."
             )
         return stored
 
@@ -393,7 +393,9 @@ class Follower(Generic[ChangesT]):
         on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     ) -> None:
         if batch_transactions < 1:
-            raise BadConfig(f"batch_transactions: expected 1 or more, found {batch_transactions}")
+            raise BadConfig(
+                f"argument batch_transactions: expected 1 or more, found {batch_transactions}"
+            )
         self._log, self._tables = log, list(tables)
         self._batch_transactions = batch_transactions
         self._on_progress = on_progress
@@ -502,9 +504,9 @@ def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
         if each.is_replacement:
             raise BadFormat(
                 f"version {version} of the table is a {operation.upper()} after the last commit "
-                f"of follower {follower.follower!r}: its rows and its marks differ. Hint: build "
-                "the table again, or, after a RESTORE, pass another follower name and the marks "
-                "of the restored version."
+                f"of follower {follower.follower!r}, so the rows do not match the marks any "
+                "more. Hint: build the table again, or, after a RESTORE, pass another follower "
+                "name and the marks of the restored version."
             )
         if name is not None:
             raise BadFormat(

@@ -77,8 +77,8 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
         except _Mismatch as error:
             path, expected, found = error.args
             raise BadFormat(
-                f"{where(row)}: column {path!r}: expected {expected}, found {found}. Hint: declare "
-                "the columns of the table."
+                f"{where(row)}, column {path!r}: expected {expected}, found {found}. Hint: "
+                "declare the columns of the table."
             ) from None
     fields = [pa.field(name, kind) for name, kind in types.items()]
     columns = Unpacker(fields, data_format, is_case_sensitive=True).columns(data, where)
@@ -139,7 +139,7 @@ def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int
         if each is not None:
             item = _widen(item, each, f"{path}[]", level + 1)
     if item is None:
-        raise _Mismatch(path, "a value", "a list of nothing, which has no type")
+        raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
     return pa.list_(item)
 
 
@@ -155,7 +155,7 @@ def _widen_struct(
         if each is not None:
             fields[name] = _widen(fields.get(name), each, f"{path}.{name}", level + 1)
     if not fields:
-        raise _Mismatch(path, "a value", "a map of nothing, which has no type")
+        raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
     return pa.struct(list(fields.items()))
 
 

@@ -258,15 +258,15 @@ class FollowedParquetTable:
         for part in self._stored_schema():
             if part.name not in self._schema.names:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
+                    f"table {self._uri}: column {part.name!r} of the table is not declared. "
+                    "Hint: declare all columns of the table."
                 )
             declared = self._schema.field(part.name).type
             if part.type != declared:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r}: expected the declared type "
-                    f"{declared}, found {part.type}. Hint: a column keeps its type; declare this "
-                    "type, or use a new table."
+                    f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
+                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"declare {part.type}, or use a new table."
                 )
 
     def _translate_errors(self) -> AbstractContextManager[None]:
@@ -335,8 +335,8 @@ def _rows(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
         row = pc.index(changes[DELETED], value=True).as_py()
         partition, transaction = (changes[name][row] for name in _PLACE.values())
         raise BadRequest(
-            f"partition {partition}, transaction {transaction}: a Parquet table only gains rows: "
-            f"expected no delete, found one. {_HINT}"
+            f"partition {partition}, transaction {transaction}: expected no delete, found one, "
+            f"but rows of a Parquet table cannot be deleted. {_HINT}"
         )
     # Timestamp types in Spark's batches have the time zone of the session.
     columns = [changes[_PLACE.get(part.name, part.name)].cast(part.type) for part in schema]

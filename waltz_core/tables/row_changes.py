@@ -31,6 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
@@ -215,7 +216,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 
 def _field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
-        shown = ", ".join(schema.names[:20])
+        shown = shown_names(schema.names, 20)
         raise BadConfig(
             f"expected exactly one column {name!r}, found the columns {shown}. Hint: declare the "
             "column, or correct its name in the key or in the condition for deletes."
@@ -372,8 +373,8 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BadRequest(
-            f"changes function {name}{_rows_text(rows)}: expected a table, found "
-            f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            f"changes function {name}{_rows_text(rows)}: expected a table, but the function "
+            f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         ) from error
     if not isinstance(found, pa.Table):
         raise _bad_result_error(name, rows, "a pyarrow.Table", type(found).__name__)

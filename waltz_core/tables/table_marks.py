@@ -178,8 +178,8 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
             return start
         raise BadFormat(
             f"follower {start.follower!r}: expected a commit of the table with high-water marks "
-            f"for version {version}, found none: the table's log was cleaned up. Hint: pass the "
-            "marks of the table, or build the table again."
+            f"for version {version}, found none, because the table's log was cleaned up. Hint: "
+            "pass the marks of the table, or build the table again."
         )
     if found.cluster != start.cluster:
         raise ClusterKeyMismatch(

@@ -479,7 +479,10 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
             raise _unreadable_file_error(name, each, error) from None
 
     def no_password() -> NoReturn:
-        raise BadConfig(f"setting {kind}_key: {key!r}: expected a private key without a password")
+        raise BadConfig(
+            f"setting {kind}_key: expected a private key without a password, found one with a "
+            f"password in {key!r}"
+        )
 
     try:
         context.load_cert_chain(file, key, no_password)
@@ -492,8 +495,10 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
 
 def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
     reason = _words(error.reason or "") or str(error)
-    return BadConfig(f"setting {name}: {file}: expected a PEM file with {expected}: {reason}")
+    return BadConfig(
+        f"setting {name}: expected a PEM file with {expected}, found {file} ({reason})"
+    )
 
 
 def _unreadable_file_error(name: str, file: str, error: OSError) -> BadConfig:
-    return BadConfig(f"setting {name}: {file!r} cannot be read: {error.strerror or error}")
+    return BadConfig(f"setting {name}: {file!r} cannot be read ({error.strerror or error})")

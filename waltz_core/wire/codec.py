@@ -101,7 +101,7 @@ def encode(message: Message, version: int) -> list[Buffer]:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
         raise LocalProtocolError(
-            f"{plan.name}, version {version}, cannot express this: {error}"
+            f"{plan.name} cannot be encoded in version {version}: {error}"
         ) from error
     if not out.done:
         header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
@@ -117,12 +117,14 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
     """Decode the message in a frame's payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
         raise RemoteProtocolError(
-            f"protocol {protocol.name} {version}: expected a message type, found an empty payload"
+            f"protocol {protocol.name}, version {version}: expected a message type, found an "
+            "empty payload"
         )
     plan = _plans(protocol, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(
-            f"protocol {protocol.name} {version}: there is no message with type {payload[0]}"
+            f"protocol {protocol.name}, version {version}: there is no message with type "
+            f"{payload[0]}"
         )
     values: list[Any] = []
     at = 1

@@ -122,7 +122,9 @@ class Connection:
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has not negotiated a version yet"
-            raise LocalProtocolError(f"{type(message).__name__}: the connection {state}")
+            raise LocalProtocolError(
+                f"cannot send {type(message).__name__}, because the connection {state}"
+            )
         assert message.protocol is self.protocol
         buffers = codec.encode(message, self.version)
         frame_bytes = sum(map(len, buffers))

@@ -120,7 +120,7 @@ def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, in
     at += _INT32.size
     if count < 0 or count * entry_bytes_min > len(view) - at:
         raise RemoteProtocolError(
-            f"a count of {count} at byte {at - _INT32.size}, with {len(view) - at} bytes left"
+            f"count {count} at byte {at - _INT32.size} does not fit the {len(view) - at} bytes left"
         )
     return count, at
 
@@ -179,7 +179,7 @@ def _put_text(value: str, out: FieldWriter) -> None:
     data = value.encode()
     if len(data) > TEXT_BYTES_MAX:
         raise LocalProtocolError(
-            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)}"
+            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)} bytes"
         )
     out.small += _INT32.pack(len(data))
     out.small += data
@@ -189,7 +189,9 @@ def read_text(view: memoryview, at: int, values: list[Any]) -> int:
     """Read a text in strict UTF-8 of at most `TEXT_BYTES_MAX` bytes."""
     count, at = read_count(view, at, 1)
     if count > TEXT_BYTES_MAX:
-        raise RemoteProtocolError(f"expected a text of at most {TEXT_BYTES_MAX}, found {count}")
+        raise RemoteProtocolError(
+            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {count} bytes"
+        )
     values.append(str(view[at : at + count], "utf-8"))
     return at + count
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.unpacking import Decode, Unpacker, columns_named
@@ -71,8 +72,8 @@ def _column(wanted: str, names: Sequence[str], option: str) -> str:
     found = columns_named(wanted, names)
     if len(found) != 1:
         raise BadConfig(
-            f"option {option!r}: expected columns of your schema ({', '.join(names[:20])}), found "
-            f"{wanted!r}"
+            f"option {option!r}: expected columns of your schema ({shown_names(names, 20)}), "
+            f"found {wanted!r}"
         )
     return found[0]
 
@@ -207,8 +208,8 @@ class ChangeFeed:
         place = f"partition {self._partition}, transaction {found.log['transaction_id'][row]}"
         if not found.log["data"][row].is_valid:
             raise BadFormat(
-                f"{place}: its payload cannot be decrypted: {found.log[ERROR_COLUMN][row]}. Hint: "
-                "mode=DROPMALFORMED ignores such transactions."
+                f"{place}: the payload cannot be decrypted ({found.log[ERROR_COLUMN][row]}). "
+                "Hint: mode=DROPMALFORMED ignores such transactions."
             )
         unpacker = self._unpacker
         if is_delete:

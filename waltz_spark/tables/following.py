@@ -235,11 +235,15 @@ def _given_tables(
     """Return the tables of a call by name, from either of the two forms of arguments."""
     if tables is None:
         if table is None or not (one.key or one.format == "parquet"):
-            raise BadConfig("follow: expected table and key, or tables")
+            found = "neither" if table is None else "table without key"
+            raise BadConfig(
+                f"follow: expected the arguments table and key, or tables; found {found}"
+            )
         return {table: one}
     if table is not None or one != Table():
         raise BadConfig(
-            f"follow: expected either tables or table, {', '.join(Table._fields)}, found both"
+            "follow: expected either the argument tables, or table with "
+            f"{', '.join(Table._fields)}; found both"
         )
     if not tables:
         raise BadConfig("follow: expected one or more tables, found none")
@@ -394,8 +398,8 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
         assert state is not None, "it was created"
     if state.metadata is None and state.version is None and state.has_rows:
         raise BadConfig(
-            f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
-            "Hint: use another table."
+            "the table has rows, or marks of another follower, but no marks of follower "
+            f"{name.follower!r}. Hint: use another table."
         )
     check_others(state.others, name)
     return continued_marks(state.metadata, state.version, name)
@@ -446,7 +450,9 @@ def _read_options(
     found = option_texts(given)
     for name in found:
         if name not in _OPTIONS:
-            raise BadConfig(f"follow: expected an option of {', '.join(_OPTIONS)}, found {name!r}")
+            raise BadConfig(
+                f"follow: expected only the options {', '.join(_OPTIONS)} for reads, found {name!r}"
+            )
     found.setdefault("dataFormat", "msgpack")
     if headers:
         found["headers"] = ",".join(map(str, headers))

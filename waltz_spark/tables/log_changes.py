@@ -82,7 +82,9 @@ class SparkFollowedLog:
             self._data_format = self._options.pop("dataFormat")
             if self._data_format not in ("msgpack", "json"):
                 raise BadConfig(
-                    "columns are found in msgpack and JSON only. Hint: declare the columns."
+                    "schema: expected declared columns for payloads in "
+                    f"{self._data_format}, found none. Hint: declare the columns; they are "
+                    "derived from the payloads only for msgpack and json."
                 )
             rows = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
             self._read = with_reasons(rows, self._options)

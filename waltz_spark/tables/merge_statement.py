@@ -125,15 +125,15 @@ def check_columns(table: str, found: StructType, declared: Iterable[StructField]
     for part in found:
         if part.name not in types:
             raise BadConfig(
-                f"table {table}: column {part.name!r} is not declared. Hint: declare all columns "
-                "of the table."
+                f"table {table}: column {part.name!r} of the table is not declared. Hint: declare "
+                "all columns of the table."
             )
-        if part.dataType.simpleString() != types[part.name]:
+        kind = part.dataType.simpleString()
+        if kind != types[part.name]:
             raise BadConfig(
-                f"table {table}: column {part.name!r}: expected the declared type "
-                f"{types[part.name]}, found {part.dataType.simpleString()}. Hint: declare the type "
-                "of the table. Before you declare new fields of a struct, add them to the table: "
-                "ALTER TABLE ... ADD COLUMN."
+                f"table {table}: column {part.name!r} has type {kind} in the table, but is "
+                f"declared as {types[part.name]}. Hint: declare the type of the table. Before you "
+                "declare new fields of a struct, add them to the table: ALTER TABLE ... ADD COLUMN."
             )
 
 

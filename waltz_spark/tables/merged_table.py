@@ -231,8 +231,8 @@ class MergedDeltaTable:
             return
         if self._frame().limit(1).collect():
             raise BadConfig(
-                f"table {self._name}: expected a key column {new[0].name!r}, found "
-                f"{', '.join(self._stored.names)}"
+                f"table {self._name}: expected key column {new[0].name!r} in the table, found "
+                f"the columns {', '.join(self._stored.names)}"
             )
         columns = ", ".join(f"{quote(part.name)} {part.dataType.simpleString()}" for part in new)
         self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")

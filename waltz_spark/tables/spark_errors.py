@@ -123,7 +123,7 @@ def _error_of_row(text: str, what: str) -> BadRequest | None:
         )
     if null := _FOUND_NULL.search(text):
         return BadRequest(
-            f"{what}: partition {null[1]}: expected null or another text in partition column "
+            f"{what}, partition {null[1]}: expected null or another text in partition column "
             f"{null[2]} of the table, found {null[3]}, which Delta reads as null. Hint: use a "
             "table with another partition column."
         )

@@ -152,9 +152,9 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             )
         if not isinstance(kind, (*_INTEGERS, StringType)):
             raise BadRequest(
-                f"option 'partitionBy': column {options.partition_by!r}: expected an integer "
-                f"or a string, found {kind.simpleString()}. Hint: for other types use a "
-                f"column of hashes: .withColumn('key', xxhash64({options.partition_by!r})), "
+                f"option 'partitionBy', column {options.partition_by!r}: expected an integer or "
+                f"a string, found {kind.simpleString()}. Hint: for other types use a column of "
+                f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), "
                 "partitionBy=key."
             )
 
@@ -164,8 +164,9 @@ def _check_key_column(kind: DataType | None, name: str) -> None:
         raise BadRequest(f"option 'encryptionKeyIdColumn': the input has no column {name!r}")
     if not isinstance(kind, StringType):
         raise BadRequest(
-            f"option 'encryptionKeyIdColumn': column {name!r}: expected a string, found "
-            f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), {name!r}))."
+            f"option 'encryptionKeyIdColumn', column {name!r}: expected a string, found "
+            f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), "
+            f"{name!r}))."
         )
 
 
@@ -314,11 +315,11 @@ class RowShaper:
         keys = batch.column(name).cast(pa.string())
         if keys.null_count:
             raise BadRequest(
-                f"option 'encryptionKeyIdColumn': column {name!r} is null in "
-                f"{self._row(batch, keys.is_null())}: expected a key ID"
+                f"option 'encryptionKeyIdColumn': expected a key ID in column {name!r}, found "
+                f"null in {self._row(batch, keys.is_null())}"
             )
         for key_id in pc.unique(keys).to_pylist():
-            check_key_id(key_id, f"option 'encryptionKeyIdColumn': column {name!r}")
+            check_key_id(key_id, f"option 'encryptionKeyIdColumn', column {name!r}")
         return keys
 
     def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.client import Encryption, WaltzClient
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
@@ -307,20 +308,21 @@ def _check_answer(
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
-            f"{count - 1}, found {rows[:20]}"
+            f"{count - 1}, found {shown_names(list(map(str, rows)), 20)}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
         raise _wrong_result_error(
-            f"expected {name} to return columns with the types of the input: {error}"
+            f"expected {name} to return columns with the types of the input, found others ({error})"
         ) from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:
         if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
             raise _wrong_result_error(
-                f"expected {name} to leave identity column {each!r} unchanged"
+                f"expected {name} to leave identity column {each!r} unchanged, found other "
+                "values in it"
             )
     return rows, batch
 

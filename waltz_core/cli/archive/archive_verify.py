@@ -79,9 +79,8 @@ async def verify(  # noqa: PLR0913 - one for each option
     as_json: bool,
 ) -> int:
     if first < 0 or (last is not None and last < first):
-        raise BadConfig(
-            f"--first, --last: expected a range of transaction IDs, found {first}..{last}"
-        )
+        found = f"--first {first}" if last is None else f"--first {first} and --last {last}"
+        raise BadConfig(f"expected 0 <= --first <= --last, found {found}")
     async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         count = cluster.params.partition_count
@@ -222,7 +221,7 @@ async def _repair(
     client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: Show
 ) -> None:
     """Request the repair of an object; print the outcome, and add it to `problem`."""
-    what = f"partition {partition_id}: {problem['name']}"
+    what = f"partition {partition_id}, file {problem['name']}"
     if not problem["is_object"]:
         show(
             f"{what}: not repaired, because storages cannot write this kind of file again. Hint: "
@@ -295,4 +294,4 @@ class _PartitionCheck(NamedTuple):
     def _show_problem(self, wrong: BadArchiveFile) -> None:
         where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
         hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
-        self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")
+        self.show(f"{where}, file {wrong.name}: {wrong.problem}.{hint}")

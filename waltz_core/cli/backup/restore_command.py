@@ -103,8 +103,10 @@ def _time_ms(text: str) -> int:
 @click.option(
     "--same-key",
     is_flag=True,
-    help="give the new cluster the cluster key of the old one; only if the old cluster will never "
-    "run again",
+    help=(
+        "give the new cluster the cluster key (a UUID) of the old one; only if the old cluster "
+        "will never run again"
+    ),
 )
 @click.option(
     "--without-expired",

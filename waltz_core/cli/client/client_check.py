@@ -93,8 +93,10 @@ def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
     for name in ("transactions", "partitions", "clients"):
         if getattr(chosen, name) < 1:
             raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
-    if chosen.timeout_s <= 0 or chosen.interval_ms < 0:
-        raise BadConfig("expected --timeout-s above 0 and --interval-ms of at least 0")
+    if chosen.timeout_s <= 0:
+        raise BadConfig(f"--timeout-s: expected more than 0, found {chosen.timeout_s}")
+    if chosen.interval_ms < 0:
+        raise BadConfig(f"--interval-ms: expected 0 or more, found {chosen.interval_ms}")
     if chosen.partitions > client.partition_count:
         raise BadConfig(
             f"--partitions: expected at most {client.partition_count}, the partition count of "

@@ -241,12 +241,13 @@ def _table_options(chosen: FollowCommand) -> list[TableOptions]:
     options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
     if chosen.tables is None:
         if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
-            raise BadConfig("follow: expected TABLE and --key, or --tables FILE")
+            found = "neither" if chosen.table is None else "TABLE without --key"
+            raise BadConfig(f"follow: expected TABLE and --key, or --tables FILE; found {found}")
         return [TableOptions(chosen.table, **options_of_table)]
     if chosen.table is not None or any(options_of_table.values()):
         raise BadConfig(
-            "--tables: expected tables and their options in the file only, found TABLE or one of "
-            f"{', '.join(options_of_table)} in the command"
+            "--tables: expected that only the file names tables and their options, found TABLE "
+            f"or one of the options {', '.join(options_of_table)} on the command line"
         )
     return tables_in(chosen.tables)
 
@@ -256,7 +257,7 @@ def _parse_start_marks(chosen: FollowCommand) -> MarkMap:
     if chosen.start_marks is None:
         return {}
     if chosen.start_time is not None:
-        raise BadConfig("--start-marks and --start-time were both given: expected one of them")
+        raise BadConfig("expected either --start-marks or --start-time, found both")
     try:
         value = json.loads(chosen.start_marks)
     except ValueError:

@@ -81,20 +81,22 @@ def tables_in(file: Path) -> list[TableOptions]:
 
 
 def _check_section(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    where = f'--tables {file}: section ["{place}"]'
+    where = f'--tables {file}, section ["{place}"]'
     found: dict[str, Any] = {}
     for name, value in section.items():
         if name not in _LISTS and name not in _TEXTS:
             known = [*_LISTS, *_TEXTS]
-            raise BadConfig(f"{where}: unknown name {name!r}{nearest_name_hint(name, known)}")
+            raise BadConfig(f"{where}: unknown option {name!r}{nearest_name_hint(name, known)}")
         kind = _LISTS.get(name, str)
         parts = value if isinstance(value, list) and name in _LISTS else [value]
         if not all(type(part) is kind for part in parts):
             expected = "a number" if kind is int else "text"
             several = " or a list of them" if name in _LISTS else ""
-            raise BadConfig(f"{where}: {name}: expected {expected}{several}, found {value!r}")
+            raise BadConfig(
+                f"{where}, option {name}: expected {expected}{several}, found {value!r}"
+            )
         found[name] = tuple(parts) if name in _LISTS else value
     if found.get("format") not in (None, *TABLE_FORMATS):
         expected = " or ".join(TABLE_FORMATS)
-        raise BadConfig(f"{where}: format: expected {expected}, found {found['format']!r}")
+        raise BadConfig(f"{where}, option format: expected {expected}, found {found['format']!r}")
     return found

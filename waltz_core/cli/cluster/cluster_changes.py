@@ -154,7 +154,10 @@ async def _replace_in_place(
         )
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
-        raise BadRequest(f"storage {address} has the only replica of partition {alone[0]}")
+        raise BadRequest(
+            f"nothing was changed, because storage {address} has the only replica of partition "
+            f"{alone[0]}. Hint: add another replica first (`cluster add-replica`)."
+        )
     if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"storage {address} still runs and answers. Hint: stop it, and start its "
@@ -231,7 +234,10 @@ async def remove_replica(
     }
     for partition_id, replicas in wanted.items():
         if not replicas:
-            raise BadRequest(f"partition {partition_id} would be left without a replica")
+            raise BadRequest(
+                "nothing was changed, because the command would remove all replicas of partition "
+                f"{partition_id}"
+            )
     return await _carry_out(command, layout, wanted)
 
 
@@ -246,7 +252,10 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     chosen = await _chosen_partitions(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
-            raise BadRequest(f"storage {old} has no replica of partition {partition_id}")
+            raise BadRequest(
+                f"nothing was changed, because storage {old} has no replica of partition "
+                f"{partition_id}"
+            )
     return await _carry_out(
         command, layout, placements.placement_with_replacement(now, old, new, chosen)
     )

@@ -121,7 +121,8 @@ async def accept_replicas(
     partition_id = PartitionId(partition)
     if not 0 <= partition_id < cluster.params.partition_count:
         raise BadConfig(
-            f"expected a partition in 0..{cluster.params.partition_count - 1}, found {partition_id}"
+            "argument PARTITION: expected a partition in "
+            f"0..{cluster.params.partition_count - 1}, found {partition_id}"
         )
     facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION
@@ -138,7 +139,7 @@ async def accept_replicas(
         except CoordinatorConflict:
             pass  # the partition's server has claimed a session at the same time: try again
     raise Unavailable(
-        f"partition {partition_id}: its server claimed a new store session during each of "
+        f"partition {partition_id}: its server began a new store session during each of "
         f"{ATTEMPTS_MAX} attempts. Hint: run the command again."
     )
 
@@ -409,7 +410,9 @@ class FormerCluster(NamedTuple):
     "each",
 )
 @click.option(
-    "--cluster-key", type=click.UUID, help="the cluster key, as `cluster show-key` prints it"
+    "--cluster-key",
+    type=click.UUID,
+    help="the cluster key (a UUID), as `cluster show-key` prints it",
 )
 @click.option("--partitions", type=int, help="the partition count of the cluster")
 @click.option(
@@ -600,7 +603,9 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
-            raise BadConfig(f"{path}: {error.strerror}") from error
+            raise BadConfig(
+                f"--from-directory: {path} cannot be read ({error.strerror})"
+            ) from error
         key, count = UUID(bytes=header.cluster_key), header.partition_count
     if key is None or count is None:
         raise BadConfig(

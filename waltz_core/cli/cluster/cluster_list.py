@@ -112,8 +112,8 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                f"the cluster at {coordinator.where} is named {view.params.name}, but the "
-                f"command was given {name}"
+                f"nothing was deleted: expected the name of the cluster at {coordinator.where}, "
+                f"{view.params.name}, found {name}"
             )
         if not force:
             await _expect_no_process(command)
@@ -148,6 +148,6 @@ async def _expect_no_process(command: Command) -> None:
     found += [f"storage {each}" for each, task in queried.items() if task.result()]
     if found:
         raise BadRequest(
-            f"servers or storages still run: {', '.join(found)}. Hint: stop them, or use "
-            "--force to delete the cluster nevertheless."
+            f"nothing was deleted, because servers or storages still run: {', '.join(found)}. "
+            "Hint: stop them, or use --force to delete the cluster nevertheless."
         )

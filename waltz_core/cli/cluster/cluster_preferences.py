@@ -70,7 +70,8 @@ async def _change_preference(
     answer = await query(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(
-            f"the server at {address} rejected the change for partitions {partitions}"
+            f"the server at {address} has not made the change for partitions {partitions}. Hint: "
+            "read its log, then run the command again."
         )
     view = await _wait_until_open(command, partitions)
     owned = sorted(

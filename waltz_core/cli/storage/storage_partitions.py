@@ -51,8 +51,10 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="proceed even if the last store session needs this replica; first run the command "
-    "without --force and read the error",
+    help=(
+        "proceed even if the replica is in sync, so that its acknowledgements count in a store "
+        "session; first run the command without --force and read the error"
+    ),
 )
 
 
@@ -246,7 +248,7 @@ async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -
         )
     if replica.reason:
         raise BadRequest(
-            f"{target}: the log of partition {partition} cannot be used: {replica.reason}"
+            f"{target}: the log of partition {partition} cannot be used ({replica.reason})"
         )
     return replica.synced_max
 

@@ -202,7 +202,7 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
                     else ("the partition is not assigned to the storage")
                 )
                 raise WaltzError(
-                    f"{target}: the replica of partition {partition} cannot be queried: {why}"
+                    f"{target}: the replica of partition {partition} cannot be queried ({why})"
                 )
             found[partition] = replica.synced_max
     if where.as_json:

@@ -721,7 +721,9 @@ class AsyncWaltzClient(OpenedByConnect):
         name, count = self.cluster().name, self.partition_count
         checked = {check_partition(each, name, count) for each in partitions}
         if not checked:
-            raise errors.BadConfig("partitions: expected at least one, found none")
+            raise errors.BadConfig(
+                "argument partitions: expected one or more partitions, found none"
+            )
         return tuple(sorted(checked))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:

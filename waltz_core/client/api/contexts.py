@@ -247,10 +247,10 @@ class ContextRun:
             if not limit.expired():
                 raise  # the TimeoutError of `execute` itself
             partition = self._partition
-            failure = "" if partition.is_ready else f": {partition.stream.failure}"
+            failure = "" if partition.is_ready else f" ({partition.stream.failure})"
             raise _DeadlinePassed(
-                f"the context for partition {partition.partition_id} timed out: after "
-                f"{self._context.timeout_ms} ms (timeout_ms), {what}{failure}"
+                f"the context for partition {partition.partition_id} timed out after "
+                f"{self._context.timeout_ms} ms (timeout_ms), because {what}{failure}"
             ) from None
 
     async def _run_step(self) -> bool:
@@ -318,10 +318,10 @@ class ContextRun:
                 "log; submit the context again then."
             )
         error = errors.ViewBehind(
-            f"the context for partition {partition.partition_id} timed out: after "
-            f"{self._context.timeout_ms} ms (timeout_ms), the callbacks had not applied the "
-            f"log yet. They are at transaction {applied}, the log is at {log}, and they apply "
-            f"{rate_per_s:,.1f} transactions per second. Hint: {hint}"
+            f"the context for partition {partition.partition_id} timed out after "
+            f"{self._context.timeout_ms} ms (timeout_ms), because the callbacks had not applied "
+            f"the log yet. They are at transaction {applied}, the log is at {log}, and they "
+            f"apply {rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
         error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
         return error

@@ -189,8 +189,8 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
         wanted = log.field(part.name).type
         if part.type != wanted:
             raise BadRequest(
-                f"argument schema: column {part.name!r} of the log: expected type {wanted}, "
-                f"found {part.type}"
+                f"argument schema, column {part.name!r} of the log: expected type {wanted}, "
+                f"found {part.type} in the schema"
             )
         if part.name in nullable and not part.nullable:
             raise BadRequest(
@@ -223,20 +223,20 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
         for name, value in (("start", first), ("stop", last)):
             if value > end:
                 raise DataLoss(
-                    f"argument {name}: partition {partition}: expected at most {end}, the end "
-                    f"of the log, found {value}. Hint: the ID may come from another cluster, "
-                    "or the log was created again."
+                    f"argument {name}, partition {partition}: expected at most {end}, the end of "
+                    f"the log, found {value}. Hint: the ID may come from another cluster, or the "
+                    "log was created again."
                 )
         if first < available or last < available:
             raise BeforeLogStart(
-                f"partition {partition}: cannot scan from {first} to {last}: the log begins "
-                f"at transaction {available}, because the archive has expired the earlier ones",
+                f"partition {partition}: cannot scan from {first} to {last}, because the "
+                f"transactions before {available} have expired",
                 available,
             )
         if first > last:
             raise BadRequest(
-                f"partition {partition}: expected that the scan begins before it ends, found "
-                f"start {first} and stop {last}"
+                f"partition {partition}: expected start <= stop, found start {first} and stop "
+                f"{last}"
             )
         found.append(Span(partition, first, last))
     return found
@@ -256,7 +256,7 @@ def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> di
     for partition, value in ids.items():
         if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
             raise BadRequest(
-                f"argument {name}: partition {partition}: expected a transaction ID, found "
+                f"argument {name}, partition {partition}: expected a transaction ID, found "
                 f"{value!r}"
             )
         found[partition] = index(value)

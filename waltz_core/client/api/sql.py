@@ -309,11 +309,11 @@ class SqlCallbacks(BatchCallbacks):
     def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
-                f"partition {partition}: the tables are a view of another cluster: expected "
-                f"cluster key {self._key}, found {key} (in table {self.marks.name!r}, "
-                f"application {self._application!r}). The log was created again, or the "
-                "connect string names another cluster. Hint: connect to the cluster of the "
-                "view, or apply this log to other tables, under another name in "
+                f"partition {partition}: expected tables of the connected cluster, which has "
+                f"cluster key {self._key}, found cluster key {key} (in table "
+                f"{self.marks.name!r}, application {self._application!r}). The log was created "
+                "again, or the connect string names another cluster. Hint: connect to the "
+                "cluster of the view, or apply this log to other tables, under another name in "
                 "`application`."
             )
 
@@ -352,10 +352,10 @@ class SqlCallbacks(BatchCallbacks):
             self._check_key(partition, found[1])
         if found is None or found[0] <= known:
             raise errors.DataLoss(
-                f"partition {partition}: the database is behind this process: expected the "
-                f"applied mark {known}, found {'nothing' if found is None else found[0]}. It "
-                "was restored to an older state while the process ran. Hint: restart the "
-                "process; it continues from the mark in the database."
+                f"partition {partition}: expected the applied mark {known} in the database, "
+                f"found {'none' if found is None else found[0]}. The database was restored to an "
+                "older state while this process ran. Hint: restart the process; it continues "
+                "from the mark in the database."
             )
         self._known[partition] = found[0]
         return False

@@ -213,8 +213,8 @@ class ZooKeeperDirectory:
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner: no live "
-                "server owns it"
+                f"partition {partition_id} of {self.coordinator.where} has no owner: no running "
+                "server is assigned to it"
             )
         return found
 
@@ -224,8 +224,8 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner yet: ZooKeeper "
-                "assigns it to no server, or to one that is not live"
+                f"partition {partition_id} of {self.coordinator.where} has no owner yet: "
+                "ZooKeeper assigns it to no server, or to one that does not run"
             )
         return found
 
@@ -298,7 +298,9 @@ class ZooKeeperDirectory:
     ) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
-        return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")
+        return errors.CoordinatorUnavailable(
+            f"the cluster of this client does not exist any more: {error}"
+        )
 
     async def _check_same(self) -> None:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""

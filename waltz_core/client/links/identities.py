@@ -57,8 +57,8 @@ class ClientIdentities:
         is_given = self._given is not None and self._given.client_id == instead_of
         if is_given and not is_used_up:
             raise errors.ClientIdDenied(
-                f"the server at {link.address} rejects client ID {instead_of}, which was "
-                "passed to this client: the ID does not belong to the client's principal"
+                f"argument client_id: the server at {link.address} rejects ID {instead_of}, "
+                "because it does not belong to the principal of this client"
             )
         async with self._locks[link.address]:  # rule 4
             if self._is_usable(instead_of):

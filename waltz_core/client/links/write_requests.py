@@ -236,7 +236,10 @@ class WriteRequests:
         self, make: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse | None:
         """Return the answer of a server; None if the client must use ZooKeeper (rule 2)."""
-        is_old, last = False, errors.Unavailable("no partition has an owner")
+        is_old = False
+        last = errors.Unavailable(
+            "no server can process the request, because no partition has an owner"
+        )
         for address in self._addresses():
             try:
                 link = await self._links.get(address)

@@ -88,7 +88,7 @@ class Zstd(Generic[T]):
     def _decompress(self, data: bytes) -> bytes:
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
-                f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1 at its "
+                f"transaction data: expected {MAGIC:#x} and a byte 0 (plain) or 1 (zstd) at its "
                 f"start, found {bytes(data[:2])!r}. The data was written without "
                 "compression.Zstd, or by a later version"
             )
@@ -101,7 +101,7 @@ class Zstd(Generic[T]):
         size: int = _ZSTD_HEAD.unpack_from(data)[2]
         if not 0 < size <= TRANSACTION_BYTES_MAX:  # rule 2
             raise errors.BadFormat(
-                f"transaction data: zstd payload: expected an uncompressed size of 1 to "
+                "zstd payload of the transaction data: expected an uncompressed size of 1 to "
                 f"{TRANSACTION_BYTES_MAX} bytes, found {size}"
             )
         try:
@@ -116,8 +116,8 @@ class Zstd(Generic[T]):
             ) from error
         if len(plain) != size:
             raise errors.BadFormat(
-                f"transaction data: zstd payload: expected {size} bytes after decompression, "
-                f"found {len(plain)}"
+                f"zstd payload of the transaction data: expected {size} bytes after "
+                f"decompression, found {len(plain)}"
             )
         return plain
 

@@ -78,9 +78,9 @@ def transactional(
     """
     if bare or (partition is None) == (partition_by is None):
         raise errors.BadRequest(
-            "@transactional: expected either partition=... or partition_by=..., where "
-            "partition_by is a function that takes the arguments of the call and returns a "
-            "lock"
+            "@transactional: expected exactly one of the arguments partition and partition_by, "
+            "found both or none; partition_by is a function that takes the arguments of the call "
+            "and returns a lock"
         )
 
     def decorate(function: Execute[ArgumentsT]) -> Callable[ArgumentsT, FunctionContext]:
@@ -94,8 +94,8 @@ def transactional(
                 hashed: object = partition_by(*args, **kwargs)
                 if not isinstance(hashed, SupportsIndex):
                     raise errors.BadRequest(
-                        f"partition_by of {name}: expected it to return a lock, as lock(name, "
-                        f"key) makes it, found {hashed!r}"
+                        f"partition_by of {name}: expected a lock as the result, as lock(name, "
+                        f"key) returns it, found {hashed!r}"
                     )
                 return partition_of(operator.index(hashed), partition_count)
 

@@ -289,8 +289,8 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(
-                f"argument for partition {partition}: expected a transaction ID as {name} of "
-                f"a range, found {end!r}"
+                f"range of partition {partition}: expected a transaction ID as its {name} ID, "
+                f"found {end!r}"
             )
     if first < 0 or last < first - 1:
         raise errors.BadRequest(

@@ -259,8 +259,8 @@ def chunk_of_server(
     )
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
-            f"{where}: expected form {query.form}, first {query.first}, count of 0 or more; "
-            f"found form {answer.form}, first {answer.first}, count {answer.count}"
+            f"{where}: expected form={query.form}, first={query.first} and count>=0, found "
+            f"form={answer.form}, first={answer.first} and count={answer.count}"
         )
     _check_end(answer.next - 1, query, where)
     chunk = RangeChunk(
@@ -446,8 +446,8 @@ class ReaderConnection:
             )
         if answer.first != query.first or answer.form != form or answer.count <= 0:
             raise errors.RemoteProtocolError(
-                f"{where}: expected form {form}, first {query.first}, count of 1 or more; "
-                f"found form {answer.form}, first {answer.first}, count {answer.count}"
+                f"{where}: expected form={form}, first={query.first} and count>=1, found "
+                f"form={answer.form}, first={answer.first} and count={answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
             raise errors.ChecksumMismatch(

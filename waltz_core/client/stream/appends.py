@@ -566,8 +566,8 @@ def error_of(
     where = f"partition {partition_id}"
     if outcome.reason == RowOutcomeCode.LOCK:
         failed = errors.LockFailed(
-            f"{where}: lock conflict: transaction {outcome.conflicting} (or an earlier one) "
-            "has written a lock of this transaction after the client's high-water mark "
+            f"{where}: lock conflict, because transaction {outcome.conflicting} (or an earlier "
+            "one) has written a lock of this transaction after the client's high-water mark "
             f"{row.mark}"
         )
         failed.conflicting = outcome.conflicting

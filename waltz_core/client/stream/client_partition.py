@@ -366,7 +366,10 @@ class ClientPartition:
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
             self._on_machine_failed(
-                errors.TooLarge("a task of a write has more rows than sequence numbers")
+                errors.TooLarge(
+                    "a task of an exactly-once write has more rows than sequence numbers of "
+                    "request IDs. Hint: use more tasks."
+                )
             )
             return
         pause_s = self._services.config.retry_interval_ms_min / 1000

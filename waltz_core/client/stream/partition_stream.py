@@ -604,7 +604,7 @@ class PartitionStream:
             return
         reason = append_errors.remount_reason(outcome)
         if reason is not None:
-            remounts_for = f"the server rejected an append: {reason.name}"
+            remounts_for = f"the server rejected an append ({reason.name})"
         if remounts_for is not None and pending.mount == self._mount:
             self._remount(remounts_for, now_ms, out)
         elif not self._leave_if_drained(now_ms, out):

@@ -104,7 +104,7 @@ class ReadBack:
             return None
         return DataLoss(
             f"partition {message.req_id.partition_id}: the log has changed at or before "
-            f"transaction {at}: its chain hash there differs from the one that the feed had"
+            f"transaction {at}, because its chain hash there differs from that of the feed"
         )
 
 

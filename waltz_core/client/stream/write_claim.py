@@ -81,8 +81,8 @@ class TaskClaim:
             state = await writes.read(self.write)
         if state is None:
             raise ConnectionSuperseded(
-                f"write {self.write}: a run of this write has completed it or taken over, and "
-                "its state was removed"
+                f"write {self.write}: another run has completed this write or taken it over, and "
+                "the state of the write was removed"
             )
         self._write_state = state
         if not state.is_done:

@@ -60,7 +60,7 @@ class AuditEntry:
             values = strict_json.from_json(data)
         except ValueError as error:
             raise errors.BadFormat(
-                f"entry of the audit node: not valid JSON: {error!s:.200}"
+                f"entry of the audit node is not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(
@@ -69,8 +69,8 @@ class AuditEntry:
         for name, kinds in _KINDS.items():
             if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
-                    f"entry of the audit node: field {name!r}: expected {kinds[0].__name__}, found "
-                    f"{values.get(name)!r:.200}"
+                    f"entry of the audit node, field {name!r}: expected {kinds[0].__name__}, "
+                    f"found {values.get(name)!r:.200}"
                 )
         return AuditEntry(**{name: values[name] for name in _KINDS})
 
@@ -107,7 +107,8 @@ class AuditLog:
                 await self._forget_oldest()
                 return path
         raise errors.CoordinatorUnavailable(
-            f"the entry of this change was written to {paths.audit}, but cannot be found there"
+            "nothing was changed, because the command could not record the change: its entry was "
+            f"written to {paths.audit}, but cannot be found there. Hint: run the command again."
         )
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:

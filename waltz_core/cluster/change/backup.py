@@ -125,7 +125,7 @@ class Backup:
             if each.manifest is None:
                 if each.mark != BEFORE_FIRST:
                     raise errors.BadFormat(
-                        f"partition {number}: expected a manifest with transactions up to "
+                        f"expected a manifest of partition {number} with transactions up to "
                         f"{each.mark}, found none"
                     )
                 continue
@@ -134,10 +134,10 @@ class Backup:
             found = (manifest.cluster_key, manifest.partition_id)
             if found != (self.cluster_key.bytes, number) or manifest.last < each.mark:
                 raise errors.BadFormat(
-                    f"partition {number}: expected a manifest of cluster {self.cluster_key} "
+                    f"expected a manifest of partition {number} of cluster {self.cluster_key} "
                     f"with transactions up to {each.mark} or more, found one of partition "
-                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} "
-                    f"up to {manifest.last}"
+                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} up "
+                    f"to {manifest.last}"
                 )
 
 
@@ -222,7 +222,7 @@ def _write_from_json(values: object) -> BegunWrite:
 def _of(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked here
     found = values.get(key)
     if not isinstance(found, kind):
-        raise errors.BadFormat(f"expected field {key} as {kind.__name__}, found {found!r:.80}")
+        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {found!r:.80}")
     return found
 
 

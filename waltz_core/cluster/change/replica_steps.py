@@ -102,7 +102,9 @@ def next_step(
     """Return a partition's next step, or the reason to wait; None if the placement is reached."""
     wanted = plan.wanted[partition_id]
     if not wanted:
-        raise errors.BadRequest(f"partition {partition_id} would be left without a replica")
+        raise errors.BadRequest(
+            f"partition {partition_id} is not changed, because it would have no replica afterwards"
+        )
     leaving = [each for each in now.assigned if each not in wanted]
     lacking = [each for each in wanted if each not in now.assigned]
     if not now.assigned:
@@ -221,8 +223,9 @@ def _check_step(
     missing = [each for each in now.assigned if each not in now.in_sync]
     return StepWait(
         partition_id,
-        f"replica {_names(missing)} is not in sync, and without it appends would need "
-        f"{quorum} of the replicas {_names(after)}. Hint: start its storage, or replace it.",
+        f"replica {_names(missing)} is not in sync; after the change, appends would need "
+        f"{quorum} acknowledgements of the replicas {_names(after)}, and only {in_sync_count} of "
+        "these are in sync. Hint: start its storage, or replace it.",
     )
 
 
@@ -397,8 +400,8 @@ def _fill_up(
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
-            f"replicas per partition: expected 1 to {len(groups)}, the number of groups of "
-            f"storages, found {usual}"
+            f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
+            f"{usual}"
         )
     places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
     for partition_id, replicas in places.held.items():
@@ -456,17 +459,19 @@ def partitions_in_too_few_groups(
 
 def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]:
     """Return the partitions named by a text like "0-6,7,10-16" or "all"; raises BadConfig."""
-    expected = f"expected partitions like 0-3,7 of 0..{partition_count - 1}, or all"
+    expected = (
+        f"partitions: expected numbers and ranges such as 0-3,7 in 0..{partition_count - 1}, or all"
+    )
     if text == "all":
         return tuple(map(PartitionId, range(partition_count)))
     found: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise errors.BadConfig(f"{text!r}: {expected}")
+            raise errors.BadConfig(f"{expected}; found {text!r}")
         numbers = range(int(first), int(last if dash else first) + 1)
         if not numbers or numbers[-1] >= partition_count:
             where = f"{text!r}" if part == text else f"{part.strip()!r} in {text!r}"
-            raise errors.BadConfig(f"{where}: {expected}")
+            raise errors.BadConfig(f"{expected}; found {where}")
         found.update(dict.fromkeys(numbers))
     return tuple(map(PartitionId, found))

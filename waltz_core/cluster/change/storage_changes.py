@@ -86,7 +86,8 @@ class StorageLayout:
         held = self.assignment.partitions[address]
         if held:
             raise errors.BadRequest(
-                f"storage {address} still has replicas of {len(held)} partitions, such as {held[0]}"
+                f"storage {address} was not removed, because it still has replicas of "
+                f"{len(held)} partitions, such as {held[0]}"
             )
         return StorageLayout(
             model.ReplicaAssignments(_without(self.assignment.partitions, address)),
@@ -153,8 +154,8 @@ class StorageChanges:
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the list of storages of {self._nodes.where} could not be changed: other "
-            "processes changed it during each attempt"
+            f"the change to the list of storages of {self._nodes.where} was not made, because "
+            "other processes changed the list during each attempt"
         )
 
     async def forget_id(self, address: ReplicaId) -> None:

@@ -179,8 +179,8 @@ class StoredPermissions:
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the permissions in {self._path} could not be changed: other processes changed "
-            "them during each attempt"
+            f"the change to the permissions in {self._path} was not made, because other "
+            "processes changed them during each attempt"
         )
 
 

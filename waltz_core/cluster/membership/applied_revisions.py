@@ -40,7 +40,7 @@ def decode_applied(data: bytes) -> int:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(
-            f"applied revision of permissions: not valid JSON: {error!s:.200}"
+            f"applied revision of permissions is not valid JSON: {error!s:.200}"
         ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(

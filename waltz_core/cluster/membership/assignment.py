@@ -66,7 +66,7 @@ def assign_partitions(
     if partition_count < old.partition_count:
         raise errors.BadRequest(
             f"the assignment has {old.partition_count} partitions, but the cluster has only "
-            f"{partition_count}: the number of partitions cannot shrink"
+            f"{partition_count}, and the number of partitions cannot shrink"
         )
     distribution = _Distribution(old, sorted(servers), partition_count)
     for server_id in distribution.owned:

@@ -116,7 +116,7 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(
-            f"published loads of a server: not valid JSON: {error!s:.200}"
+            f"the published loads of a server are not valid JSON: {error!s:.200}"
         ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(

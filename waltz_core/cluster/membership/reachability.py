@@ -61,7 +61,7 @@ class ReachReport:
             values = strict_json.from_json(data)
         except ValueError as error:
             raise errors.BadFormat(
-                f"reachability report of a server: not valid JSON: {error!s:.200}"
+                f"reachability report of a server is not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(

@@ -136,7 +136,9 @@ class Membership:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
         raise errors.CoordinatorUnavailable(
-            f"server {descriptor.server_id} could not be registered at {self._nodes.where}"
+            f"server {descriptor.server_id} could not be registered at {self._nodes.where}, "
+            f"because other processes changed its znodes during each of {WRITE_ATTEMPTS_MAX} "
+            "attempts"
         )
 
     async def unregister(self) -> None:

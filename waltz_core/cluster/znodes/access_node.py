@@ -92,7 +92,7 @@ def _permissions(found: object) -> Permissions:
     _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
     if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
-        raise ValueError("field client_key: expected 64 hexadecimal digits")
+        raise ValueError("expected 64 hexadecimal digits in field client_key")
     return Permissions(
         revision=_integer(node["revision"], "revision", minimum=1),
         changed_by=_text(node["changed_by"], "changed_by"),
@@ -188,7 +188,7 @@ def _expect(is_met: object, expected: str, found: object) -> None:
 def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
     """Return a JSON object; with `keys`, the object must have exactly these keys."""
     if type(found) is not dict:
-        raise ValueError(f"{where}: expected an object, found {type(found).__name__}")
+        raise ValueError(f"expected an object as {where}, found {type(found).__name__}")
     _expect(keys is None or set(found) == set(keys), f"{where} with the keys {keys}", sorted(found))
     return found
 
@@ -201,25 +201,25 @@ def _mapped(
 
 def _list(found: object, where: str) -> list[object]:
     if type(found) is not list:
-        raise ValueError(f"{where}: expected a list, found {type(found).__name__}")
+        raise ValueError(f"expected a list as {where}, found {type(found).__name__}")
     return found
 
 
 def _text(found: object, where: str) -> str:
     if type(found) is not str or not found.isprintable():
-        raise ValueError(f"{where}: expected a printable text, found {found!r:.80}")
+        raise ValueError(f"expected a printable text as {where}, found {found!r:.80}")
     return found
 
 
 def _bool(found: object, where: str) -> bool:
     if type(found) is not bool:
-        raise ValueError(f"{where}: expected true or false, found {found!r:.80}")
+        raise ValueError(f"expected true or false as {where}, found {found!r:.80}")
     return found
 
 
 def _integer(found: object, where: str, *, minimum: int = 0) -> int:
     if type(found) is not int or not minimum <= found <= _INT64_MAX:
-        raise ValueError(f"{where}: expected {minimum}..{_INT64_MAX}, found {found!r:.80}")
+        raise ValueError(f"expected {minimum}..{_INT64_MAX} as {where}, found {found!r:.80}")
     return found
 
 

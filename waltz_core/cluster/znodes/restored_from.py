@@ -64,7 +64,10 @@ NOT_RESTORED = RestoredFrom()
 
 def _key(text: str) -> str:
     if len(bytes.fromhex(text)) != _KEY_BYTES:
-        raise ValueError(f"expected a cluster key of {_KEY_BYTES} bytes, found {text!r:.80}")
+        raise ValueError(
+            f"expected a cluster key (a UUID of {_KEY_BYTES} bytes in hexadecimal), found "
+            f"{text!r:.80}"
+        )
     return text
 
 

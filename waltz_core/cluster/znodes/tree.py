@@ -94,8 +94,8 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} could not be deleted, because processes still "
-        "write to it. Hint: stop these processes."
+        f"{root} of ZooKeeper {znodes.where} could not be deleted completely, because processes "
+        "still write to it. Hint: stop these processes, then run the command again."
     )
 
 

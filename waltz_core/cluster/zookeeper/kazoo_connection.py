@@ -117,7 +117,7 @@ class KazooHooks:
         if self._is_withholding == may_keep:
             self._is_withholding = not may_keep
             if may_keep:
-                _log.warning("process.event_loop_responsive")
+                _log.info("process.event_loop_responsive")
             else:
                 silent_ms = self.watchdog.silent_ms(now_ms)
                 _log.error(

@@ -325,7 +325,7 @@ class ZooKeeperSession:
         except (TimeoutError, *LOST_ERRORS) as error:
             raise errors.CoordinatorOutcomeUnknown(
                 f"ZooKeeper {self._hosts} has not answered a write to {operations[0].path} "
-                f"({type(error).__name__})"
+                f"({type(error).__name__}); the write may or may not have been made"
             ) from error
         except KazooException as error:
             raise self._rejection_error(operations[0].path, error) from error
@@ -568,10 +568,10 @@ class ZooKeeperSession:
                 raise self._wrong_user_error(_expected_other(name))
             if identity not in administrators:
                 raise self._wrong_user_error(
-                    f"the auth file has only user {name!r}, but {self._root} also grants "
-                    f"access to {member!r}: servers and storages could not read znodes that "
-                    "this command creates. Hint: add the line "
-                    f"members:{SCHEME}:{member}:PASSWORD to the auth file"
+                    f"the auth file has only user {name!r}, but {self._root} also grants access "
+                    f"to {member!r}, so servers and storages could not read znodes that this "
+                    f"command creates. Hint: add the line members:{SCHEME}:{member}:PASSWORD to "
+                    "the auth file"
                 )
 
     async def _members(self) -> set[str]:
@@ -595,7 +595,7 @@ class ZooKeeperSession:
 
     def _wrong_user_error(self, found: str) -> errors.BadConfig:
         return errors.BadConfig(
-            f"the command changes {self._root} of ZooKeeper {self._hosts}: {found}"
+            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {found}"
         )
 
     def _row(self, path: str) -> Znode:

@@ -403,7 +403,7 @@ class ReplicaWaitReporter:
             self._metrics.report(Report("replica.silent", (("replica", each),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, each)
         for each in sorted(self.silent - silent):
-            _log.warning("replica.responsive partition=%s replica=%s", self._partition_id, each)
+            _log.info("replica.responsive partition=%s replica=%s", self._partition_id, each)
         self._slow, self.silent = slow, silent
 
 

@@ -178,24 +178,26 @@ class RegistryRequests:
     def _marks(self, request: RegistryRequest) -> dict[int, int]:
         if len(request.partitions) > self._partition_count:
             raise errors.BadRequest(
-                f"expected at most {self._partition_count} partitions, found "
+                f"registry request: expected at most {self._partition_count} partitions, found "
                 f"{len(request.partitions)}"
             )
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
-                f"expected a high-water mark for each of {len(request.partitions)} "
-                f"partitions, found {len(marks)}"
+                "registry request: expected a high-water mark for each of "
+                f"{len(request.partitions)} partitions, found {len(marks)}"
             )
         for partition in request.partitions:
             if not 0 <= partition < self._partition_count:
                 raise errors.UnknownPartition(
-                    f"there is no partition {partition}: the cluster has "
-                    f"{self._partition_count}, from 0 on"
+                    f"there is no partition {partition}: the cluster has partitions "
+                    f"0..{self._partition_count - 1}"
                 )
         if min(marks, default=0) < BEFORE_FIRST:
             # NB: a node that cannot be decoded would neither expire nor count for its principal.
-            raise errors.BadRequest(f"expected high-water marks of -1 or more, found {min(marks)}")
+            raise errors.BadRequest(
+                f"registry request: expected high-water marks of -1 or more, found {min(marks)}"
+            )
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
@@ -228,7 +230,7 @@ class Arguments:
             strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
         except ValueError as error:
             raise errors.BadRequest(
-                f"arguments of a registry request: not valid JSON: {error!s:.200}"
+                f"arguments of a registry request are not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(self._values, dict):
             raise errors.BadRequest(

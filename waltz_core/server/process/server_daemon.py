@@ -457,7 +457,7 @@ class Server:
                     "server.preference_restore_failed error=%r", error
                 )  # retried at the next check
             else:
-                _log.warning("server.preference_restored partitions=%s", suspended)
+                _log.info("server.preference_restored partitions=%s", suspended)
 
     # -----------------------------------------------------------------------------------------
     # health and metrics

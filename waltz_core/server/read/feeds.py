@@ -174,8 +174,8 @@ class Feed:
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{where}: expected a high-water mark of -1 or more, and no other open feed "
-                "request of the client"
+                f"{where}: expected a high-water mark of -1 or more, and no earlier feed request "
+                "of the client that is still open"
             )
         return None
 

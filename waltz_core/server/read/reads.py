@@ -596,7 +596,7 @@ def _range_request_error(message: RangeRequest) -> str | None:
         )
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
-        return f"range request: expected one of the forms {forms}, found {message.form}"
+        return f"range request: expected one of {forms} in field form, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
         return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
@@ -650,8 +650,8 @@ def _check_range(message: RangeBytes, key: _Key) -> _RangeRecords:
     reach = TransactionId(message.first + message.count - 1)
     if message.first != first or not first <= reach <= last or message.form != form:
         raise BadFormat(
-            f"range from a storage: expected transactions from {first} up to {last} in form "
-            f"{form}, found {message.first}..{reach} in form {message.form}"
+            f"range from a storage: expected transactions from {first} up to {last} with "
+            f"form={form}, found {message.first}..{reach} with form={message.form}"
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)

@@ -443,7 +443,7 @@ class RealFile:
     def _begin_use(self) -> int:
         with self._descriptors.lock:
             if self._is_closed:
-                raise DiskFailed(f"{self._path}: is closed")
+                raise DiskFailed(f"{self._path}: the file is closed")
             if self._fd >= 0:
                 self._descriptors.begin_use(self)
             else:

@@ -225,14 +225,14 @@ class LogReader:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
             raise BeforeLogStart(
-                f"partition {self.partition_id}: the requested transactions {first}..{last} "
-                f"are not available: the log of this storage begins at {start + 1}",
+                f"partition {self.partition_id}: transactions {first}..{last} were requested, "
+                f"but the log of this storage begins at {start + 1}",
                 start + 1,
             )
         if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: the requested transactions {first}..{last} "
-                f"are not available: the log of this storage ends at {self._segments.last_id}"
+                f"partition {self.partition_id}: transactions {first}..{last} were requested, "
+                f"but the log of this storage ends at {self._segments.last_id}"
             )
 
     def byte_count(self, first: TransactionId, last: TransactionId) -> int:

@@ -335,9 +335,10 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged and quorum_size(state.replica_count) == 1:
                 raise BadRequest(
-                    f"partition {partition_id}: this is the only replica in sync in store session "
-                    f"{state.session_id}. If it becomes suspect, no replica proves which appends "
-                    "were acknowledged. Hint: use --force to accept that."
+                    f"the replica of partition {partition_id} was not marked as suspect, because "
+                    f"it is the only one in sync in store session {state.session_id}, so no "
+                    "other replica can prove which appends were acknowledged. Hint: use --force "
+                    "to accept that."
                 )
         yield admin_tasks.MarkSuspectTask(partition_id)
         return wire.Done(message.sequence)
@@ -348,10 +349,9 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged:
                 raise BadRequest(
-                    f"partition {partition_id}: the last store session needs this replica: "
-                    f"it is in sync {_is_engaged_error(state)}. Hint: take it offline first "
-                    "(`storage availability`), so that the session continues without it, or "
-                    "use --force."
+                    f"the replica of partition {partition_id} was not deleted, because "
+                    f"{_is_engaged_error(state)}. Hint: take it offline first (`storage "
+                    "availability`), so that the session continues without it, or use --force."
                 )
         yield admin_tasks.ReSeedTask(partition_id)
         return wire.Done(message.sequence)
@@ -471,8 +471,8 @@ class AdminService:
         facts = yield from _inspect(partition_id)
         if facts.is_available:
             raise BadRequest(
-                f"partition {partition_id} must be offline while it receives a copy, and it "
-                "is online. Hint: take it offline first (`storage availability`)."
+                f"the replica of partition {partition_id} must be offline while it receives a "
+                "copy, but it is online. Hint: take it offline first (`storage availability`)."
             )
         last = yield PutCopy(message)
         assert isinstance(last, int)
@@ -510,13 +510,14 @@ def _removal(
     state = yield from _zookeeper_state(partition_id)
     if state.is_assigned:
         raise BadRequest(
-            f"partition {partition_id} is assigned to this storage in ZooKeeper, so the "
-            "storage would create it again at once. Hint: remove that assignment first. To "
-            "begin this replica again with an empty log, use `storage re-seed`."
+            f"the replica of partition {partition_id} was not removed, because ZooKeeper assigns "
+            "it to this storage, which would create it again at once. Hint: remove the "
+            "assignment first. To begin the replica again with an empty log, use `storage "
+            "re-seed`."
         )
     if state.is_engaged and not is_forced:
         raise BadRequest(
-            f"partition {partition_id} cannot be removed, because the replica is in sync "
+            f"the replica of partition {partition_id} was not removed, because "
             f"{_is_engaged_error(state)}. Hint: the server that owns the partition drops the "
             "replica as soon as it can; try again, or use --force."
         )
@@ -529,8 +530,8 @@ def _is_engaged_error(state: ZooKeeperState) -> str:
     names = ", ".join(state.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
     return (
-        f"in store session {state.session_id} with {names} (without it {left} replicas are left, "
-        f"{safe})"
+        f"it is in sync, so its acknowledgements count in store session {state.session_id} "
+        f"(replicas {names}; without it, {left} are left, {safe})"
     )
 
 

@@ -177,7 +177,7 @@ class ArchiveJobs:
     def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRequest) -> None:
         """Queue a request; raises BadRequest if it cannot be executed (rule 1)."""
         if self._limits is None:
-            raise BadRequest("this storage has no archive configured")
+            raise BadRequest("this storage cannot archive, because it has no setting `archive_url`")
         if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
                 f"partition {message.partition_id}: expected a range of transactions to "

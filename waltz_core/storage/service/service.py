@@ -505,7 +505,7 @@ class StorageService:
     def _check_session(self, lane: Lane, message: StorageMessage) -> None:
         if message.session_id != lane.promise.session_id:
             raise SessionFenced(
-                f"partition {message.partition_id}: {type(message).__name__}: expected the "
+                f"partition {message.partition_id}: expected {type(message).__name__} of the "
                 f"promised store session {lane.promise.session_id}, found {message.session_id}"
             )
 
@@ -513,7 +513,7 @@ class StorageService:
         """Raise an error unless the storage may answer the reader (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
-            raise BadRequest("expected that a reader sends an OpenRequest before other requests")
+            raise BadRequest(f"reader: expected OpenRequest, found {type(message).__name__}")
         self._check_session(lane, message)
         if lane.engaged_session != message.session_id:
             raise NotMounted(

@@ -446,7 +446,10 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         lengths = raw_records.lengths_to_wire(read.lengths)
         chain_before, entries = read.chain_before, read.entries
     else:
-        raise BadRequest(f"unknown form {message.form} of a range request")
+        raise BadRequest(
+            "range request: expected 0 (whole records) or 1 (headers) in field form, found "
+            f"{message.form}"
+        )
     result.read_count += count
     result.read_bytes += len(records)
     return range_bytes(message, count, lengths, records, chain_before, entries)

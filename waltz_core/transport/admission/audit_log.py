@@ -100,7 +100,7 @@ class AuditFile:
             self._file = _OpenAuditFile(path)
         except OSError as error:
             raise BadConfig(
-                f"setting audit_log: {path!r} cannot be opened: {error.strerror}"
+                f"setting audit_log: {path!r} cannot be opened ({error.strerror})"
             ) from error
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()

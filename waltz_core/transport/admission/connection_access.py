@@ -419,6 +419,7 @@ def _requirement_of(message: Message) -> Requirement | Exempt:
     if found not in declared.requirements:
         expected = ", ".join(map(str, declared.requirements))
         raise BadRequest(
-            f"{type(message).__name__}: expected {declared.field} of {expected}, found {found}"
+            f"{type(message).__name__}: expected one of {expected} in field {declared.field}, "
+            f"found {found}"
         )
     return declared.requirements[found]
