@@ -170,7 +170,7 @@ def test_a_table_with_a_changes_function_equals_a_replay(written: Written, tmp_p
     assert failed.returncode == 1
     assert re.search(
         r"changes function tests.changing:failing for transactions from partition 0, transaction 0 "
-        r"on: .* found KeyError: 'none' \(.*tests/changing.py, line \d+\)",
+        r"on: .* the function raised KeyError: 'none' \(.*tests/changing.py, line \d+\)",
         failed.stderr,
     )
 
