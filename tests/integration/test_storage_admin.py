@@ -263,7 +263,9 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
     async def throw_away(address, port):
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)
-            with pytest.raises(errors.BadRequest, match="acknowledgements count in store session 5"):
+            with pytest.raises(
+                errors.BadRequest, match="acknowledgements count in store session 5"
+            ):
                 await admin.request(Done, ReSeed, 0, False)
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
             await admin.request(Done, ReSeed, 0, True)
