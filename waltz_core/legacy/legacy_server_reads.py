@@ -30,6 +30,7 @@ from waltz_core.legacy.interfaces import (
     Query,
 )
 from waltz_core.legacy.legacy_server_stream import VERSION_MAX
+from waltz_core.parallel import run_parallel
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import encode_record
 from waltz_core.records.record import (
@@ -166,7 +167,7 @@ class LegacyServerReads:
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
-            datas = await self._data_of_all(reader, [each.transaction_id for each in part])
+            datas = await run_parallel(self._data(reader, each.transaction_id) for each in part)
             for head, data in zip(part, datas, strict=True):
                 # The CRC of the data was checked when the data arrived.
                 record = encode_record(
@@ -178,14 +179,6 @@ class LegacyServerReads:
                 last = part[-1].transaction_id
                 break
         return LegacyRecords(last, lengths, bytes(records))
-
-    async def _data_of_all(self, reader: LinkToOwner, ids: Sequence[TransactionId]) -> list[bytes]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._data(reader, each)) for each in ids]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
 
     async def _data(self, reader: LinkToOwner, transaction_id: TransactionId) -> bytes:
         answer = await reader.link.request(

@@ -41,6 +41,7 @@ from waltz_core.client.read.ranges import (
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
 from waltz_core.legacy.legacy_server_reads import LegacyServerReads
+from waltz_core.parallel import run_parallel
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
@@ -428,12 +429,9 @@ async def query_partitions(
     query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:
     """Query all partitions in parallel; raises the first error itself, not an exception group."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = {int(each): group.create_task(query(each)) for each in sorted(partition_ids)}
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return {partition: task.result() for partition, task in tasks.items()}
+    wanted = sorted(partition_ids)
+    found = await run_parallel(query(each) for each in wanted)
+    return dict(zip(map(int, wanted), found, strict=True))
 
 
 def _retry_after_ms(error: errors.WaltzError) -> int:

@@ -41,6 +41,7 @@ from waltz_core.cluster.write_registry import (
     WriteRegistry,
     client_ids_of_others,
 )
+from waltz_core.parallel import run_parallel
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, ClientId
 from waltz_core.server.process.storage_links import TaskStarter
@@ -300,13 +301,9 @@ async def _states_of(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
     """Read the states of the given tasks concurrently."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            reads = {each: group.create_task(writes.task_state(write, each)) for each in numbers}
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    states = {number: read.result() for number, read in reads.items()}
-    return {number: state for number, state in states.items() if state is not None}
+    states = await run_parallel(writes.task_state(write, each) for each in numbers)
+    found = zip(numbers, states, strict=True)
+    return {number: state for number, state in found if state is not None}
 
 
 def _check_open(is_closed: Callable[[], bool]) -> None:
