@@ -157,9 +157,8 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected a file with CRC-32" in problem["problem"]
-        assert (
-            f"transactions {files[1]['first']}..{files[1]['last']}: {problem['name']}" in messages
-        )
+        place = f"transactions {files[1]['first']}..{files[1]['last']}, file {problem['name']}"
+        assert place in messages
         assert "Hint: add --repair to write the file again" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
