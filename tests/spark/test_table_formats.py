@@ -445,7 +445,7 @@ def test_structs_that_gain_fields_keep_their_values(
     assert rows() == [{"x": 0}, {"x": 1}, {"x": 2}]
     started(connect, payload(1, x=7, y="a"), payload(3, y="b"))
     with pytest.raises(
-        BadConfig, match=r"column 'at': expected the declared .* Hint: .*ADD COLUMN"
+        BadConfig, match=r"column 'at' has type .* but is declared as .* Hint: .*ADD COLUMN"
     ):
         follow_structs("x: long, y: string")
     for path in ("at.y", "places.element.y"):
