@@ -9,49 +9,60 @@ from waltz_core import errors
 from waltz_core.parallel import run_parallel
 
 
-async def fail(cancelled: list[int], delay_s: float) -> int:
-    try:
-        await asyncio.sleep(delay_s)
-    except asyncio.CancelledError:
-        cancelled.append(1)
-        raise
-    raise errors.Unavailable("the first error")
+class Waiting:
+    """Calls that wait until they are cancelled."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.cancelled_count = 0
+
+    async def wait(self) -> None:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled_count += 1
+            raise
+
+    async def fail(self) -> None:
+        await self.begun.wait()
+        raise errors.Unavailable("the first error")
 
 
 @on_loop
 async def test_results_have_the_order_of_the_calls():
-    async def later(number: int) -> int:
-        await asyncio.sleep(0.01 * (3 - number))
-        return number
+    is_last_done = asyncio.Event()
 
-    assert await run_parallel(later(number) for number in range(3)) == [0, 1, 2]
+    async def first() -> int:
+        await is_last_done.wait()
+        return 1
+
+    async def last() -> int:
+        is_last_done.set()
+        return 2
+
+    assert await run_parallel([first(), last()]) == [1, 2]
 
 
 @on_loop
 async def test_the_first_error_ends_the_others_and_later_timeouts_work():
-    cancelled: list[int] = []
     for _ in range(2):
+        waiting = Waiting()
         with pytest.raises(errors.Unavailable, match="the first error"):
-            await run_parallel([fail(cancelled, 0.01), fail(cancelled, 3600)])
-    assert cancelled == [1, 1]
+            await run_parallel([waiting.fail(), waiting.wait()])
+        assert waiting.cancelled_count == 1
     with pytest.raises(TimeoutError):  # not CancelledError, as with Python 3.11.2
         async with asyncio.timeout(0.001):
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
 
 
 @on_loop
 async def test_a_cancelled_caller_cancels_the_calls():
-    cancelled: list[int] = []
-    began = [asyncio.Event(), asyncio.Event()]
-
-    async def wait(event: asyncio.Event) -> None:
-        event.set()
-        await fail(cancelled, 3600)
-
-    caller = asyncio.get_running_loop().create_task(run_parallel(wait(event) for event in began))
-    for event in began:
-        await event.wait()
+    calls = Waiting(), Waiting()
+    caller = asyncio.get_running_loop().create_task(run_parallel(each.wait() for each in calls))
+    for each in calls:
+        await each.begun.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert cancelled == [1, 1]
+    assert [each.cancelled_count for each in calls] == [1, 1]
