@@ -5,6 +5,10 @@
 import { randomUUID } from "node:crypto";
 import { setTimeout as pause } from "node:timers/promises";
 
+if (process.argv.length < 3) {
+  console.error("usage: node gateway_client.mjs http://127.0.0.1:15380[,http://...] [COUNT]");
+  process.exit(2);
+}
 const gateways = process.argv[2].split(",");
 const count = Number(process.argv[3] ?? 200);
 const token = process.env.WALTZ_TOKEN; // with access control
@@ -13,13 +17,17 @@ let turn = 0;
 
 // Repeats a request, at the next gateway, until a gateway has answered it.
 async function request(path, { headers, ...options } = {}) {
-  for (;; turn += 1, await pause(100)) {
+  for (let tries = 1; ; tries += 1, turn += 1, await pause(100)) {
     try {
       const url = gateways[turn % gateways.length] + path;
       const response = await fetch(url, { ...options, headers: { ...common, ...headers } });
       if (response.status < 500 && response.status !== 429) return response;
-      await response.arrayBuffer();
-    } catch {} // the gateway was killed, or does not run
+      const answer = await response.text();
+      if (tries % 50 === 0) console.error(`${url}: ${response.status} ${answer.trim()}`);
+    } catch (error) { // the gateway was killed, or does not run
+      const gateway = gateways[turn % gateways.length];
+      if (tries % 50 === 0) console.error(`${gateway}: ${error.cause ?? error}; trying again`);
+    }
   }
 }
 
@@ -28,7 +36,7 @@ async function append(partition, text) {
   const data = Buffer.from(text).toString("base64");
   const response = await request("/v1/transactions", {
     method: "POST",
-    headers: { "Idempotency-Key": randomUUID() },
+    headers: { "Content-Type": "application/json", "Idempotency-Key": randomUUID() },
     body: JSON.stringify({ transactions: [{ partition, data }] }),
   });
   const answer = await response.json();

@@ -44,6 +44,8 @@ class GatewayClient:
     ) -> http.client.HTTPResponse:
         """Send a request; return the response, whose body is not read yet."""
         named = {name.replace("_", "-"): each for name, each in headers.items()}
+        if method == "POST":
+            named.setdefault("Content-Type", "application/json")
         if self._token is not None:
             named["Authorization"] = f"Bearer {self._token}"
         self._connection.request(method, path, body, named)

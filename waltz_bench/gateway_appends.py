@@ -115,7 +115,8 @@ async def _append_over_http(
             row = {"data": data, "partition": number % partition_count}
             body = json.dumps({"transactions": [row]}).encode()
             named = f"Idempotency-Key: {key}-{number}\r\n" if key else ""
-            head = f"POST /v1/transactions HTTP/1.1\r\nHost: x\r\n{named}"
+            head = f"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\n{named}"
+            head += "Content-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = await reader.readuntil(_HEAD_END)
             length = int(answer.partition(_LENGTH)[2].partition(b"\r\n")[0])

@@ -5,8 +5,9 @@ module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
-        BadConfig (ClusterNotFound), BadRequest (RequestRejected (IdempotencyKeyReused)),
-        ClientAheadOfLog, TooLarge, UnknownPartition, ClientNotOpen, BeforeLogStart,
+        BadConfig (ClusterNotFound),
+        BadRequest (RequestRejected (IdempotencyKeyReused, UnsupportedMediaType)), ClientAheadOfLog,
+        TooLarge, UnknownPartition, ClientNotOpen, BeforeLogStart,
         PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed,
@@ -28,11 +29,9 @@ Rules:
        operator does; docs/reference/errors.md shows both.
 """
 
-import reprlib
+import json
 from typing import Any, ClassVar, Final
 
-_REPR: Final = reprlib.Repr()  # of values of any size, which a peer has sent
-_REPR.maxlevel = 1
 FOUND_CHARACTERS_MAX: Final = 200
 
 
@@ -95,7 +94,7 @@ class RequestRejected(BadRequest):
     def __init__(
         self, part: str, *, expected: str = "", found: object = None, hint: str = ""
     ) -> None:
-        shown = "an object" if isinstance(found, dict) else _REPR.repr(found)
+        shown = _json_of(found)
         super().__init__(f"{part}: expected {expected}, found {shown}" if expected else part)
         self.part = part
         self.expected = expected
@@ -106,6 +105,18 @@ class RequestRejected(BadRequest):
         self.found = found if found is None or is_short else shown
 
 
+def _json_of(found: object) -> str:
+    """Return the JSON text of a value of any size, which a peer has sent; it is shortened."""
+    if found is None or isinstance(found, dict):
+        return "nothing" if found is None else "an object"
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(found):
+        text += part[: FOUND_CHARACTERS_MAX + 1]
+        if len(text) > FOUND_CHARACTERS_MAX:
+            return text[:FOUND_CHARACTERS_MAX] + "..."
+    return text
+
+
 class IdempotencyKeyReused(RequestRejected):
     """An idempotency key was used for a request with other transactions.
 
@@ -113,6 +124,15 @@ class IdempotencyKeyReused(RequestRejected):
     """
 
     code = 52
+
+
+class UnsupportedMediaType(RequestRejected):
+    """The body of an HTTP request is not JSON, or is compressed.
+
+    Action: Send JSON with the header `Content-Type: application/json`, without an encoding.
+    """
+
+    code = 53
 
 
 class ClientAheadOfLog(UsageError):

@@ -192,7 +192,12 @@ class Callers:
             self._opening.pop(key, None)
 
     async def _open(self, key: str, token: ForwardedToken | None) -> Caller:
-        client = self.new_client(token)
+        try:
+            client = self.new_client(token)
+        except errors.BadConfig as error:  # not an error of the caller
+            raise errors.Unavailable(
+                f"the gateway cannot forward tokens, because of its setting connect: {error}"
+            ) from error
         await client.open()
         try:
             if token is not None:

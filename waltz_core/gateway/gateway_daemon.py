@@ -34,7 +34,14 @@ _log = logging.getLogger(__name__)
 
 def run(config: GatewayConfig) -> None:
     """Run a gateway until SIGTERM or SIGINT; raises the error that ended it otherwise."""
-    net.run(serve(config, on_ready=_print_ready))
+    try:
+        net.run(serve(config, on_ready=_print_ready))
+    except BaseExceptionGroup as group:
+        # A single error is easier to read than a tree of tasks.
+        known, _ = group.split(errors.WaltzError)
+        if known is None:
+            raise
+        raise errors.first_in(known) from group
 
 
 def _print_ready(address: str) -> None:

@@ -25,6 +25,7 @@ from waltz_core import errors
 from waltz_core.client import RangeForm
 from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
+from waltz_core.config.host_names import is_loopback
 from waltz_core.errors import RequestRejected
 from waltz_core.gateway import openapi
 from waltz_core.gateway.callers import Caller, Callers
@@ -40,10 +41,10 @@ from waltz_core.gateway.http_feeds import (
 )
 from waltz_core.gateway.idempotent_appends import IdempotentAppends
 from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
+from waltz_core.gateway.request_headers import check_content, check_local_host, key_in, length_of
 from waltz_core.gateway.request_parsing import (
     BodyMemory,
     UrlParameters,
-    check_key,
     check_number,
     check_partition,
     parse_integer,
@@ -91,6 +92,7 @@ class GatewayRoutes:
             retention_ms=config.idempotency_retention_ms,
             timeout_ms=config.request_timeout_ms,
         )
+        self._is_local = is_loopback(config.listen_host) and not config.https_certificate
         self._turn = 0
         self.feed_count = 0
 
@@ -141,6 +143,8 @@ class GatewayRoutes:
         return endpoint
 
     async def _respond(self, request: Request, handler: HttpHandler) -> Response:
+        if self._is_local:
+            check_local_host(request.headers)
         authorization = request.headers.get("authorization")
         async with self._parts.callers.request_of(authorization) as caller:
             return await handler(request, caller)
@@ -149,8 +153,9 @@ class GatewayRoutes:
 
     async def _append(self, request: Request, caller: Caller) -> Response:
         _query(request, ())
-        key = check_key(request.headers.get("idempotency-key"))
-        async with self._memory.body(request.stream()) as body:
+        check_content(request.headers)
+        key = key_in(request.headers)
+        async with self._memory.body(request.stream(), length_of(request.headers)) as body:
             count = caller.client.partition_count
             rows = parse_transactions(body, count)
             if key is not None:
@@ -174,9 +179,7 @@ class GatewayRoutes:
     async def _marks(self, request: Request, caller: Caller) -> Response:
         query = _query(request, ("partition", "linearizable"))
         count = caller.client.partition_count
-        chosen = query.numbers("partition", minimum=0, maximum=(1 << 31) - 1)
-        for partition in chosen:
-            check_partition(partition, count)
+        chosen = query.partitions(count)
         marks = await caller.client.high_water_marks(
             chosen or None, linearizable=query.flag("linearizable")
         )
@@ -272,8 +275,8 @@ def _start_of_feed(request: Request, query: UrlParameters) -> int:
 
 
 def _partition(request: Request, caller: Caller) -> int:
-    number = check_number(parse_integer(request.path_params["partition"]), "partition")
-    return check_partition(number, caller.client.partition_count)
+    number = parse_integer(request.path_params["partition"])
+    return check_partition(number, "partition in the path", caller.client.partition_count)
 
 
 def _query(request: Request, known: tuple[str, ...]) -> UrlParameters:
@@ -293,7 +296,8 @@ async def _reject_operation(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     hint = f"GET {openapi.DOCUMENT_PATH} returns the operations."
     text = f"there is no operation {request.method} {request.url.path[:200]}"
-    return _json({"type": "BadRequest", "error": text, "hint": hint}, status)
+    fields = {"type": "BadRequest", "error": text, "hint": hint}
+    return _json(fields, status, getattr(error, "headers", None))  # `Allow`
 
 
 def _error_response(error: errors.WaltzError) -> Response:

@@ -13,7 +13,8 @@ Rules:
        It finds the transactions that are in the log by the client ID, and sends the others.
     4. A transaction that is known not to be in the log for a temporary reason is sent again, before
        all later ones.
-    5. The outcomes are stored when the write is finished. Each later request gets them.
+    5. The outcomes, also the rejections, are stored when the write is finished. Each later request
+       gets them.
     6. The name of the run is the hash of the request, so a key cannot be used for two requests.
     7. Only the latest attempt may finish the write: a later one may append a transaction that a
        lock had rejected before.
@@ -45,12 +46,18 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 RESEND_DELAY_S: Final = 0.05
 _PREFIX: Final = "http-"
 _TASK: Final = 0
+_AHEAD: Final = -2  # instead of a winner: the transaction's mark is above the log's
+_TAKEN_OVER: Final = (
+    "another request with the same idempotency key has taken over. Hint: repeat the request. Use a "
+    "client timeout that is longer than an append takes: each repetition interrupts the request "
+    "before it."
+)
 # After one of these, some transactions may be in the log.
 _INTERRUPTIONS: Final = (errors.Unavailable, errors.Superseded, errors.PermissionDenied)
 
 
 class _Rejection(NamedTuple):
-    """A transaction that a lock has rejected: the winner, and a mark of the log."""
+    """A rejected transaction: the winner of its lock, or `_AHEAD`; and a mark of the log."""
 
     winner: int
     high_water_mark: int
@@ -80,9 +87,12 @@ class IdempotentAppends:
         rows = with_partition(rows, partition_of_hash(crc32(key.encode()), count))
         request = _hash_of(rows)
         async with self._attempts:
-            state = await self._begin(caller, write, rows)
-            if not state.is_done:
-                state = await self._attempt(caller, write, rows, request)
+            try:
+                state = await self._begin(caller, write, rows)
+                if not state.is_done:
+                    state = await self._attempt(caller, write, rows, request)
+            except errors.ConnectionSuperseded as error:  # rule 1
+                raise errors.OutcomeUnknown(_TAKEN_OVER) from error
         return _answer_in(state, rows, request)
 
     async def _begin(
@@ -90,17 +100,13 @@ class IdempotentAppends:
     ) -> WriteState:
         partitions = sorted({row.partition for row in rows})
         marks = await caller.client.high_water_marks(partitions)
-        for row in rows:
-            if row.mark is not None and row.mark > marks[row.partition]:
-                partition = row.partition
-                mark = await caller.client.high_water_mark(partition, linearizable=True)
-                if row.mark > mark:
-                    raise errors.ClientAheadOfLog(
-                        f"partition {partition}: the mark {row.mark} is above the log's, {mark}. "
-                        "Hint: the state may be that of another cluster."
-                    )
         async with self._registry_changes:
-            return await caller.writes.begin(write, marks, self._retention_ms)
+            try:
+                return await caller.writes.begin(write, marks, self._retention_ms)
+            except errors.CoordinatorUnavailable as error:
+                raise errors.CoordinatorUnavailable(
+                    f"an append with an idempotency key needs ZooKeeper: {error}"
+                ) from error
 
     async def _attempt(
         self, caller: Caller, write: str, rows: Sequence[NewTransaction], request: str
@@ -121,6 +127,8 @@ class IdempotentAppends:
                 )
                 async with self._registry_changes:  # rule 7
                     return await caller.writes.finish(write, summary, self._retention_ms, by=by)
+            except errors.ConnectionSuperseded:
+                raise
             except _INTERRUPTIONS as error:
                 raise errors.OutcomeUnknown(f"the append was interrupted: {error}") from error
 
@@ -143,7 +151,7 @@ class IdempotentAppends:
     async def _finished(self, caller: Caller, write: str) -> WriteState:
         state = await caller.writes.read(write)
         if state is None:
-            raise errors.ConnectionSuperseded(f"write {write} was removed meanwhile")
+            raise errors.Unavailable("the idempotency key expires at this moment")
         return state
 
 
@@ -230,7 +238,9 @@ class _PartitionTask:
                 self._outcomes[first + offset] = TransactionId(ids[offset])
             elif reason == RowOutcomeCode.LOCK:
                 self._outcomes[first + offset] = _Rejection(conflicting[offset], mark)
-            elif reason in (RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE):
+            elif reason == RowOutcomeCode.AHEAD:
+                self._outcomes[first + offset] = _Rejection(_AHEAD, mark)
+            elif reason == RowOutcomeCode.TOO_LARGE:
                 raise errors.TooLarge(
                     f"partition {self._partition}: the server rejects a transaction: "
                     f"{RowOutcomeCode(reason).name} {outcome.detail}"
@@ -274,7 +284,7 @@ def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) 
     """Return the answer of a finished write."""
     summary = state.summary
     if not summary:
-        raise errors.ConnectionSuperseded("the idempotency key expires at this moment")
+        raise errors.Unavailable("the idempotency key expires at this moment")
     if summary["request"] != request:
         raise _key_reused_error()
     rejections = iter(summary["rejections"])
@@ -283,14 +293,23 @@ def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) 
         if transaction_id != BEFORE_FIRST:
             outcomes.append((row.partition, TransactionId(transaction_id)))
             continue
-        winner, mark = next(rejections)
-        failed = errors.LockFailed(
-            f"partition {row.partition}: lock conflict: transaction {winner} (or an earlier one) "
-            f"has written a lock of this transaction after the mark {row.mark}"
-        )
-        failed.conflicting, failed.high_water_mark = winner, mark
-        outcomes.append((row.partition, failed))
+        outcomes.append((row.partition, _error_of(row, _Rejection(*next(rejections)))))
     return answer_of(outcomes)
+
+
+def _error_of(row: NewTransaction, rejection: _Rejection) -> errors.WaltzError:
+    winner, mark = rejection
+    if winner == _AHEAD:
+        return errors.ClientAheadOfLog(
+            f"partition {row.partition}: the mark {row.mark} is above the log's, {mark}. Hint: "
+            "the state may be that of another cluster."
+        )
+    failed = errors.LockFailed(
+        f"partition {row.partition}: lock conflict: transaction {winner} (or an earlier one) "
+        f"has written a lock of this transaction after the mark {row.mark}"
+    )
+    failed.conflicting, failed.high_water_mark = winner, mark
+    return failed
 
 
 def _key_reused_error() -> errors.IdempotencyKeyReused:

@@ -3,8 +3,9 @@
 Rules:
     1. `type` is the name of a class of `waltz_core.errors`; docs/reference/errors.md lists them.
     2. Without an idempotency key, a transaction with an error is not in the log, except after
-       `OutcomeUnknown`, which has status 504. With a key, a request with status 5xx may have
-       appended transactions; the same request determines it.
+       `OutcomeUnknown`, which has status 504, and after a failure of the gateway, which has status
+       500. With a key, a request with status 5xx may have appended transactions; the same request
+       determines it.
     3. A response with status 429 or 503 has `Retry-After`.
 """
 
@@ -21,6 +22,7 @@ STATUS_OF: Final[tuple[tuple[type[errors.WaltzError], int], ...]] = (
     (errors.ClientAheadOfLog, 409),
     (errors.BeforeLogStart, 410),
     (errors.TooLarge, 413),
+    (errors.UnsupportedMediaType, 415),
     (errors.IdempotencyKeyReused, 422),
     (errors.UsageError, 400),
     (errors.LockFailed, 409),
@@ -52,7 +54,7 @@ def fields_of(error: errors.WaltzError) -> dict[str, Any]:
     if isinstance(error, errors.RequestRejected) and error.expected:
         named = {"expected": error.expected, "found": error.found, "hint": error.hint}
         shown = {name: each for name, each in named.items() if each != ""}
-        return {"type": kind, "error": error.part, **shown}
+        return {"type": kind, "error": str(error), **shown}
     message, _, hint = str(error).partition(" Hint: ")
     fields: dict[str, Any] = {"type": kind, "error": message}
     if isinstance(error, errors.OutcomeUnknown) and not hint:

@@ -4,7 +4,9 @@ from typing import Any, Final, NamedTuple
 
 from waltz_core import __version__
 from waltz_core.gateway.http_feeds import EVENT_STREAM, JSON_LINES
-from waltz_core.gateway.request_parsing import KEY_CHARACTERS_MAX, TRANSACTIONS_MAX
+from waltz_core.gateway.json_errors import STATUS_OF
+from waltz_core.gateway.request_headers import KEY_CHARACTERS_MAX
+from waltz_core.gateway.request_parsing import TRANSACTIONS_MAX
 
 DOCUMENT_PATH: Final = "/v1/openapi.json"
 
@@ -36,6 +38,7 @@ OPERATIONS: Final = (
 )
 
 _ID: Final = {"type": "integer", "format": "int64", "minimum": -1}
+_ID_OF_RANGE: Final = _ID | {"minimum": 0}
 _INT32: Final = {"type": "integer", "format": "int32"}
 _PARTITION: Final = {"type": "integer", "format": "int32", "minimum": 0}
 _TEXT: Final = {"type": "string"}
@@ -91,6 +94,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "transaction_id": _ID,
             "type": _TEXT,
             "error": _TEXT,
+            "hint": _TEXT,
             "winner": _ID,
             "high_water_mark": _ID,
         },
@@ -170,7 +174,8 @@ def document() -> dict[str, Any]:
 
 def _common(operation: HttpOperation) -> dict[str, Any]:
     details = _DETAILS[operation.name]
-    responses = {**details["responses"], "default": _response("An error.", "Error")}
+    shown = {str(status): _error_response(status) for status in _ERROR_STATUSES[operation.name]}
+    responses = {**shown, **details["responses"], "default": _response("An error.", "Error")}
     return {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -181,6 +186,15 @@ def _common(operation: HttpOperation) -> dict[str, Any]:
 def _response(text: str, schema: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     return {"description": text, "content": content}
+
+
+def _error_response(status: int) -> dict[str, Any]:
+    types = sorted({kind.__name__ for kind, each in STATUS_OF if each == status})
+    made = _response(f"An error, such as {', '.join(types)}.", "Error")
+    if status in (429, 503):
+        text = "The seconds after which to repeat the request."
+        made["headers"] = {"Retry-After": {"description": text, "schema": {"type": "integer"}}}
+    return made
 
 
 def _parameter(
@@ -201,6 +215,13 @@ _PARTITION_OF_PATH: Final = _parameter(
 _FILTER: Final = _parameter(
     "header", "query", "Only transactions with one of these headers, such as `7,8`.", _TEXT
 )
+_COMMON_STATUSES: Final = (400, 401, 403, 429, 503)
+_ERROR_STATUSES: Final = {
+    "append": (*_COMMON_STATUSES, 404, 413, 415, 422, 504),
+    "marks": (*_COMMON_STATUSES, 404),
+    "range": (*_COMMON_STATUSES, 404, 410),
+    "feed": (*_COMMON_STATUSES, 404, 409, 410),
+}
 _DETAILS: Final[dict[str, dict[str, Any]]] = {
     "append": {
         "parameters": [
@@ -208,7 +229,7 @@ _DETAILS: Final[dict[str, dict[str, Any]]] = {
                 "Idempotency-Key",
                 "header",
                 "A request with the same key and the same transactions has the same outcomes.",
-                _TEXT | {"maxLength": KEY_CHARACTERS_MAX},
+                _TEXT | {"pattern": f"^[A-Za-z0-9._~-]{{1,{KEY_CHARACTERS_MAX}}}$"},
             )
         ],
         "requestBody": {
@@ -217,7 +238,11 @@ _DETAILS: Final[dict[str, dict[str, Any]]] = {
         },
         "responses": {
             "200": _response("All transactions are committed.", "Outcomes"),
-            "409": _response("A lock has rejected transactions.", "Error"),
+            "409": _response(
+                "A lock has rejected transactions (LockFailed), or a mark is above the log "
+                "(ClientAheadOfLog).",
+                "Error",
+            ),
         },
     },
     "marks": {
@@ -235,8 +260,8 @@ _DETAILS: Final[dict[str, dict[str, Any]]] = {
     "range": {
         "parameters": [
             _PARTITION_OF_PATH,
-            _parameter("first", "query", "The first ID.", _ID, is_required=True),
-            _parameter("last", "query", "The last ID; default: the end of the log.", _ID),
+            _parameter("first", "query", "The first ID.", _ID_OF_RANGE, is_required=True),
+            _parameter("last", "query", "The last ID, inclusive; default: the end.", _ID_OF_RANGE),
             _FILTER,
         ],
         "responses": {"200": _response("The transactions.", "Range")},

@@ -1,7 +1,8 @@
-"""The checks of requests: bodies of appends, query parameters, headers.
+"""The checks of requests: bodies of appends and query parameters.
 
 Rules:
-    1. An unknown field or parameter is an error: it may be a misspelled one.
+    1. An unknown field or parameter is an error: it may be a misspelled one. A field that is given
+       twice and Base64 that is not canonical are errors, too: readers of JSON differ about them.
     2. `mark` is required with write locks and read locks. Only the caller has the mark of the state
        from which it has computed the transaction.
     3. A transaction is in the partition that it names, else in that of its first lock. If it has
@@ -15,8 +16,9 @@ import base64
 import binascii
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from waltz_core import errors
 from waltz_core.client import lock, partition_of
@@ -27,7 +29,6 @@ from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES
 
 TRANSACTIONS_MAX: Final = 256
 HEADERS_MAX: Final = 64
-KEY_CHARACTERS_MAX: Final = 128
 _FIELDS: Final = (
     "data",
     "header",
@@ -36,9 +37,6 @@ _FIELDS: Final = (
     "read_locks",
     "append_locks",
     "mark",
-)
-_KEY_CHARACTERS: Final = frozenset(
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
 )
 _INT64_MAX: Final = (1 << 63) - 1
 
@@ -64,23 +62,20 @@ class BodyMemory:
         self._bytes = 0
 
     @contextlib.asynccontextmanager
-    async def body(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield a whole body; its bytes count until the block ends.
+    async def body(self, parts: AsyncIterator[bytes], length: int = 0) -> AsyncIterator[bytes]:
+        """Yield a whole body; its bytes count until the block ends. `length` is the stated length.
 
         Raises:
             TooLarge: the body is too large.
             Unavailable: there are too many bytes in other requests.
         """
         body = bytearray()
+        self._check_length(length)
         try:
             async for part in parts:
                 body += part
                 self._bytes += len(part)
-                if len(body) > self._body_bytes_max:
-                    raise errors.TooLarge(
-                        f"the body has more than {self._body_bytes_max} bytes (body_bytes_max). "
-                        "Hint: send fewer transactions in a request."
-                    )
+                self._check_length(len(body))
                 if self._bytes > self._memory_bytes_max:
                     raise errors.Unavailable(
                         "the bodies of requests in progress have more than "
@@ -91,11 +86,19 @@ class BodyMemory:
         finally:
             self._bytes -= len(body)
 
+    def _check_length(self, length: int) -> None:
+        if length > self._body_bytes_max:
+            raise errors.TooLarge(
+                f"the body has more than {self._body_bytes_max} bytes (body_bytes_max). "
+                "Hint: send fewer transactions in a request."
+            )
+
 
 def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction]:
     """Return the transactions of a request; raises RequestRejected or another UsageError."""
     try:
         values = strict_json.from_json(body)
+        json.loads(body, object_pairs_hook=_check_unique)  # rule 1
     except ValueError as error:
         raise RequestRejected(
             "the body is not valid JSON", expected="a JSON object", found=str(error)
@@ -127,6 +130,16 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
     return parsed
 
 
+def _check_unique(fields: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in fields]
+    if len(set(names)) != len(names):
+        raise RequestRejected(
+            "an object of the body has a field twice",
+            expected="each field once",
+            found=next(name for name in names if names.count(name) > 1),
+        )
+
+
 def with_partition(rows: Sequence[NewTransaction], partition: int) -> list[NewTransaction]:
     """Return the transactions; those without a partition get this one (rule 3)."""
     return [row._replace(partition=partition) if row.partition < 0 else row for row in rows]
@@ -144,8 +157,7 @@ def _parse_transaction(row: object, where: str, partition_count: int) -> NewTran
     write, read, added = locks.values()
     partition = row.get("partition")
     if partition is not None:
-        partition = check_number(partition, f"{where}.partition", maximum=(1 << 31) - 1)
-        check_partition(partition, partition_count)
+        partition = check_partition(partition, f"{where}.partition", partition_count)
     elif first := (write or read or added):
         partition = partition_of(first[0], partition_count)
     mark = row.get("mark")
@@ -176,14 +188,15 @@ def _parse_data(value: object, where: str) -> bytes:
     try:
         if isinstance(value, str):
             data = base64.b64decode(value, validate=True)
-            if len(data) <= TRANSACTION_BYTES_MAX:
+            if len(data) > TRANSACTION_BYTES_MAX:
+                raise errors.TooLarge(
+                    f"{where}: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
+                )
+            if base64.b64encode(data).decode("ascii") == value:
                 return data
-            raise errors.TooLarge(
-                f"{where}: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
-            )
     except (binascii.Error, ValueError):
         pass
-    raise RequestRejected(where, expected="bytes in Base64", found=value)
+    raise RequestRejected(where, expected="bytes in canonical Base64 with padding", found=value)
 
 
 def _parse_locks(value: object, where: str) -> tuple[int, ...]:
@@ -217,25 +230,13 @@ def check_number(value: object, where: str, *, minimum: int = 0, maximum: int = 
     raise RequestRejected(where, expected=f"an integer of {minimum} to {maximum}", found=value)
 
 
-def check_partition(partition: int, partition_count: int) -> int:
-    """Return the number of a partition; raises UnknownPartition."""
-    if 0 <= partition < partition_count:
-        return partition
-    raise errors.UnknownPartition(
-        f"there is no partition {partition}: expected 0 to {partition_count - 1}"
-    )
-
-
-def check_key(key: str | None) -> str | None:
-    """Return an idempotency key; raises RequestRejected."""
-    if key is None or (0 < len(key) <= KEY_CHARACTERS_MAX and _KEY_CHARACTERS.issuperset(key)):
-        return key
-    raise RequestRejected(
-        "header Idempotency-Key",
-        expected=f"1 to {KEY_CHARACTERS_MAX} letters, digits, '-', '_', '.' and '~'",
-        found=key,
-        hint="Use a UUID.",
-    )
+def check_partition(value: object, where: str, partition_count: int) -> int:
+    """Return the number of a partition; raises RequestRejected or UnknownPartition."""
+    if isinstance(value, int) and partition_count <= value <= _INT64_MAX and value is not True:
+        raise errors.UnknownPartition(
+            f"{where}: there is no partition {value}: expected 0 to {partition_count - 1}"
+        )
+    return check_number(value, where, maximum=partition_count - 1)
 
 
 class UrlParameters:
@@ -258,7 +259,9 @@ class UrlParameters:
     def number(self, name: str, *, minimum: int = 0) -> int | None:
         """Return a number; None if it is not given."""
         text = self._values.get(name)
-        return None if text is None else check_number(parse_integer(text), name, minimum=minimum)
+        if text is None:
+            return None
+        return check_number(parse_integer(text), f"query parameter {name}", minimum=minimum)
 
     def flag(self, name: str) -> bool:
         """Return a flag; false if it is not given."""
@@ -267,26 +270,25 @@ class UrlParameters:
             raise RequestRejected(f"query parameter {name}", expected="true or false", found=text)
         return text == "true"
 
-    def numbers(self, name: str, *, minimum: int, maximum: int) -> tuple[int, ...]:
-        """Return a list such as `7,8`; empty if it is not given."""
-        text = self._values.get(name)
-        if text is None:
-            return ()
-        parts = text.split(",")
-        if len(parts) > HEADERS_MAX and name == "header":
-            raise RequestRejected(
-                "query parameter header", expected=f"at most {HEADERS_MAX} headers", found=text
-            )
+    def partitions(self, partition_count: int) -> tuple[int, ...]:
+        """Return the parameter `partition`, such as `0,3`; empty if it is not given."""
+        text = self._values.get("partition")
         return tuple(
-            check_number(
-                parse_integer(each), f"query parameter {name}", minimum=minimum, maximum=maximum
-            )
-            for each in parts
+            check_partition(parse_integer(each), "query parameter partition", partition_count)
+            for each in (() if text is None else text.split(","))
         )
 
     def headers(self) -> tuple[int, ...]:
-        """Return the parameter `header`, a filter."""
-        return self.numbers("header", minimum=-(1 << 31), maximum=(1 << 31) - 1)
+        """Return the parameter `header`, a filter such as `7,8`; empty if it is not given."""
+        text = self._values.get("header")
+        parts = [] if text is None else text.split(",")
+        where, limit = "query parameter header", 1 << 31
+        if len(parts) > HEADERS_MAX:
+            raise RequestRejected(where, expected=f"at most {HEADERS_MAX} headers", found=text)
+        return tuple(
+            check_number(parse_integer(each), where, minimum=-limit, maximum=limit - 1)
+            for each in parts
+        )
 
 
 def parse_integer(text: str) -> int | str:

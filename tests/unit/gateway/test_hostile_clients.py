@@ -10,9 +10,11 @@ from tests.gateway_process import body_of
 from tests.loops import until
 from tests.unit.gateway.gateway_world import in_gateway_world
 from waltz_core.client.links.write_requests import WriteRequests
+from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.gateway.idempotent_appends import _PartitionTask
 from waltz_core.transport import http_port
 
-HEAD = b"POST /v1/transactions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MIB = 1024 * 1024
 
 
@@ -193,14 +195,130 @@ def test_two_gateways_get_a_key_at_the_same_time(texts):
     with_gateway(scenario)
 
 
+def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
+    append, is_waiting, goes_on = _PartitionTask.append, asyncio.Event(), asyncio.Event()
+
+    async def wait_then_append(task):
+        if not is_waiting.is_set():
+            is_waiting.set()
+            await goes_on.wait()
+        return await append(task)
+
+    monkeypatch.setattr(_PartitionTask, "append", wait_then_append)
+
+    async def scenario(world, gateway):
+        async with gateway.client() as client, gateway.client() as other:
+            first = world.tasks.create_task(client.append(row("a"), key="k"))
+            await is_waiting.wait()
+            assert (await other.append(row("a"), key="k")).status == 200
+            goes_on.set()
+            answer = await first
+        assert (answer.status, answer.body["type"]) == (504, "OutcomeUnknown")
+        assert answer.body["error"] == (
+            "another request with the same idempotency key has taken over."
+        )
+        assert answer.body["hint"].startswith("Repeat the request.")
+        assert world.log(1) == [b"a"]
+
+    with_gateway(scenario)
+
+
+def test_a_key_without_zookeeper_is_an_error_that_names_it(monkeypatch):
+    async def begin(*_arguments, **_named):
+        raise CoordinatorUnavailable("no connection")
+
+    monkeypatch.setattr(WriteRequests, "begin", begin)
+
+    async def scenario(_world, gateway):
+        async with gateway.client() as client:
+            answer = await client.append(row("a"), key="k")
+            assert (await client.append(row("a"))).status == 200
+        assert (answer.status, answer.body["type"]) == (503, "CoordinatorUnavailable")
+        assert answer.body["error"] == (
+            "an append with an idempotency key needs ZooKeeper: no connection"
+        )
+
+    with_gateway(scenario)
+
+
 @pytest.mark.usefixtures("no_error_is_logged")
 def test_a_feed_whose_client_has_disconnected_ends():
     async def scenario(_world, gateway):
         _, writer = await connect_to(gateway)
-        writer.write(b"GET /v1/partitions/1/feed?from=-1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /v1/partitions/1/feed?from=-1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: gateway.routes.feed_count)
         writer.transport.abort()
         await until(lambda: not gateway.routes.feed_count)
         assert len(gateway.callers) == 1
+
+    with_gateway(scenario)
+
+
+@pytest.mark.parametrize(
+    ("named", "status"),
+    [
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "Application/JSON", "Content-Encoding": "identity"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Host": "localhost:80"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "10.0.0.1"}, 200),
+        ({"Host": "attacker.example:80"}, 400),
+        ({"Host": "localhost.attacker.example"}, 400),
+    ],
+)
+def test_a_web_page_of_another_origin_cannot_append(named, status):
+    async def scenario(world, gateway):
+        async with gateway.client() as client:
+            append = ("POST", "/v1/transactions", body_of(row("a")))
+            answer = await asyncio.to_thread(client.exchange, *append, named)
+            preflight = await asyncio.to_thread(client.exchange, "OPTIONS", append[1], None, named)
+        assert answer.status == status
+        assert world.transaction_count() == (status == 200)
+        assert preflight.status == 405
+        assert not [each for each in preflight.headers if each.startswith("access-control")]
+
+    with_gateway(scenario)
+
+
+def test_a_rebound_host_cannot_read():
+    async def scenario(_world, gateway):
+        async with gateway.client() as client:
+            answer = await client.get("/v1/marks", Host="attacker.example")
+        assert (answer.status, "header Host" in answer.body["error"]) == (400, True)
+
+    with_gateway(scenario)
+
+
+def test_a_gateway_in_a_network_accepts_any_host():
+    async def scenario(_world, gateway):
+        async with gateway.client() as client:
+            assert (await client.get("/v1/marks", Host="gateway.example")).status == 200
+
+    with_gateway(scenario, listen_host="10.0.0.1", insecure_network=True)
+
+
+def test_two_idempotency_keys_are_rejected():
+    async def scenario(world, gateway):
+        reader, writer = await connect_to(gateway)
+        two = HEAD + b"Idempotency-Key: l\r\n"
+        writer.write(request_with(body_of(row("a")), key="k").replace(HEAD, two))
+        status, fields = await read_answer(reader)
+        assert (status, "Idempotency-Key" in fields["error"]) == (400, True)
+        assert world.transaction_count() == 0
+        writer.close()
+
+    with_gateway(scenario)
+
+
+def test_a_body_that_is_announced_as_too_large_is_rejected_before_it_arrives():
+    async def scenario(_world, gateway):
+        reader, writer = await connect_to(gateway)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (64 * MIB))
+        assert (await read_answer(reader))[0] == 413
+        writer.close()
 
     with_gateway(scenario)

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,9 @@ def test_a_node_client_loses_and_duplicates_nothing():
         assert world.transaction_count() == COUNT
 
     in_gateway_world(scenario, fault_rate=0.1)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_node_client_without_gateways_prints_its_usage():
+    done = subprocess.run(["node", str(PROGRAM)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith("usage: node gateway_client.mjs")) == (2, True)

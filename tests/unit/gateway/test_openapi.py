@@ -43,6 +43,16 @@ def test_each_parameter_of_the_path_is_declared(each):
     assert "default" in details["responses"]
 
 
+def test_each_operation_has_its_error_statuses():
+    for path in openapi.document()["paths"].values():
+        for details in path.values():
+            assert {"400", "401", "403", "429", "503"} <= details["responses"].keys()
+            assert "Retry-After" in details["responses"]["503"]["headers"]
+    responses = openapi.document()["paths"]["/v1/transactions"]["post"]["responses"]
+    assert "ClientAheadOfLog" in responses["409"]["description"]
+    assert "UnsupportedMediaType" in responses["415"]["description"]
+
+
 def test_the_document_is_json():
     document = openapi.document()
     assert json.loads(json.dumps(document)) == document

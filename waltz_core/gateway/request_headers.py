@@ -1,0 +1,80 @@
+"""The checks of request headers; they also protect a gateway on loopback from web pages.
+
+Rules:
+    1. A body has `Content-Type: application/json`. A web page may send this header to another
+       origin only if the answer to a preflight request permits it, and the gateway permits nothing.
+    2. On loopback without TLS, `Host` must be an IP address or `localhost`. Otherwise a web page
+       could reach the gateway under the page's own name (DNS rebinding).
+    3. The gateway does not decode bodies, and does not choose one of two idempotency keys.
+"""
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from waltz_core.config.host_names import is_numeric
+from waltz_core.errors import RequestRejected, UnsupportedMediaType
+
+JSON: Final = "application/json"
+KEY_CHARACTERS_MAX: Final = 128
+_KEY_CHARACTERS: Final = frozenset(
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
+)
+
+
+class RequestHeaders(Protocol):
+    """The headers of a request, which may be given more than once."""
+
+    def getlist(self, key: str) -> list[str]:
+        """Return all values of a header."""
+
+
+def check_content(headers: RequestHeaders) -> None:
+    """Check type and encoding of a body; raises UnsupportedMediaType (rules 1 and 3)."""
+    kinds = headers.getlist("content-type")
+    if [each.partition(";")[0].strip().lower() for each in kinds] != [JSON]:
+        raise UnsupportedMediaType(
+            "header Content-Type", expected=JSON, found=", ".join(kinds) or None
+        )
+    encodings = ", ".join(headers.getlist("content-encoding"))
+    if encodings.lower() not in ("", "identity"):
+        raise UnsupportedMediaType(
+            "header Content-Encoding", expected="none or identity", found=encodings
+        )
+
+
+def check_local_host(headers: Mapping[str, str]) -> None:
+    """Check the host of a request to a loopback address; raises RequestRejected (rule 2)."""
+    host = headers.get("host", "")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if not is_numeric(name) and name.lower() != "localhost":
+        raise RequestRejected(
+            "header Host",
+            expected="an IP address or localhost, because the gateway listens on loopback",
+            found=host,
+            hint="A proxy must replace the header by the address of the gateway.",
+        )
+
+
+def length_of(headers: Mapping[str, str]) -> int:
+    """Return the length of a body; 0 if the request does not state it."""
+    return int(headers.get("content-length", "0"))
+
+
+def key_in(headers: RequestHeaders) -> str | None:
+    """Return the idempotency key; raises RequestRejected (rule 3)."""
+    keys = headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise RequestRejected("header Idempotency-Key", expected="one key", found=keys)
+    return check_key(keys[0] if keys else None)
+
+
+def check_key(key: str | None) -> str | None:
+    """Return an idempotency key; raises RequestRejected."""
+    if key is None or (0 < len(key) <= KEY_CHARACTERS_MAX and _KEY_CHARACTERS.issuperset(key)):
+        return key
+    raise RequestRejected(
+        "header Idempotency-Key",
+        expected=f"1 to {KEY_CHARACTERS_MAX} letters, digits, '-', '_', '.' and '~'",
+        found=key,
+        hint="Use a UUID.",
+    )
