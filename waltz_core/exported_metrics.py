@@ -51,7 +51,8 @@ class MetricValues:
         total, buckets = 0, []
         for limit, count in zip((*SECONDS_BUCKETS, INF), bucket_counts, strict=True):
             total += count
-            buckets.append((floatToGoString(limit), total))
+            text: str = floatToGoString(limit)  # type: ignore[no-untyped-call]
+            buckets.append((text, total))
         family.add_metric(texts, buckets, seconds)
 
     @property

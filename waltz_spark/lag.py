@@ -18,7 +18,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryProgress,
 )
 
-from waltz_spark.offsets import decode
+from waltz_spark.offsets import StreamOffset, decode
 
 _log = logging.getLogger("waltz")
 
@@ -33,20 +33,23 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
     """
     found: list[Lags] = []
     for source in progress["sources"]:
-        latest, end = (_marks(source[name]) for name in ("latestOffset", "endOffset"))
+        latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
             # The latest offset was requested earlier: the stream may be ahead of it.
-            found.append({each: max(0, mark - end.get(each, -1)) for each, mark in latest.items()})
+            ends = end.marks
+            found.append(
+                {each: max(0, mark - ends.get(each, -1)) for each, mark in latest.marks.items()}
+            )
     return found
 
 
-def _marks(offset: object) -> dict[int, int] | None:
-    """Return an offset by partition; None for another source's."""
+def offset_of(offset: object) -> StreamOffset | None:
+    """Return an offset in a query's progress; None for another source's."""
     try:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
             return None
-        return decode(parsed).marks
+        return decode(parsed)
     except (ValueError, TypeError):
         return None
 

@@ -9,5 +9,5 @@ A later attempt of a task finds the rows of earlier ones in the log, and sends t
 `columns.py` makes payload, locks, partition and mark of each row, `appender.py` sends the rows,
 `earlier_rows.py` finds those of earlier attempts by their `row_keys.py`, `recompute.py` recomputes
 rejected ones, and `results.py` keeps the outcomes. `rows_hash.py` recognizes the rows of a finished
-write.
+write, and `write_counts.py` counts the rows of a stream.
 """

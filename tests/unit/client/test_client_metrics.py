@@ -130,21 +130,24 @@ def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
 
 def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -> None:
     view = SlowView()
-    with MemoryWaltz(partition_count=1) as waltz, waltz.client() as writer:
-        with waltz.client() as reader:
-            for _ in range(3):
-                writer.append(b"data", partition=0).result(HANG_S)
-            assert value(LAG) is None
-            reader.subscribe(view)
-            wait_until("the mark is requested", lambda: value(LAG) == 3)
-            view.permits.release()
-            wait_until("one is applied", lambda: value(LAG) == 2)
+    with (
+        MemoryWaltz(partition_count=1) as waltz,
+        waltz.client() as writer,
+        waltz.client() as reader,
+    ):
+        for _ in range(3):
             writer.append(b"data", partition=0).result(HANG_S)
-            wait_until("the next scrape shows the mark", lambda: value(LAG) == 3)
-            view.permits.release(100)
-            wait_until("all are applied", lambda: value(LAG) == 0)
-            reader.set_partitions([])
-            assert value(LAG) is None
+        assert value(LAG) is None
+        reader.subscribe(view)
+        wait_until("the mark is requested", lambda: value(LAG) == 3)
+        view.permits.release()
+        wait_until("one is applied", lambda: value(LAG) == 2)
+        writer.append(b"data", partition=0).result(HANG_S)
+        wait_until("the next scrape shows the mark", lambda: value(LAG) == 3)
+        view.permits.release(100)
+        wait_until("all are applied", lambda: value(LAG) == 0)
+        reader.set_partitions([])
+        assert value(LAG) is None
 
 
 def test_with_a_port_the_registry_is_served() -> None:
