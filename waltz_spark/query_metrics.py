@@ -4,7 +4,7 @@ Rules:
     1. The lag is computed at each scrape, from the last progress of a query and the marks of its
        logs: it grows while a micro-batch hangs.
     2. A query that has failed keeps its position until it starts again, so its lag grows. A query
-       that was stopped is forgotten.
+       that was stopped is forgotten. The end of a run may be reported after the next run has begun.
     3. A scrape waits `REQUEST_S_MAX` at most for the logs, and otherwise shows no lag.
     4. Several calls, also for the same session or cluster, export each value once.
 """
@@ -63,6 +63,7 @@ class _Query:
     """A query, as of its last event."""
 
     name: str
+    run: str
     ends: list[StreamOffset] = field(default_factory=list)  # of the sources that are logs
     counts: WriteCounts = NO_ROWS
     has_failed: bool = False
@@ -75,28 +76,31 @@ class _Queries:
         self._lock = threading.Lock()
         self._queries: dict[str, _Query] = {}
 
-    def begin(self, query: str, name: str) -> None:
+    def begin(self, query: str, run: str, name: str) -> None:
         """Begin with a query; one that has failed under its name is replaced (rule 2)."""
         with self._lock:
             for other, each in list(self._queries.items()):
                 if each.name == name and each.has_failed:
                     del self._queries[other]
-            self._queries[query] = _Query(name)
+            self._queries[query] = _Query(name, run)
 
-    def note(self, query: str, name: str, ends: list[StreamOffset], counts: WriteCounts) -> None:
+    def note(self, query: str, now: _Query) -> None:
         """Note the position of a query, and the counts of its rows."""
         with self._lock:
-            known = self._queries.setdefault(query, _Query(name))
-            known.ends, known.counts = ends, counts
+            known = self._queries.setdefault(query, now)
+            known.ends, known.counts = now.ends, now.counts
 
-    def end(self, query: str, counts: WriteCounts, *, has_failed: bool) -> None:
-        """Forget a query, unless it has failed (rule 2)."""
+    def end(self, query: str, run: str, *, has_failed: bool) -> bool:
+        """Forget a query, unless it has failed (rule 2); False if it runs again."""
         with self._lock:
+            known = self._queries.get(query)
+            if known is not None and known.run != run:
+                return False
             if not has_failed:
                 self._queries.pop(query, None)
-            elif query in self._queries:
-                self._queries[query].counts = counts
-                self._queries[query].has_failed = True
+            elif known is not None:
+                known.has_failed = True
+            return True
 
     def counts(self) -> dict[str, WriteCounts]:
         """Return the counts of written rows, by the name of the query."""
@@ -129,7 +133,7 @@ class _QueryListener(StreamingQueryListener):
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
         """Begin with a query."""
         open_counts(str(event.id))
-        _queries.begin(str(event.id), event.name or str(event.id))
+        _queries.begin(str(event.id), str(event.runId), event.name or str(event.id))
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
         """Note the position of a query."""
@@ -138,16 +142,17 @@ class _QueryListener(StreamingQueryListener):
         open_counts(query)  # it may have started before the export
         ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
         found = [each for each in ends if each is not None]
-        _queries.note(query, progress.name or query, found, read_counts(query))
+        now = _Query(progress.name or query, str(progress.runId), found, read_counts(query))
+        _queries.note(query, now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: the last position is still valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
         """End with a query."""
-        query = str(event.id)
-        _queries.end(query, read_counts(query), has_failed=event.exception is not None)
-        remove_counts(query)
+        query, has_failed = str(event.id), event.exception is not None
+        if _queries.end(query, str(event.runId), has_failed=has_failed):
+            remove_counts(query)
 
 
 _connects: Final[dict[str, None]] = {}
