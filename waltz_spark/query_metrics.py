@@ -59,8 +59,8 @@ class _Lag(NamedTuple):
 
 
 @dataclass
-class _Query:
-    """A query, as of its last event."""
+class _Progress:
+    """The state of a query as of its last event."""
 
     name: str
     run: str
@@ -74,7 +74,7 @@ class _Queries:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queries: dict[str, _Query] = {}
+        self._queries: dict[str, _Progress] = {}
 
     def begin(self, query: str, run: str, name: str) -> None:
         """Begin with a query; one that has failed under its name is replaced (rule 2)."""
@@ -82,9 +82,9 @@ class _Queries:
             for other, each in list(self._queries.items()):
                 if each.name == name and each.has_failed:
                     del self._queries[other]
-            self._queries[query] = _Query(name, run)
+            self._queries[query] = _Progress(name, run)
 
-    def note(self, query: str, now: _Query) -> None:
+    def note(self, query: str, now: _Progress) -> None:
         """Note the position of a query, and the counts of its rows."""
         with self._lock:
             known = self._queries.setdefault(query, now)
@@ -127,7 +127,7 @@ class _Queries:
 _queries: Final = _Queries()
 
 
-class _QueryListener(StreamingQueryListener):
+class _ProgressListener(StreamingQueryListener):
     """Passes the events of one session's queries on."""
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
@@ -142,7 +142,7 @@ class _QueryListener(StreamingQueryListener):
         open_counts(query)  # it may have started before the export
         ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
         found = [each for each in ends if each is not None]
-        now = _Query(progress.name or query, str(progress.runId), found, read_counts(query))
+        now = _Progress(progress.name or query, str(progress.runId), found, read_counts(query))
         _queries.note(query, now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
@@ -258,4 +258,4 @@ def export_metrics(
     make_directory()
     export(_scrape.add_values, port, host)
     _connects[connect] = None
-    spark.streams.addListener(_QueryListener())
+    spark.streams.addListener(_ProgressListener())

@@ -5,21 +5,29 @@ import json
 import math
 import stat
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from tests.fault.load import wait_until
 from tests.patience import HANG_S
-from waltz_core.client import WaltzClient
+from waltz_core.client import RowOutcomeCode, WaltzClient
 from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_spark import export_metrics, query_metrics
 from waltz_spark.offsets import encode
+from waltz_spark.options import parse_write
+from waltz_spark.writer import stream_write
+from waltz_spark.writer.appender import FinalRows
+from waltz_spark.writer.stream_write import WaltzStreamWriter
+from waltz_spark.writer.task import TaskResult, WriteJob
 from waltz_spark.writer.write_counts import (
     NO_ROWS,
     WriteCounts,
@@ -187,6 +195,52 @@ def test_without_the_log_the_rows_are_exported_and_the_lag_is_not(
     monkeypatch.setattr(query_metrics, "with_client", fail)
     assert lag("transactions", "balances", 0) is None
     assert rows("committed", "balances") == 0
+
+
+def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
+    client: WaltzClient, listener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer = threading.Event()
+
+    def wait(_connect: str, use: Callable[[WaltzClient], None]) -> None:
+        assert may_answer.wait(HANG_S)
+        use(client)
+
+    query = Query(listener, "balances")
+    query.progress(offset(client, -1, -1))
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", 0.01)
+    monkeypatch.setattr(query_metrics, "with_client", wait)
+    for _ in range(2):
+        assert lag("transactions", "balances", 0) is None
+    may_answer.set()
+    wait_until("the log answers", lambda: lag("transactions", "balances", 0) == 0)
+
+
+def test_a_commit_counts_the_rows_of_its_tasks(
+    client: WaltzClient, listener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = Query(listener, "writer")
+    query.start()
+    properties = {"sql.streaming.queryId": str(query.id), "streaming.sql.batchId": "7"}
+    context = SimpleNamespace(getLocalProperty=properties.get)
+    monkeypatch.setattr(stream_write.TaskContext, "get", lambda: context)
+    monkeypatch.setattr(stream_write, "task_attempt", lambda: (0, 0))
+    monkeypatch.setattr(WriteJob, "write_task", lambda *_: task_of(retry_of=2))
+    writer = object.__new__(WaltzStreamWriter)
+    options = parse_write({"path": CONNECT, "exactlyOnce": "false", "onLockFailure": "retry"})
+    writer._job = WriteJob(client.layout(), options, {}, "run", 0, None)
+    message = writer.write(iter(()))
+    writer.commit([message, None, message], 7)
+    assert read_counts(str(query.id)) == WriteCounts(committed=4, rejected=2, retried=12)
+
+
+def task_of(*, retry_of: int) -> TaskResult:
+    """Return the result of a task with two committed rows and a rejected one."""
+    reasons = np.array([RowOutcomeCode.COMMITTED, RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK])
+    ids = np.array([4, 5, -1])
+    written = TaskResult()
+    written.count(FinalRows(0, None, ids, reasons.astype(np.uint8), ids, 5, retry_of + 1))
+    return written
 
 
 def test_the_rows_of_each_micro_batch_are_counted(listener: Any) -> None:
