@@ -3,12 +3,14 @@
 Rules:
     1. The lag is computed at each scrape, from the last progress of a query and the marks of its
        logs: it grows while a micro-batch hangs.
-    2. A query that has failed keeps its position until it starts again, so its lag grows. A query
-       that was stopped is forgotten. The end of a run may be reported after the next run has begun.
+    2. A query that has failed keeps its position, so its lag grows; also if it starts again and
+       fails in its first micro-batch. A query that was stopped is forgotten. The end of a run may
+       be reported after the next run has begun.
     3. A scrape waits `REQUEST_S_MAX` at most for the logs, and otherwise shows no lag.
     4. Several calls, also for the same session or cluster, export each value once.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
@@ -77,12 +79,13 @@ class _Queries:
         self._queries: dict[str, _Progress] = {}
 
     def begin(self, query: str, run: str, name: str) -> None:
-        """Begin with a query; one that has failed under its name is replaced (rule 2)."""
+        """Begin with a run of a query; another one that has failed under its name is replaced."""
         with self._lock:
+            known = self._queries.setdefault(query, _Progress(name, run))
+            known.name, known.run, known.has_failed = name, run, False
             for other, each in list(self._queries.items()):
                 if each.name == name and each.has_failed:
                     del self._queries[other]
-            self._queries[query] = _Progress(name, run)
 
     def note(self, query: str, now: _Progress) -> None:
         """Note the position of a query, and the counts of its rows."""
@@ -159,11 +162,11 @@ _connects: Final[dict[str, None]] = {}
 
 
 class _LagRequest:
-    """Requests the lags of all queries, in a thread of its own (rule 3)."""
+    """Requests the lags of all queries at a cluster, in a thread of its own (rule 3)."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: str) -> None:
+        self._connect = connect
         self._lags: dict[_Place, _Lag] = {}
-        self._clusters: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, name="waltz-lags", daemon=True)
         self._thread.start()
 
@@ -172,22 +175,18 @@ class _LagRequest:
         """Whether an answer is outstanding."""
         return self._thread.is_alive()
 
-    def wait(self) -> Mapping[_Place, _Lag]:
+    def wait(self, timeout_s: float) -> Mapping[_Place, _Lag]:
         """Return the lags; none if they do not arrive in time."""
-        self._thread.join(REQUEST_S_MAX)
+        self._thread.join(timeout_s)
         return {} if self.is_running else self._lags
 
     def _run(self) -> None:
-        for connect in list(_connects):
-            try:
-                with_client(connect, self._request)
-            except WaltzError:  # an unavailable cluster has alerts of its own
-                continue
+        # An unavailable cluster has alerts of its own.
+        with contextlib.suppress(WaltzError):
+            with_client(self._connect, self._request)
 
     def _request(self, client: WaltzClient) -> None:
         cluster = client.cluster()
-        if cluster.key in self._clusters:  # by another connect string (rule 4)
-            return
         positions = _queries.positions(cluster.name, cluster.key)
         if positions:
             partitions = sorted({place.partition for place in positions})
@@ -196,7 +195,6 @@ class _LagRequest:
                 lag = max(0, marks[place.partition] - end)
                 seconds = _age_s(client, place.partition, end + 1) if lag else 0.0
                 self._lags[place] = _Lag(lag, seconds)
-        self._clusters.add(cluster.key)
 
 
 def _age_s(client: WaltzClient, partition: int, transaction_id: int) -> float:
@@ -214,7 +212,7 @@ class _Scrape:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._request: _LagRequest | None = None
+        self._requests: dict[str, _LagRequest] = {}  # by connect string
 
     def add_values(self, values: MetricValues) -> None:
         """Add the metrics of all queries."""
@@ -223,10 +221,15 @@ class _Scrape:
             values.add("waltz_spark_rejected_rows_total", counts.rejected, query=query)
             values.add("waltz_spark_retried_rows_total", counts.retried, query=query)
         with self._lock:
-            if self._request is None or not self._request.is_running:
-                self._request = _LagRequest()
-            request = self._request
-        for place, lag in sorted(request.wait().items()):
+            for connect in list(_connects):
+                if connect not in self._requests or not self._requests[connect].is_running:
+                    self._requests[connect] = _LagRequest(connect)
+            requests = list(self._requests.values())
+        until_s = time.monotonic() + REQUEST_S_MAX
+        lags: dict[_Place, _Lag] = {}
+        for each in requests:
+            lags |= each.wait(max(0.0, until_s - time.monotonic()))
+        for place, lag in sorted(lags.items()):
             labels = place._asdict()
             values.add("waltz_spark_lag_transactions", lag.transactions, **labels)
             values.add("waltz_spark_lag_seconds", lag.seconds, **labels)

@@ -86,6 +86,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(query_metrics, "with_client", lambda _connect, use: use(client))
     monkeypatch.setattr(query_metrics, "_queries", query_metrics._Queries())
     monkeypatch.setattr(query_metrics, "_connects", {})
+    monkeypatch.setattr(query_metrics._scrape, "_requests", {})
     listeners: list[Any] = []
     spark: Any = SimpleNamespace(streams=SimpleNamespace(addListener=listeners.append))
     export_metrics(spark, CONNECT)
@@ -162,6 +163,21 @@ def test_a_failed_query_keeps_its_position_until_it_starts_again(
     assert lag("transactions", "balances", 0) is None
 
 
+def test_a_query_that_fails_in_its_first_micro_batch_has_the_lag_of_its_earlier_run(
+    client: WaltzClient, listener: Any
+) -> None:
+    query = Query(listener, "balances")
+    query.start()
+    query.progress(offset(client, -1, -1))
+    append(client, 0, 2)
+    for number in range(2):
+        query.end(exception="a bug")
+        assert lag("transactions", "balances", 0) == 2
+        query.run = uuid.UUID(int=number)
+        query.start()
+        assert lag("transactions", "balances", 0) == 2
+
+
 def no_stamp(*_: object) -> int:
     return 0
 
@@ -202,8 +218,8 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
 ) -> None:
     may_answer = threading.Event()
 
-    def wait(_connect: str, use: Callable[[WaltzClient], None]) -> None:
-        assert may_answer.wait(HANG_S)
+    def wait(connect: str, use: Callable[[WaltzClient], None]) -> None:
+        assert connect == "other:2181/w" or may_answer.wait(HANG_S)
         use(client)
 
     query = Query(listener, "balances")
@@ -212,6 +228,10 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     monkeypatch.setattr(query_metrics, "with_client", wait)
     for _ in range(2):
         assert lag("transactions", "balances", 0) is None
+    query_metrics._connects["other:2181/w"] = None  # its log answers
+    wait_until("the other log answers", lambda: lag("transactions", "balances", 0) == 0)
+    del query_metrics._connects["other:2181/w"], query_metrics._scrape._requests["other:2181/w"]
+    assert lag("transactions", "balances", 0) is None
     may_answer.set()
     wait_until("the log answers", lambda: lag("transactions", "balances", 0) == 0)
 
